@@ -1,0 +1,112 @@
+"""One attention layer: timm's, plus the encodings that act inside it."""
+import operator
+from functools import reduce
+from typing import Dict, Optional
+
+import torch
+import torch.nn as nn
+from timm.layers import Attention, register_notrace_module
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models.vision_transformer import Block
+
+from . import ops
+from .encodings import PositionEncoding
+from .grid import Grid
+
+__all__ = ['PosEncAttention', 'PosEncBlock']
+
+
+@register_notrace_module
+class PosEncAttention(Attention):
+    """timm's `Attention` with position in its logits, q, k and values.
+
+    Built as timm builds it; `set_encodings` then gives it the encodings of its layer.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_encodings({})
+
+    def set_encodings(self, encodings: Dict[str, PositionEncoding]) -> None:
+        """Give the layer its encodings, by name. Decides once which of them act where."""
+        self.encodings = nn.ModuleDict(encodings)
+        self._names = {
+            hook: tuple(name for name, encoding in encodings.items() if encoding.overrides(hook))
+            for hook in PositionEncoding.HOOKS
+        }
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            rotation: Optional[torch.Tensor] = None,
+            bias: Optional[torch.Tensor] = None,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: Tokens, `[B, N, D]`.
+            grid: The grid.
+            rotation: Table of the model's rotation, if all layers share one, `[(B, 1, | h,) N-P, 2*d]`.
+            bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
+            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable likewise.
+            is_causal: Mask out all later tokens.
+
+        Returns:
+            `[B, N, D]`.
+        """
+        B, N, _ = x.shape
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # [B, h, N, d]
+        q, k = self.q_norm(q), self.k_norm(k)
+
+        biases = [] if bias is None else [bias]
+        biases += [grid.keep_pairs(self.encodings[n].position_bias(grid)) for n in self._names['position_bias']]
+        biases += [self.encodings[n].content_bias(q, k, grid) for n in self._names['content_bias']]
+        bias = reduce(operator.add, biases) if biases else None
+        mask = ops.merge_masks(bias, attn_mask, is_causal, N, x.device)
+        for name in self._names['rotation']:
+            rotation = grid.keep_rows(self.encodings[name].rotation(grid))
+        if rotation is not None:
+            q, k = self._rotate(q, rotation, grid), self._rotate(k, rotation, grid)
+
+        if self.fused_attn and not self._names['values']:
+            x = ops.attend(q, k, v, mask, scale=self.scale, dropout_p=self.attn_drop.p if self.training else 0.)
+        else:
+            attn = self.attn_drop(ops.probabilities(q, k, mask, scale=self.scale))  # [B, h, N, N]
+            x = attn.to(v.dtype) @ v
+            for name in self._names['values']:
+                x = x + self.encodings[name].values(attn, grid).to(v.dtype)
+
+        x = x.transpose(1, 2).reshape(B, N, self.attn_dim)
+        x = self.norm(x)
+        if gate is not None:
+            x = x * gate
+        x = self.proj(x)
+        return self.proj_drop(x)
+
+    @staticmethod
+    def _rotate(x: torch.Tensor, table: torch.Tensor, grid: Grid) -> torch.Tensor:
+        p = grid.num_prefix_tokens
+        return torch.cat([x[:, :, :p], apply_rot_embed_cat(x[:, :, p:], table)], dim=2)  # [B, h, N, d]
+
+
+class PosEncBlock(Block):
+    """timm's `Block`, which hands the grid down to its attention layer."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            rotation: Optional[torch.Tensor] = None,
+            bias: Optional[torch.Tensor] = None,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Arguments as for `PosEncAttention`; `[B, N, D]` to `[B, N, D]`."""
+        y = self.attn(self.norm1(x), grid, rotation, bias, attn_mask=attn_mask, is_causal=is_causal)
+        x = x + self.drop_path1(self.ls1(y))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x

@@ -1,0 +1,194 @@
+"""What happens between a checkpoint file and a model: conversion, resizing, and refusal of what does not belong.
+
+As in timm, conversion and resizing happen on the pretrained roads (`pretrained=True`, train.py's `--pretrained-path`,
+`local-dir:`, `hf-hub:`), by `filter_state_dict`. On the others (`--initial-checkpoint`, `--resume`, validate.py's
+`--checkpoint`) what does not fit is refused, by `refuse_misfit`.
+"""
+import pickle
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from timm.models.vision_transformer import checkpoint_filter_fn
+
+from .encodings import ReferenceGridEncoding, parse_pos_enc
+
+__all__ = ['filter_state_dict', 'readable_errors', 'refuse_misfit', 'refuse_other_encoding']
+
+ROADS = (
+    "timm.create_model(..., pretrained=True, pretrained_cfg_overlay=dict(file=...)), 'local-dir:', 'hf-hub:', "
+    'or train.py --pretrained-path')
+
+
+def filter_state_dict(
+        state_dict: Dict[str, torch.Tensor],
+        model: nn.Module,
+        ref_grid_size: Optional[Sequence[int]] = None,
+) -> Dict[str, torch.Tensor]:
+    """Make a checkpoint fit a model of the same encodings and another grid, or of timm's naming.
+
+    Args:
+        state_dict: The checkpoint.
+        model: A `VisionTransformerPosEnc`. Its tables take the size of the checkpoint's, where those are never resized.
+        ref_grid_size: The trained grid, if the user gave one; the checkpoint's own must not differ.
+
+    Raises:
+        ValueError: If entries are missing or left over outside the head, or have the wrong shape.
+    """
+    state_dict = state_dict.get('model', state_dict)
+    state_dict = state_dict.get('state_dict', state_dict)
+    if 'blocks.0.gamma_1' in state_dict and model.pos_enc in NAVER:
+        state_dict = _convert_naver(state_dict, model)
+    _refuse_unknown_grid(state_dict, model)
+    state_dict = checkpoint_filter_fn(state_dict, model)
+
+    for path, encoding in model.position_encodings().items():
+        saved = state_dict.get(f'{path}._extra_state')
+        if isinstance(encoding, ReferenceGridEncoding) and saved is not None:
+            saved = tuple(saved.tolist())
+            if ref_grid_size is not None and saved != tuple(ref_grid_size):
+                raise ValueError(
+                    f'ref_grid_size={tuple(ref_grid_size)} was given, but the checkpoint was trained on {saved}. '
+                    'Leave it out.')
+            encoding.set_ref_grid_size(saved)
+
+    report = _misfit(state_dict, model.state_dict(), ignore=('head.',))
+    if report:
+        raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
+    return state_dict
+
+
+def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
+    """timm takes the grid of a `pos_embed` for square where nothing else is known, and fails obscurely if it is not."""
+    pos_embed, patch = state_dict.get('pos_embed'), state_dict.get('patch_embed.proj.weight')
+    if pos_embed is None or model.pos_embed is None or patch is None:
+        return
+    count = pos_embed.shape[1] - (0 if model.no_embed_class else model.num_prefix_tokens)
+    size = model.pretrained_model_args.get('img_size') or model.pretrained_cfg['input_size'][-2:]
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    declared = size[0] // patch.shape[-2] * (size[1] // patch.shape[-1])
+    if count not in (declared, round(max(count, 0) ** 0.5) ** 2):
+        raise ValueError(
+            f'pos_embed of the checkpoint has {pos_embed.shape[1]} rows, which is neither a square grid nor that of a '
+            f'{size[0]}x{size[1]} image. Say what it was trained on: '
+            'pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)), and the same prefix tokens.')
+
+
+def _misfit(state_dict: Dict[str, Any], expected: Dict[str, Any], ignore: Tuple[str, ...] = ()) -> str:
+    """What keeps a checkpoint from fitting, in words; empty if nothing does."""
+    def listed(keys: List[str]) -> str:
+        return ', '.join(sorted(keys)[:4]) + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
+
+    missing = [k for k in expected if k not in state_dict and not k.startswith(ignore)]
+    unexpected = [k for k in state_dict if k not in expected and not k.startswith(ignore)]
+    shapes = [
+        f'{k} {list(state_dict[k].shape)} instead of {list(v.shape)}' for k, v in expected.items()
+        if k in state_dict and state_dict[k].shape != v.shape and not k.startswith(ignore)]
+    reports = (('it lacks ', missing), ('it has ', unexpected), ('it has ', shapes))
+    return '; '.join(what + listed(keys) for what, keys in reports if keys)
+
+
+def refuse_misfit(
+        model: nn.Module,
+        state_dict: Dict[str, Any],
+        prefix: str,
+        local_metadata: Dict[str, Any],
+        strict: bool,
+        *_: List[str],
+) -> None:
+    """Hook before `load_state_dict`: say plainly when a checkpoint has other encodings or another grid.
+
+    Raises:
+        ValueError: Before anything is loaded.
+    """
+    def position(entries: Dict[str, Any]) -> Dict[str, Any]:
+        return {
+            k: v for k, v in entries.items()
+            if k == 'pos_embed' or k.startswith('encodings.') or '.attn.encodings.' in k}
+
+    given = {k[len(prefix):]: v for k, v in state_dict.items() if k.startswith(prefix)}
+    given, expected = position(given), position(model.state_dict())
+    if not strict:  # missing and additional entries are allowed, and torch reports them
+        given = {k: v for k, v in given.items() if k in expected}
+        expected = {k: v for k, v in expected.items() if k in given}
+    report = _misfit(given, expected)
+    if report:
+        raise ValueError(
+            f'The checkpoint has other position encodings or another grid than the model (pos_enc={model.pos_enc!r}, '
+            f'grid {model.patch_embed.grid_size}): {report}. Nothing is resized on this road. To adapt a checkpoint of '
+            f'the same encodings to another size use {ROADS}; to load it as it is, create the model with its pos_enc, '
+            'img_size and ref_grid_size.')
+
+
+def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
+    """The saved config of a `local-dir:` or `hf-hub:` model decides what its parameters mean.
+
+    Two encodings may have the same parameters, or none at all, so weights alone could not tell.
+
+    Args:
+        variant: The model's name, for the message.
+        kwargs: What the model is about to be built with; `pretrained_model_args` is what it was saved with.
+
+    Raises:
+        ValueError: If they disagree about the encoding.
+    """
+    saved = kwargs.get('pretrained_model_args') or {}
+    if 'pos_enc' not in saved:
+        return
+    was = parse_pos_enc(saved['pos_enc'], saved.get('pos_enc_kwargs'))
+    now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
+    if was != now:
+        def spell(parts):
+            keywords = {name: values for name, values in parts.items() if values}
+            return '+'.join(parts) + (f' with {keywords}' if keywords else '')
+
+        raise ValueError(
+            f'The saved model {variant!r} was trained with pos_enc {spell(was)}, which cannot be changed to '
+            f'{spell(now)} when it is loaded. Leave pos_enc out, or start from the architecture by its name.')
+
+
+@contextmanager
+def readable_errors(variant: str) -> Iterator[None]:
+    """Turn what readers of broken files say into what has happened."""
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, EOFError) as e:
+        raise ValueError(f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
+    except RuntimeError as e:
+        if 'PytorchStreamReader' not in str(e):
+            raise
+        raise ValueError(f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
+
+
+NAVER = ('rope2d', 'rope2d_mixed', 'ape+rope2d', 'ape+rope2d_mixed')
+
+
+def _convert_naver(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """timm's `vit_*_patch16_rope*_224` (its Eva class) to `rope2d` and `rope2d_mixed`.
+
+    Their layer scale is folded into the projections before it if the model has none. One tensor holds the mixed
+    frequencies of all layers, `[2, L, h, d/2]`. Their `pos_embed` has no rows for prefix tokens: zeros are put there.
+    """
+    out = {}
+    for key, value in state_dict.items():
+        if key == 'rope.freqs':
+            for i in range(value.shape[1]):
+                out[f'blocks.{i}.attn.encodings.rope2d_mixed.freqs'] = value[:, i]
+        elif key == 'pos_embed' and model.pos_embed is not None and not model.no_embed_class:
+            out[key] = F.pad(value, (0, 0, model.num_prefix_tokens, 0))
+        else:
+            out[key] = value
+    for i in range(len(model.blocks)):
+        for n, layer in ((1, 'attn.proj'), (2, 'mlp.fc2')):
+            gamma = out.pop(f'blocks.{i}.gamma_{n}', None)
+            if gamma is None:
+                continue
+            if isinstance(getattr(model.blocks[i], f'ls{n}'), nn.Identity):
+                for key in (f'blocks.{i}.{layer}.weight', f'blocks.{i}.{layer}.bias'):
+                    out[key] = out[key] * gamma.view(-1, *(1,) * (out[key].ndim - 1))
+            else:
+                out[f'blocks.{i}.ls{n}.gamma'] = gamma
+    return out

@@ -1,0 +1,50 @@
+"""Contextual position encoding (Golovneva et al., 'Contextual Position Encoding', 2024), as the SaPE2 paper compares it.
+
+Nothing about it is 2-D: positions are counted along the raster, and in a ViT, which is not causal, the sum runs to the
+end of it. Costs one N x N look-up per head.
+"""
+import torch
+import torch.nn as nn
+
+from .. import ops
+from ..grid import Grid
+from .base import ReferenceGridEncoding
+from .registry import register_encoding
+
+
+@register_encoding('cope')
+class ContextualPositionEncoding(ReferenceGridEncoding):
+    """CoPE: logits get z_i[p_ij] / sqrt(d), where z_i[p] = q_i.e[p] and p_ij = sum of sigmoid(q_i.k_m / sqrt(d)), m >= j.
+
+    Computed in float32 at least. The table starts at zero and has no weight decay. The authors use as many positions as
+    tokens, which makes z itself N x N; here `npos` is a keyword, and further positions count as the last one. On a grid
+    of N patches other than the N0 trained on, positions are scaled by N0/N.
+
+    Args:
+        npos: Number of embeddings, 2 or more.
+
+    Raises:
+        ValueError: If npos is too small.
+    """
+    adds = 'L * npos * d'
+    resolution = 'positions are scaled to the trained grid'
+    paper = 'https://arxiv.org/abs/2405.18719'
+
+    def __init__(self, *, npos: int = 64, device=None, dtype=None, **host) -> None:
+        super().__init__(**host)
+        if not isinstance(npos, int) or npos < 2:
+            raise ValueError(f"'cope' needs npos of 2 or more, got {npos!r}.")
+        self.table = nn.Parameter(torch.empty(npos, self.head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.table)
+
+    def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
+        ref = self.rescaling(grid)
+        scale = self.head_dim ** -0.5
+        return scale * ops.contextual_bias(
+            q, k, self.table, grid,
+            gate_scale=scale,
+            ref_num_patches=ref and ref[0] * ref[1],
+        )

@@ -1,0 +1,167 @@
+"""The names that users type: `pos_enc='ape+sape2_k'`."""
+import difflib
+import fnmatch
+import inspect
+import json
+import re
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+
+from .base import PositionEncoding
+
+__all__ = ['register_encoding', 'create_encoding', 'list_encodings', 'get_encoding', 'parse_pos_enc']
+
+EncodingT = TypeVar('EncodingT', bound=PositionEncoding)
+
+_encodings: Dict[str, Type[PositionEncoding]] = {}
+_aliases: Dict[str, str] = {}
+
+
+def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Type[EncodingT]], Type[EncodingT]]:
+    """Class decorator that makes an encoding known, here or in any other package.
+
+    Args:
+        name: What users type: small letters, digits and `_`.
+        aliases: Further names; models are saved with `name`.
+
+    Raises:
+        ValueError: If a name is taken or malformed, or the class is no `PositionEncoding`.
+    """
+    def register(cls: Type[EncodingT]) -> Type[EncodingT]:
+        if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
+            raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
+        for new in (name, *aliases):
+            if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
+                raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')
+            if new in _encodings or new in _aliases:
+                owner = _encodings[_aliases.get(new, new)]
+                raise ValueError(
+                    f'Encoding {new!r} is registered already, by {owner.__module__}.{owner.__qualname__}. '
+                    'Choose another name.')
+        _encodings[name] = cls
+        _aliases.update({alias: name for alias in aliases})
+        return cls
+
+    return register
+
+
+def list_encodings(filter: str = '', *, aliases: bool = False) -> List[str]:
+    """Sorted names of all encodings.
+
+    Args:
+        filter: Wildcard pattern as in `timm.list_models`, e.g. `'sape2*'`.
+        aliases: Include further names of the same encodings.
+    """
+    names = sorted([*_encodings, *_aliases] if aliases else _encodings)
+    return fnmatch.filter(names, filter) if filter else names
+
+
+def _resolve(name: str) -> str:
+    """The name that an alias stands for.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    name = _aliases.get(name, name)
+    if name not in _encodings:
+        close = difflib.get_close_matches(name, list_encodings(aliases=True))
+        hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
+        raise ValueError(f'Unknown position encoding {name!r}. {hint}')
+    return name
+
+
+def get_encoding(name: str) -> Type[PositionEncoding]:
+    """The class behind a name.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    return _encodings[_resolve(name)]
+
+
+def create_encoding(name: str, **kwargs) -> PositionEncoding:
+    """Build one encoding.
+
+    Args:
+        name: Name of the encoding.
+        kwargs: What the host model tells (`dim`, `num_heads`, `grid_size`, ..., see `PositionEncoding`), `device`,
+            `dtype`, and the encoding's own keywords.
+
+    Raises:
+        ValueError: If the name, a keyword or a value is not accepted.
+    """
+    _check_keywords(name, kwargs.keys() - _host_keywords())
+    return get_encoding(name)(**kwargs)
+
+
+def _host_keywords() -> set:
+    return set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}
+
+
+def _check_keywords(name: str, keywords) -> None:
+    accepted = set()
+    for cls in get_encoding(name).__mro__:
+        if issubclass(cls, PositionEncoding):
+            parameters = inspect.signature(cls.__init__).parameters.values()
+            accepted |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    accepted -= _host_keywords()
+    for keyword in sorted(set(keywords) - accepted):
+        has = f'It accepts: {", ".join(sorted(accepted))}.' if accepted else 'It accepts no keywords.'
+        raise ValueError(f'Position encoding {name!r} has no keyword {keyword!r}. {has}')
+
+
+def parse_pos_enc(
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
+) -> Dict[str, Dict[str, Any]]:
+    """Split `'sape2+ape'` into its parts, in their one canonical order and with aliases resolved.
+
+    Args:
+        pos_enc: Names joined by `+`, or `'nope'`.
+        pos_enc_kwargs: Keywords of each part, keyed by its name.
+
+    Returns:
+        Keywords by name, sorted by name. `'+'.join` of it is the string that a model is saved with.
+
+    Raises:
+        ValueError: On unknown, repeated, empty or conflicting parts, on keywords for an absent part or that the part
+            does not accept, or that are not plain JSON.
+    """
+    if not isinstance(pos_enc, str):
+        raise ValueError(f"pos_enc must be a string such as 'ape+sape2_k', got {pos_enc!r}.")
+    names = pos_enc.split('+')
+    if not all(names):
+        raise ValueError(f"pos_enc={pos_enc!r} has an empty part. Write e.g. 'ape+sape2_k', or 'nope' for none.")
+    resolved = [_resolve(name) for name in names]
+    for name in resolved:
+        if resolved.count(name) > 1:
+            raise ValueError(f'pos_enc={pos_enc!r} names {name!r} more than once.')
+    if 'nope' in resolved and len(resolved) > 1:
+        raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
+    rotations = [name for name in resolved if get_encoding(name).overrides('rotation')]
+    if len(rotations) > 1:
+        raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
+
+    keywords: Dict[str, Dict[str, Any]] = {name: {} for name in sorted(resolved)}
+    given = _plain_json(pos_enc_kwargs or {})
+    if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
+        raise ValueError(
+            "pos_enc_kwargs must map parts to their keywords, e.g. {'sape2_k': {'preset': 'equations'}}, "
+            f'got {pos_enc_kwargs!r}.')
+    seen = set()
+    for name, values in given.items():
+        part = _resolve(name)
+        if part not in keywords:
+            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
+        if part in seen:
+            raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
+        seen.add(part)
+        _check_keywords(part, values)
+        keywords[part] = values
+    return keywords
+
+
+def _plain_json(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as e:
+        raise ValueError(f'pos_enc_kwargs must be plain JSON, to survive saving: {e}') from None

@@ -1,0 +1,47 @@
+"""Mixed 2-D rotary position encoding (Heo et al., 'Rotary Position Embedding for Vision Transformer', ECCV 2024).
+
+2-D in that each pair of channels turns with a learned mixture of x and y, so that diagonal directions are within reach.
+"""
+import torch
+import torch.nn as nn
+from timm.layers.pos_embed_sincos import init_random_2d_freqs
+
+from ..grid import Grid
+from .base import PositionEncoding, rotation_table
+from .registry import register_encoding
+
+
+@register_encoding('rope2d_mixed')
+class MixedRotaryEncoding(PositionEncoding):
+    """RoPE-Mixed: pair t of head h turns by x * freqs[0, h, t] + y * freqs[1, h, t], learned in each layer.
+
+    The frequencies start as 10^(-4t/d) in a random direction per head, and in the one at right angles to it. Angles are
+    computed in float32 at least. The frequencies have no weight decay.
+
+    Raises:
+        ValueError: If the head dim is not a multiple of 4.
+    """
+    relative = True
+    adds = 'L * D'
+    resolution = 'angles go on for further patches'
+    paper = 'https://arxiv.org/abs/2403.13298'
+
+    def __init__(self, *, device=None, dtype=None, **host) -> None:
+        super().__init__(**host)
+        if self.head_dim % 4:
+            raise ValueError(
+                f"'rope2d_mixed' needs a head dim that is a multiple of 4, got {self.head_dim}. "
+                'Choose another num_heads.')
+        self.freqs = nn.Parameter(torch.empty(2, self.num_heads, self.head_dim // 2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        freqs = init_random_2d_freqs(self.head_dim, 1, self.num_heads, temperature=10.0, device=self.freqs.device)
+        with torch.no_grad():
+            self.freqs.copy_(freqs[:, 0])
+
+    def rotation(self, grid: Grid) -> torch.Tensor:
+        freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
+        y, x = grid.coordinates(freqs.device, freqs.dtype).unbind(-1)  # [H*W]
+        angles = x[:, None] * freqs[0, :, None] + y[:, None] * freqs[1, :, None]  # [h, H*W, d/2]
+        return rotation_table(angles)

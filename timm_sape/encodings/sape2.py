@@ -1,0 +1,158 @@
+"""SaPE2 (Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 2025).
+
+A patch counts, along its row and along its column, how much of what lies there concerns it (the gates), and looks the
+counts up in a learned table. The vector of what it finds is its code; the bias between two patches is the distance of
+their codes, one along x plus one along y. 2-D in that rows and columns are counted apart.
+
+What it can tell: the x bias does not change when rows change places, nor the y bias when columns do, and on a constant
+image the bias is zero. It supplements a position encoding rather than replacing one, hence `ape+sape2_k`.
+
+Cost: distances of N x N codes of length W and of length H, on top of attention.
+"""
+from typing import Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.layers import trunc_normal_
+
+from .. import functional
+from ..grid import Grid
+from .base import ReferenceGridEncoding
+from .registry import register_encoding
+
+PRESETS = {
+    'appendix': {'gate_scale': 'head_dim', 'bias_scale': 'one'},  # the code of Appendix D
+    'equations': {'gate_scale': 'one', 'bias_scale': 'head_dim'},  # Eq. 9 and Eq. 16
+}
+
+
+class SemanticAwarePositionEncoding(ReferenceGridEncoding):
+    """SaPE2: logits get bias_scale * (b^x + b^y), see `timm_sape.functional.sape2_bias` for the equations.
+
+    The paper's equations and its code (Appendix D) differ in two scales; a preset chooses both, a keyword given
+    explicitly beats it. Computed in float32 at least. The tables and the learned gain have no weight decay.
+
+    Args:
+        preset: 'appendix' (gates scaled by 1/sqrt(d), bias not scaled) or 'equations' (gates not scaled, bias scaled by
+            1/sqrt(d)).
+        gate_scale: Factor of q.k inside the gates: 'head_dim' for 1/sqrt(d), 'one', or a number. Default: the preset's.
+        bias_scale: Factor of the bias: 'one', 'head_dim' for 1/sqrt(d), 'learned' for one gain per head, or a number.
+            Negative numbers flip the sign: by the paper's equations distant codes attract, by its prose (5.4) they
+            repel. Default: the preset's.
+        bias_init: Initial value of the learned gain. Default: the preset's scale.
+        npos: Embeddings per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, the most that can be counted.
+        table_std: Standard deviation of the tables' truncated normal initial values.
+
+    Raises:
+        ValueError: If a value is none of these.
+    """
+    mode: str
+    adds = 'L * (W + H + 2) * d'
+    resolution = 'positions and codes are scaled to the trained grid'
+    paper = 'https://arxiv.org/abs/2505.09466'
+
+    def __init__(
+            self,
+            *,
+            preset: str = 'appendix',
+            gate_scale: Optional[Union[str, float]] = None,
+            bias_scale: Optional[Union[str, float]] = None,
+            bias_init: Optional[float] = None,
+            npos: Optional[int] = None,
+            table_std: float = 0.02,
+            device=None,
+            dtype=None,
+            **host,
+    ) -> None:
+        super().__init__(**host)
+        name = f'sape2_{self.mode}'
+        if preset not in PRESETS:
+            raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')
+        if npos is not None and (not isinstance(npos, int) or npos < 2):
+            raise ValueError(f'{name!r} needs npos of 2 or more, got {npos!r}. Leave it out for one per count.')
+        if not _is_number(table_std) or table_std <= 0:
+            raise ValueError(f'{name!r} needs a positive table_std, got {table_std!r}.')
+        values = PRESETS[preset]
+        self.gate_scale = self._number('gate_scale', values['gate_scale'] if gate_scale is None else gate_scale)
+        preset_scale = self._number('bias_scale', values['bias_scale'])
+        learned = bias_scale == 'learned'
+        if bias_init is not None and not learned:
+            raise ValueError(f"{name!r}: bias_init is the initial value of bias_scale='learned'. Give both or neither.")
+        if bias_init is not None and not _is_number(bias_init):
+            raise ValueError(f'{name!r}: bias_init must be a number, got {bias_init!r}.')
+        if not learned:
+            self.bias_scale = preset_scale if bias_scale is None else self._number('bias_scale', bias_scale)
+        self.bias_init = preset_scale if bias_init is None else float(bias_init)
+        self.npos = npos
+        self.table_std = table_std
+
+        dd = {'device': device, 'dtype': dtype}
+        npos_y, npos_x = self._table_sizes()
+        self.table_x = nn.Parameter(torch.empty(npos_x, self.head_dim, **dd))
+        self.table_y = nn.Parameter(torch.empty(npos_y, self.head_dim, **dd))
+        self.gain = nn.Parameter(torch.empty(self.num_heads, **dd)) if learned else None
+        self.reset_parameters()
+
+    def _number(self, keyword: str, value: Union[str, float]) -> float:
+        if value == 'head_dim':
+            return self.head_dim ** -0.5
+        if value == 'one':
+            return 1.0
+        if not _is_number(value):
+            learned = ", 'learned'" if keyword == 'bias_scale' else ''
+            raise ValueError(
+                f"'sape2_{self.mode}': {keyword} must be 'head_dim', 'one'{learned} or a number, got {value!r}.")
+        return float(value)
+
+    def _table_sizes(self) -> Tuple[int, int]:
+        height, width = self.ref_grid_size
+        return self.npos or height + 1, self.npos or width + 1
+
+    def reset_parameters(self) -> None:
+        trunc_normal_(self.table_x, std=self.table_std)
+        trunc_normal_(self.table_y, std=self.table_std)
+        if self.gain is not None:
+            nn.init.constant_(self.gain, self.bias_init)
+
+    def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
+        super().set_ref_grid_size(ref_grid_size)
+        npos_y, npos_x = self._table_sizes()
+        for name, npos in (('table_x', npos_x), ('table_y', npos_y)):
+            table = getattr(self, name)
+            if table.shape[0] != npos:
+                setattr(self, name, nn.Parameter(table.new_empty(npos, self.head_dim)))
+                trunc_normal_(getattr(self, name), std=self.table_std)
+
+    def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
+        bias = functional.sape2_bias(
+            q, k, self.table_x, self.table_y, grid.size,
+            mode=self.mode,
+            gate_scale=self.gate_scale,
+            num_prefix_tokens=grid.num_prefix_tokens,
+            ref_grid_size=self.rescaling(grid),
+            keep_indices=grid.keep_indices,
+        )
+        scale = self.bias_scale if self.gain is None else self.gain.to(bias.dtype).view(-1, 1, 1)
+        return scale * bias  # [B, h, N, N]
+
+
+@register_encoding('sape2_q')
+class SemanticAwarePositionEncodingQ(SemanticAwarePositionEncoding):
+    """SaPE2(Q): embeddings are multiplied with the queries."""
+    mode = 'q'
+
+
+@register_encoding('sape2_k', aliases=('sape2',))
+class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
+    """SaPE2(K): embeddings are multiplied with the keys; the gates are of q.k still. The paper's best, so `sape2`."""
+    mode = 'k'
+
+
+@register_encoding('sape2_qk')
+class SemanticAwarePositionEncodingQK(SemanticAwarePositionEncoding):
+    """SaPE2 on both Q and K, which the paper names (5.3) but does not define: here their codes are concatenated."""
+    mode = 'qk'
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) != float('inf')

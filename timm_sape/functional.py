@@ -1,0 +1,175 @@
+"""SaPE2 as functions of tensors, without a model.
+
+Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 2025. Its symbols here:
+
+| paper | here |
+|---|---|
+| q_i, k_i | `q[:, :, P + i]`, `k[:, :, P + i]`, i = y*W + x, 0-based |
+| e^x[p], e^y[p] | `table_x[p]`, `table_y[p]` |
+| M | npos - 1 |
+| SaPE2(Q), SaPE2(K) | `mode='q'`, `mode='k'` |
+| b_in^x + b_in^y | `sape2_bias(...)[:, :, P + i, P + n]` |
+"""
+from typing import Optional, Tuple, Union
+
+import torch
+
+from . import ops
+from .grid import Grid
+
+__all__ = ['sape2_attention', 'sape2_bias']
+
+MODES = ('q', 'k', 'qk')
+BACKENDS = ('reference',)
+
+
+def sape2_bias(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        grid_size: Tuple[int, int],
+        *,
+        mode: str = 'k',
+        gate_scale: Optional[Union[float, torch.Tensor]] = None,
+        num_prefix_tokens: int = 0,
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+        keep_indices: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """The position bias of SaPE2, b^x + b^y (Eq. 9 to 15), before any scale.
+
+    Differentiable in q, k and both tables. Where the paper disagrees with itself or is silent:
+
+    - the gates are scaled by `gate_scale`, by default 1/sqrt(d) as in Appendix D; Eq. 9 has 1;
+    - any H x W: Appendix D mixes H and W up and runs on squares only;
+    - prefix tokens take no part, and every pair with one has a bias of zero;
+    - at an integer position the gradient is the slope to the right; Eq. 11 has none there;
+    - `mode='qk'`, which the paper names but does not define, concatenates the codes of both modes, so that their
+      squared distances add;
+    - on another grid than `ref_grid_size`, positions along x are scaled by W0/W and codes by sqrt(W0/W), so that the
+      mean bias stays what it was in training; along y likewise with H.
+
+    Args:
+        q: Queries, prefix tokens first, `[B, h, N, d]` with N = P + H*W, or P + K with `keep_indices`.
+        k: Keys, likewise.
+        table_x: Embeddings of the positions 0 ... npos-1 along a row, `[npos, d]`. Positions reach W (W0 with
+            `ref_grid_size`), so npos = W + 1 never clamps.
+        table_y: Embeddings of the positions along a column, `[npos, d]`; npos may differ.
+        grid_size: (H, W) in patches.
+        mode: 'k' (default), 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates are of q.k always.
+        gate_scale: Factor of q.k inside the gates. Default 1/sqrt(d).
+        num_prefix_tokens: P.
+        ref_grid_size: (H0, W0), the grid that the tables were trained on. None for no rescaling.
+        keep_indices: Raster indices of the patches that are there, in any order, int64 `[B, K]`. A dropped patch has
+            gate 0.
+
+    Returns:
+        `[B, h, N, N]`, symmetric, at least 0, in float32 or wider.
+
+    Raises:
+        ValueError: If shapes, sizes or the mode do not fit.
+    """
+    grid = _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_size, keep_indices)
+    if ref_grid_size is not None and grid.matches(ref_grid_size):
+        ref_grid_size = None
+    code_x, code_y = ops.axis_codes(
+        q, k, table_x, table_y, grid,
+        mode=mode,
+        gate_scale=q.shape[-1] ** -0.5 if gate_scale is None else gate_scale,
+        ref_grid_size=ref_grid_size,
+    )
+    return grid.pad_prefix(ops.pairwise_distance(code_x) + ops.pairwise_distance(code_y))
+
+
+def sape2_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        grid_size: Tuple[int, int],
+        *,
+        mode: str = 'k',
+        gate_scale: Optional[Union[float, torch.Tensor]] = None,
+        bias_scale: Union[float, torch.Tensor] = 1.0,
+        scale: Optional[float] = None,
+        num_prefix_tokens: int = 0,
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+        keep_indices: Optional[torch.Tensor] = None,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        backend: Optional[str] = None,
+) -> torch.Tensor:
+    """Attention with SaPE2: softmax(scale * q.k + bias_scale * bias) v (Eq. 16).
+
+    In Eq. 16 the bias is divided by sqrt(d) as the product is, in Appendix D it is not. Here the two factors are
+    separate: Appendix D is the default, Eq. 16 is `bias_scale=d ** -0.5`.
+
+    Args:
+        q: Queries, prefix tokens first, `[B, h, N, d]`.
+        k: Keys, likewise.
+        v: Values, likewise.
+        table_x: As in `sape2_bias`, and so are `table_y`, `grid_size`, `mode`, `gate_scale`, `num_prefix_tokens`,
+            `ref_grid_size` and `keep_indices`.
+        bias_scale: Factor of the bias, a number or one value per head, `[h]`.
+        scale: Factor of q.k. Default 1/sqrt(d).
+        attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to `[B, h, N, N]`.
+        is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
+        dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
+        backend: 'reference' (plain PyTorch), or None to choose.
+
+    Returns:
+        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in float32 at least.
+
+    Raises:
+        ValueError: If shapes, sizes, the mode or the backend do not fit.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f'Unknown backend {backend!r}. Available: {", ".join(map(repr, BACKENDS))}, or None to choose.')
+    if v.shape != q.shape:
+        raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
+    if isinstance(bias_scale, torch.Tensor) and bias_scale.ndim:
+        if bias_scale.shape != (q.shape[1],):
+            raise ValueError(
+                f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
+        bias_scale = bias_scale.view(-1, 1, 1)
+    bias = bias_scale * sape2_bias(
+        q, k, table_x, table_y, grid_size,
+        mode=mode,
+        gate_scale=gate_scale,
+        num_prefix_tokens=num_prefix_tokens,
+        ref_grid_size=ref_grid_size,
+        keep_indices=keep_indices,
+    )
+    mask = ops.merge_masks(bias, attn_mask, is_causal, q.shape[2], q.device)
+    return ops.attend(q, k, v, mask, scale=q.shape[-1] ** -0.5 if scale is None else scale, dropout_p=dropout_p)
+
+
+def _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_size, keep_indices) -> Grid:
+    if q.ndim != 4 or k.shape != q.shape:
+        raise ValueError(f'q and k must have one shape [B, h, N, d], got {list(q.shape)} and {list(k.shape)}.')
+    batch, _, num_tokens, dim = q.shape
+    for name, size in (('grid_size', grid_size), ('ref_grid_size', ref_grid_size)):
+        if size is not None and (len(size) != 2 or size[0] < 1 or size[1] < 1):
+            raise ValueError(f'{name} must be (H, W) with at least one patch along each, got {tuple(size)}.')
+    if mode not in MODES:
+        raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')
+    if num_prefix_tokens < 0:
+        raise ValueError(f'num_prefix_tokens must be 0 or more, got {num_prefix_tokens}.')
+    for name, table in (('table_x', table_x), ('table_y', table_y)):
+        if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] != dim:
+            raise ValueError(f'{name} must be [npos, {dim}] with npos >= 2, got {list(table.shape)}.')
+    height, width = grid_size
+    if keep_indices is None:
+        num_patches, kept = height * width, f'a {height} x {width} grid'
+    else:
+        if keep_indices.ndim != 2 or keep_indices.shape[0] != batch or keep_indices.dtype != torch.int64:
+            raise ValueError(
+                f'keep_indices must be int64 [{batch}, K], got {keep_indices.dtype} {list(keep_indices.shape)}.')
+        num_patches, kept = keep_indices.shape[1], f'{keep_indices.shape[1]} kept patches'
+    if num_tokens != num_prefix_tokens + num_patches:
+        raise ValueError(
+            f'q has {num_tokens} tokens, but {num_prefix_tokens} prefix tokens and {kept} make '
+            f'{num_prefix_tokens + num_patches}. Check grid_size=(H, W) and num_prefix_tokens.')
+    return Grid(height, width, num_prefix_tokens, keep_indices)

@@ -1,0 +1,101 @@
+"""Scaled dot-product attention with a bias that may be wider than q, k and v."""
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+from .contextual import no_autocast
+
+__all__ = ['attend', 'merge_masks', 'probabilities']
+
+
+def merge_masks(
+        bias: Optional[torch.Tensor],
+        attn_mask: Optional[torch.Tensor],
+        is_causal: bool,
+        num_tokens: int,
+        device: torch.device,
+) -> Optional[torch.Tensor]:
+    """One mask out of what is added to the logits and what is masked out of them.
+
+    Args:
+        bias: Additive, broadcastable to `[B, h, N, N]`.
+        attn_mask: Additive, or bool with True where attention is allowed; broadcastable likewise.
+        is_causal: Mask out all later tokens.
+        num_tokens: N.
+        device: Where the causal mask is wanted.
+
+    Returns:
+        Additive if a bias or an additive mask is given, else bool, else None.
+    """
+    if is_causal:
+        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+        if attn_mask is None:
+            attn_mask = causal
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask & causal
+        else:
+            attn_mask = attn_mask.masked_fill(~causal, float('-inf'))
+    if bias is None or attn_mask is None:
+        return attn_mask if bias is None else bias
+    if attn_mask.dtype == torch.bool:
+        return bias.masked_fill(~attn_mask, float('-inf'))
+    return bias + attn_mask
+
+
+def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Optional[torch.Tensor],
+        *,
+        scale: float,
+        dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """softmax(scale * q.k + mask) v by PyTorch's scaled_dot_product_attention.
+
+    Where an additive mask is wider than q, the whole runs in its dtype (outside autocast): a bias that was computed in
+    float32 would lose to rounding what it is there for.
+
+    Args:
+        q: `[B, h, N, d]`.
+        k: `[B, h, N, d]`.
+        v: `[B, h, N, d]`.
+        mask: As `merge_masks` gives it.
+        scale: Factor of q.k.
+        dropout_p: Dropout of the probabilities.
+
+    Returns:
+        `[B, h, N, d]` in the dtype of v.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    dtype = torch.promote_types(q.dtype, mask.dtype)
+    if dtype == q.dtype:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)
+    with no_autocast(q):
+        out = F.scaled_dot_product_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)
+    return out.to(v.dtype)
+
+
+def probabilities(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        mask: Optional[torch.Tensor],
+        *,
+        scale: float,
+) -> torch.Tensor:
+    """softmax(scale * q.k + mask), the explicit first half of `attend`, under the same rule for wider masks.
+
+    Returns:
+        `[B, h, N, N]`, in the dtype of the logits.
+    """
+    if mask is None:
+        return ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1)
+    if mask.dtype == torch.bool:
+        logits = (q * scale) @ k.transpose(-2, -1)
+        return logits.masked_fill(~mask, float('-inf')).softmax(dim=-1)
+    dtype = torch.promote_types(q.dtype, mask.dtype)
+    with no_autocast(q):
+        return ((q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1) + mask).softmax(dim=-1)

@@ -1,0 +1,468 @@
+"""Vision Transformer with a choice of position encodings.
+
+timm's VisionTransformer, whose tokens, q and k, logits and values can carry any set of the registered encodings:
+
+    image -> patch tokens on a grid
+          -> encodings `embed` the tokens
+          -> blocks of attention, where encodings `rotate` q and k and add a `bias` to the logits
+          -> timm's norm, pooling and head
+
+Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares encodings.
+"""
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.layers import PatchDropoutWithIndices, register_notrace_function, register_notrace_module, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import VisionTransformer
+
+from . import checkpoints
+from .attention import PosEncAttention, PosEncBlock
+from .encodings import (
+    PositionEncoding,
+    ReferenceGridEncoding,
+    create_encoding,
+    get_encoding,
+    list_encodings,
+    parse_pos_enc,
+)
+from .grid import Grid
+
+__all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
+
+
+@register_notrace_module
+class SharedEncodings(nn.ModuleDict):
+    """The encodings that a whole model shares, and what they contribute to one forward pass."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            pos_embed: Optional[torch.Tensor],
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """
+        Args:
+            x: Tokens without position, `[B, N, D]`.
+            grid: The whole grid.
+            pos_embed: timm's table, None without `ape`.
+
+        Returns:
+            The tokens, `[B, N, D]`; the rotation that all layers share, `[(h,) H*W, 2*d]`, or None; the sum of the
+            biases that all layers share, `[(h,) N, N]`, or None.
+        """
+        rotation = bias = None
+        factors, terms = [], []
+        for encoding in self.values():
+            factor, term = encoding.embed(x, grid, pos_embed)
+            factors += [] if factor is None else [factor]
+            terms += [] if term is None else [term]
+            if encoding.overrides('rotation'):
+                rotation = encoding.rotation(grid)
+            if encoding.overrides('position_bias'):
+                shared = encoding.position_bias(grid)
+                bias = shared if bias is None else bias + shared
+        for factor in factors:
+            x = x * factor
+        for term in terms:
+            x = x + term
+        return x, rotation, bias
+
+
+class VisionTransformerPosEnc(VisionTransformer):
+    """timm's Vision Transformer with any set of position encodings.
+
+    Its state dict is timm's, plus the encodings' own entries, which carry their names: `encodings.<name>.*` for those
+    that the model shares, `blocks.<i>.attn.encodings.<name>.*` for the others. `ape` is timm's `pos_embed`.
+    """
+
+    def __init__(
+            self,
+            img_size: Union[int, Tuple[int, int]] = 224,
+            patch_size: Union[int, Tuple[int, int]] = 16,
+            *,
+            pos_enc: str = 'ape',
+            pos_enc_kwargs: Optional[Dict[str, Dict[str, Any]]] = None,
+            ref_grid_size: Optional[Tuple[int, int]] = None,
+            embed_dim: int = 768,
+            depth: int = 12,
+            num_heads: int = 12,
+            dynamic_img_size: bool = False,
+            dynamic_img_pad: bool = False,
+            patch_drop_rate: float = 0.,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        """
+        Args:
+            img_size: Input image size, or (height, width).
+            patch_size: Patch size, or (height, width).
+            pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
+            pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
+            ref_grid_size: (H, W) of the grid that the weights of encodings which never resize them (SaPE2, CoPE) were
+                trained on. Found in checkpoints; to be given only to take weights in on a road that cannot adapt.
+            embed_dim: Embed dim D.
+            depth: Number of blocks.
+            num_heads: Number of heads h.
+            dynamic_img_size: Take images of any size that the patch size divides.
+            dynamic_img_pad: With `dynamic_img_size`, pad images that it does not divide.
+            patch_drop_rate: Share of patches to drop in training.
+            kwargs: All else that timm's VisionTransformer takes, but for `pos_embed`, `block_fn` and `attn_layer`, which
+                the encodings decide about.
+
+        Raises:
+            ValueError: If arguments do not fit together.
+        """
+        parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
+        if 'pos_embed' in kwargs:
+            raise ValueError("pos_embed= is decided by pos_enc= here: use pos_enc='ape' for 'learn', 'nope' for 'none'.")
+        for name in ('block_fn', 'attn_layer'):
+            if name in kwargs:
+                raise ValueError(f'{name}= cannot be chosen: position acts inside the block and attention used here.')
+        _check_sizes(img_size, patch_size, dynamic_img_size and dynamic_img_pad)
+        if embed_dim % num_heads:
+            raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}.')
+
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            dynamic_img_size=dynamic_img_size,
+            dynamic_img_pad=dynamic_img_pad,
+            pos_embed='learn' if 'ape' in parts else 'none',
+            block_fn=PosEncBlock,
+            attn_layer=PosEncAttention,
+            device=device,
+            dtype=dtype,
+            **kwargs,
+        )
+        if patch_drop_rate > 0:
+            self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+
+        # Made after timm's constructor, which initialises every linear layer that it finds inside the blocks anew. So
+        # models that differ in their encodings alone also start from the same backbone, seed by seed.
+        self.pos_enc = '+'.join(parts)
+        self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
+        create = partial(
+            create_encoding,
+            dim=embed_dim,
+            num_heads=num_heads,
+            grid_size=self.patch_embed.grid_size,
+            num_prefix_tokens=self.num_prefix_tokens,
+            depth=depth,
+            ref_grid_size=ref_grid_size,
+            device=device,
+            dtype=dtype,
+        )
+        per_layer = {name: keywords for name, keywords in parts.items() if get_encoding(name).per_layer}
+        self.encodings = SharedEncodings({
+            name: create(name, **keywords) for name, keywords in parts.items() if name not in per_layer})
+        for i, block in enumerate(self.blocks):
+            block.attn.set_encodings({name: create(name, layer=i, **kw) for name, kw in per_layer.items()})
+        self.register_load_state_dict_pre_hook(checkpoints.refuse_misfit)
+
+    def position_encodings(self) -> Dict[str, PositionEncoding]:
+        """All encodings of the model by their path in it."""
+        return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
+
+    @property
+    def ref_grid_size(self) -> Optional[Tuple[int, int]]:
+        """(H, W) that never-resized encodings were trained on, None without any."""
+        for encoding in self.position_encodings().values():
+            if isinstance(encoding, ReferenceGridEncoding):
+                return encoding.ref_grid_size
+        return None
+
+    # timm records here what a model was created with, and saves it as `model_args`. Ours adds what is true of the
+    # encodings, in canonical form, however they were spelled and whatever has happened since.
+    @property
+    def _model_args(self) -> Dict[str, Any]:
+        args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
+        if self.ref_grid_size is not None:
+            args['ref_grid_size'] = list(self.ref_grid_size)
+        return args
+
+    @_model_args.setter
+    def _model_args(self, args: Dict[str, Any]) -> None:
+        self._recorded_args = args
+
+    _recorded_args: Dict[str, Any] = {}
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        """Names of parameters without weight decay."""
+        return super().no_weight_decay() | {
+            f'{path}.{name}' for path, encoding in self.position_encodings().items()
+            for name in encoding.no_weight_decay()}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
+        """Regular expressions of parameter groups, for layer-wise learning rates."""
+        matcher = super().group_matcher(coarse)
+        return dict(matcher, stem=matcher['stem'] + r'|encodings\.')
+
+    def set_input_size(
+            self,
+            img_size: Optional[Tuple[int, int]] = None,
+            patch_size: Optional[Tuple[int, int]] = None,
+    ) -> None:
+        """Change the image or patch size that the model is made for.
+
+        Each encoding follows its rule for a grid that it was not trained on.
+
+        Args:
+            img_size: New image size, None to keep it.
+            patch_size: New patch size, None to keep it.
+
+        Raises:
+            ValueError: If the patch size does not divide the image size.
+        """
+        _check_sizes(
+            img_size or self.patch_embed.img_size,
+            patch_size or self.patch_embed.patch_size,
+            self.dynamic_img_size and self.patch_embed.dynamic_img_pad,
+        )
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        for encoding in self.position_encodings().values():
+            encoding.set_grid_size(self.patch_embed.grid_size)
+
+    def _embed(
+            self,
+            x: torch.Tensor,
+    ) -> Tuple[torch.Tensor, Grid, Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """Images to tokens with position, and all that the blocks need to know about it.
+
+        Args:
+            x: `[B, C, height, width]`.
+
+        Returns:
+            Tokens `[B, N, D]`, grid, and what all layers share: rotation and bias, or None.
+        """
+        patch_embed = self.patch_embed
+        _, _, img_height, img_width = x.shape
+        height, width = _grid_size(
+            img_height, img_width, patch_embed.patch_size,
+            img_size=patch_embed.img_size if patch_embed.strict_img_size else None,
+            pad=patch_embed.dynamic_img_pad,
+        )
+        grid = Grid(height, width, self.num_prefix_tokens)
+        x = patch_embed(x)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, H*W, D]
+        prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
+        x, rotation, bias = self.encodings(x, grid, self.pos_embed)
+        x = self.pos_drop(x)
+        if isinstance(self.patch_drop, PatchDropoutWithIndices):
+            x, keep_indices = self.patch_drop(x)
+            if keep_indices is not None:
+                grid = replace(grid, keep_indices=keep_indices)
+                rotation = None if rotation is None else grid.keep_rows(rotation)
+                bias = None if bias is None else grid.keep_pairs(bias)
+        return self.norm_pre(x), grid, rotation, bias
+
+    def _run_block(self, block, x, grid, rotation, bias, attn_mask, is_causal) -> torch.Tensor:
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            return checkpoint(block, x, grid, rotation, bias, attn_mask, is_causal)
+        return block(x, grid, rotation, bias, attn_mask, is_causal)
+
+    def forward_features(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Images `[B, C, height, width]` to normalised tokens `[B, N, D]`.
+
+        Args:
+            x: Images.
+            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
+                `[B, h, N, N]`, for all tokens of the grid (entries of dropped patches are left out).
+            is_causal: Mask out all later tokens.
+        """
+        x, grid, rotation, bias = self._embed(x)
+        attn_mask = None if attn_mask is None else grid.keep_pairs(attn_mask)
+        for block in self.blocks:
+            x = self._run_block(block, x, grid, rotation, bias, attn_mask, is_causal)
+        return self.norm(x)
+
+    def forward_intermediates(
+            self,
+            x: torch.Tensor,
+            indices: Optional[Union[int, List[int]]] = None,
+            return_prefix_tokens: bool = False,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = 'NCHW',
+            intermediates_only: bool = False,
+            output_dict: bool = False,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
+        """Features of several blocks in one forward pass; timm's contract.
+
+        Args:
+            x: Images, `[B, C, height, width]`.
+            indices: The last n blocks if an int, all if None, else these.
+            return_prefix_tokens: Return the prefix tokens of each block too.
+            norm: Apply the final norm to each.
+            stop_early: Stop after the last block that is asked for.
+            output_fmt: 'NCHW' for maps `[B, D, H, W]`, 'NLC' for tokens `[B, H*W, D]`.
+            intermediates_only: Leave the final features out.
+            output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
+            attn_mask: As in `forward_features`.
+            is_causal: Mask out all later tokens.
+
+        Raises:
+            ValueError: If maps are asked for while patches are being dropped.
+        """
+        if output_fmt not in ('NCHW', 'NLC'):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        x, grid, rotation, bias = self._embed(x)
+        if output_fmt == 'NCHW' and grid.keep_indices is not None:
+            raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
+        attn_mask = None if attn_mask is None else grid.keep_pairs(attn_mask)
+
+        taken = []
+        for i, block in enumerate(self.blocks[:max_index + 1] if stop_early else self.blocks):
+            x = self._run_block(block, x, grid, rotation, bias, attn_mask, is_causal)
+            if i in take_indices:
+                taken.append(self.norm(x) if norm else x)
+        prefix = [y[:, :grid.num_prefix_tokens] for y in taken] if grid.num_prefix_tokens else None
+        maps = [y[:, grid.num_prefix_tokens:] for y in taken]
+        if output_fmt == 'NCHW':
+            maps = [y.transpose(1, 2).reshape(y.shape[0], -1, *grid.size).contiguous() for y in maps]
+
+        if output_dict:
+            result = {'image_intermediates': maps}
+            if prefix is not None and return_prefix_tokens:
+                result['image_intermediates_prefix'] = prefix
+            if not intermediates_only:
+                result['image_features'] = self.norm(x)
+            return result
+        if prefix is not None and return_prefix_tokens:
+            maps = list(zip(maps, prefix))
+        return maps if intermediates_only else (self.norm(x), maps)
+
+
+def _check_sizes(img_size, patch_size, pads: bool) -> None:
+    img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
+    if min(img_size) < 1 or min(patch_size) < 1:
+        raise ValueError(f'Sizes must be positive, got img_size={img_size}, patch_size={patch_size}.')
+    if not pads and any(i % p for i, p in zip(img_size, patch_size)) or any(i < p for i, p in zip(img_size, patch_size)):
+        fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
+        raise ValueError(
+            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit}, another patch_size, '
+            'or dynamic_img_size=True with dynamic_img_pad=True.')
+
+
+@register_notrace_function
+@torch.fx.wrap
+def _grid_size(
+        height: int,
+        width: int,
+        patch_size: Tuple[int, int],
+        img_size: Optional[Tuple[int, int]],
+        pad: bool,
+) -> Tuple[int, int]:
+    """(H, W) of an image; `img_size` is the only one allowed, None for any. Symbolic sizes stay symbolic."""
+    if img_size is not None and (height != img_size[0] or width != img_size[1]):
+        raise ValueError(
+            f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
+            'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
+    if pad:
+        return -(-height // patch_size[0]), -(-width // patch_size[1])
+    if height % patch_size[0] or width % patch_size[1]:
+        raise ValueError(
+            f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
+            'Resize it, or create the model with dynamic_img_pad=True.')
+    return height // patch_size[0], width // patch_size[1]
+
+
+def _cfg(**kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 1000,
+        'input_size': (3, 224, 224),
+        'pool_size': None,
+        'crop_pct': 0.9,
+        'interpolation': 'bicubic',
+        'fixed_input_size': True,
+        'mean': IMAGENET_INCEPTION_MEAN,
+        'std': IMAGENET_INCEPTION_STD,
+        'first_conv': 'patch_embed.proj',
+        'classifier': 'head',
+        'license': 'apache-2.0',
+        **kwargs,
+    }
+
+
+def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+    """Build a model by timm's builder.
+
+    Raises:
+        ValueError: If the model differs in its encodings from the saved one it is made after, or the weights do not fit.
+    """
+    checkpoints.refuse_other_encoding(variant, kwargs)
+    ref_grid_size = kwargs.get('ref_grid_size')
+    with checkpoints.readable_errors(variant):
+        return build_model_with_cfg(
+            VisionTransformerPosEnc,
+            variant,
+            pretrained,
+            pretrained_filter_fn=partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size),
+            feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+            **kwargs,
+        )
+
+
+# Entrypoints: {size}_{encoding}, and {size}_{encoding}_ape for the encodings that act inside attention, where a learned
+# table on the tokens is a supplement. E.g. vit_small_sape2_k, vit_small_sape2_k_ape, vit_base_rope2d, test_vit_cope.
+SIZES = {
+    'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
+    'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
+    'vit_base': dict(embed_dim=768, depth=12, num_heads=12),
+    'test_vit': dict(embed_dim=64, depth=2, num_heads=4),
+}
+
+
+def _entrypoints() -> Dict[str, Tuple[str, str]]:
+    """Size and `pos_enc` of each model name."""
+    names = {}
+    for size in SIZES:
+        for encoding in list_encodings(aliases=True):
+            names[f'{size}_{encoding}'] = size, encoding
+            if 'tokens' not in get_encoding(encoding).acts_on() and encoding != 'nope':
+                names[f'{size}_{encoding}_ape'] = size, f'{encoding}+ape'
+    return names
+
+
+default_cfgs = generate_default_cfgs({
+    name: _cfg(input_size=(3, 160, 160)) if size == 'test_vit' else _cfg()
+    for name, (size, _) in _entrypoints().items()
+})
+
+
+def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
+    def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+        model_args = dict(patch_size=16, pos_enc=pos_enc, **SIZES[size])
+        return _create_vit(name, pretrained=pretrained, **dict(model_args, **kwargs))
+
+    width, depth, heads = SIZES[size].values()
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__doc__ = (
+        f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`.\n\n'
+        f'Any argument of `VisionTransformerPosEnc` and of `timm.create_model` may be given.')
+    return entrypoint
+
+
+for _name, (_size, _pos_enc) in _entrypoints().items():
+    setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _size, _pos_enc)))
