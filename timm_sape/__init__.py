@@ -22,4 +22,5 @@ __all__ = [
     'functional',
     'list_encodings',
     'register_encoding',
+    'vit_pos_enc',
 ]

@@ -56,7 +56,7 @@ def sape2_bias(
             `ref_grid_size`), so npos = W + 1 never clamps.
         table_y: Embeddings of the positions along a column, `[npos, d]`; npos may differ.
         grid_size: (H, W) in patches.
-        mode: 'k' (default), 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates are of q.k always.
+        mode: 'k', 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates are of q.k always.
         gate_scale: Factor of q.k inside the gates. Default 1/sqrt(d).
         num_prefix_tokens: P.
         ref_grid_size: (H0, W0), the grid that the tables were trained on. None for no rescaling.
@@ -126,7 +126,7 @@ def sape2_attention(
         ValueError: If shapes, sizes, the mode or the backend do not fit.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f'Unknown backend {backend!r}. Available: {", ".join(map(repr, BACKENDS))}, or None to choose.')
+        raise ValueError(f'Unknown backend {backend!r}. Use one of {", ".join(map(repr, BACKENDS))}, or None.')
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
     if isinstance(bias_scale, torch.Tensor) and bias_scale.ndim:

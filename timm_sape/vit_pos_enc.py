@@ -7,7 +7,8 @@ timm's VisionTransformer, whose tokens, q and k, logits and values can carry any
           -> blocks of attention, where encodings `rotate` q and k and add a `bias` to the logits
           -> timm's norm, pooling and head
 
-Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares encodings.
+Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
+encodings.
 """
 import sys
 from dataclasses import replace
@@ -114,15 +115,15 @@ class VisionTransformerPosEnc(VisionTransformer):
             dynamic_img_size: Take images of any size that the patch size divides.
             dynamic_img_pad: With `dynamic_img_size`, pad images that it does not divide.
             patch_drop_rate: Share of patches to drop in training.
-            kwargs: All else that timm's VisionTransformer takes, but for `pos_embed`, `block_fn` and `attn_layer`, which
-                the encodings decide about.
+            kwargs: All else that timm's VisionTransformer takes, but for `pos_embed`, `block_fn` and `attn_layer`,
+                which the encodings decide about.
 
         Raises:
             ValueError: If arguments do not fit together.
         """
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         if 'pos_embed' in kwargs:
-            raise ValueError("pos_embed= is decided by pos_enc= here: use pos_enc='ape' for 'learn', 'nope' for 'none'.")
+            raise ValueError("pos_embed= is decided by pos_enc=: use pos_enc='ape' for 'learn', 'nope' for 'none'.")
         for name in ('block_fn', 'attn_layer'):
             if name in kwargs:
                 raise ValueError(f'{name}= cannot be chosen: position acts inside the block and attention used here.')
@@ -358,11 +359,13 @@ def _check_sizes(img_size, patch_size, pads: bool) -> None:
     img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
     if min(img_size) < 1 or min(patch_size) < 1:
         raise ValueError(f'Sizes must be positive, got img_size={img_size}, patch_size={patch_size}.')
-    if not pads and any(i % p for i, p in zip(img_size, patch_size)) or any(i < p for i, p in zip(img_size, patch_size)):
-        fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
+    fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
+    if any(i < p for i, p in zip(img_size, patch_size)):
+        raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')
+    if not pads and fit != img_size:
         raise ValueError(
-            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit}, another patch_size, '
-            'or dynamic_img_size=True with dynamic_img_pad=True.')
+            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit}, another '
+            'patch_size, or dynamic_img_size=True with dynamic_img_pad=True.')
 
 
 @register_notrace_function
@@ -409,7 +412,7 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
     """Build a model by timm's builder.
 
     Raises:
-        ValueError: If the model differs in its encodings from the saved one it is made after, or the weights do not fit.
+        ValueError: If the encodings are not those of the saved model that it is made after, or weights do not fit.
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')

@@ -9,8 +9,8 @@
 | `values` | the values | what is added to the attention's output |
 
 An encoding overrides those that it needs. The first three see whole grids only: dropped patches are taken out of what
-they return by the caller. To add one: write it in a file of this folder, decorate it with `register_encoding`, import it
-in the folder's `__init__.py`.
+they return by the caller. To add one: write it in a file of this folder, decorate it with `register_encoding`, import
+it in the folder's `__init__.py`.
 """
 from typing import Optional, Set, Tuple
 

@@ -1,4 +1,4 @@
-"""Contextual position encoding (Golovneva et al., 'Contextual Position Encoding', 2024), as the SaPE2 paper compares it.
+"""CoPE (Golovneva et al., 'Contextual Position Encoding', 2024), as the SaPE2 paper compares it.
 
 Nothing about it is 2-D: positions are counted along the raster, and in a ViT, which is not causal, the sum runs to the
 end of it. Costs one N x N look-up per head.
@@ -14,7 +14,7 @@ from .registry import register_encoding
 
 @register_encoding('cope')
 class ContextualPositionEncoding(ReferenceGridEncoding):
-    """CoPE: logits get z_i[p_ij] / sqrt(d), where z_i[p] = q_i.e[p] and p_ij = sum of sigmoid(q_i.k_m / sqrt(d)), m >= j.
+    """CoPE: logits get z_i[p_ij] / sqrt(d), z_i[p] = q_i.e[p], where p_ij sums sigmoid(q_i.k_m / sqrt(d)) over m >= j.
 
     Computed in float32 at least. The table starts at zero and has no weight decay. The authors use as many positions as
     tokens, which makes z itself N x N; here `npos` is a keyword, and further positions count as the last one. On a grid

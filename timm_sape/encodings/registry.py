@@ -4,7 +4,7 @@ import fnmatch
 import inspect
 import json
 import re
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
 from .base import PositionEncoding
 

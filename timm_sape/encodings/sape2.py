@@ -40,7 +40,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
             Negative numbers flip the sign: by the paper's equations distant codes attract, by its prose (5.4) they
             repel. Default: the preset's.
         bias_init: Initial value of the learned gain. Default: the preset's scale.
-        npos: Embeddings per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, the most that can be counted.
+        npos: Embeddings per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, all that can be counted.
         table_std: Standard deviation of the tables' truncated normal initial values.
 
     Raises:
