@@ -55,6 +55,17 @@ def list_encodings(filter: str = '', *, aliases: bool = False) -> List[str]:
     return fnmatch.filter(names, filter) if filter else names
 
 
+def encodings_table() -> str:
+    """All encodings as a Markdown table, for the documentation."""
+    rows = ['| name | acts on | relative | parameters added | on another grid | paper |', '|---|---|---|---|---|---|']
+    for name, cls in sorted(_encodings.items()):
+        shown = ', '.join(f'`{n}`' for n in [name, *(alias for alias in _aliases if _aliases[alias] == name)])
+        link = f'[link]({cls.paper})' if cls.paper else ''
+        relative = 'yes' if cls.relative else 'no'
+        rows.append(f'| {shown} | {", ".join(cls.acts_on()) or "nothing"} | {relative} | {cls.adds} | {cls.resolution} | {link} |')
+    return '\n'.join(rows)
+
+
 def _resolve(name: str) -> str:
     """The name that an alias stands for.
 

@@ -1,0 +1,31 @@
+"""The README tells the truth about the registry, and its code runs. Run as a script, prints the table of encodings."""
+import re
+from pathlib import Path
+
+import timm_sape
+from timm_sape.encodings.registry import _encodings, encodings_table
+
+README = Path(__file__).parent.parent / 'README.md'
+
+
+def test_table_is_that_of_the_registry():
+    assert encodings_table() in README.read_text(), 'run `python tests/test_readme.py` and paste what it prints'
+
+
+def test_code_runs():
+    known = timm_sape.list_encodings()
+    blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    scope = {}
+    try:
+        for block in blocks:
+            exec(block, scope)
+        model = scope['timm'].create_model('test_vit_nope', pos_enc='ape+my_encoding')
+        assert model(scope['torch'].randn(1, 3, 160, 160)).shape == (1, 1000)
+    finally:
+        for name in set(timm_sape.list_encodings()) - set(known):
+            del _encodings[name]
+
+
+if __name__ == '__main__':
+    print(encodings_table())
