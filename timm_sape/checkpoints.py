@@ -55,7 +55,8 @@ def filter_state_dict(
                     'Leave it out.')
             encoding.set_ref_grid_size(saved)
 
-    report = _misfit(state_dict, model.state_dict(), ignore=('head.',))
+    # timm is about to adapt the head to the number of classes, and this kernel to the number of channels
+    report = _misfit(state_dict, model.state_dict(), ignore=('head.',), any_shape='patch_embed.proj.weight')
     if report:
         raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
     return state_dict
@@ -77,8 +78,20 @@ def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
             'pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)), and the same prefix tokens.')
 
 
-def _misfit(state_dict: Dict[str, Any], expected: Dict[str, Any], ignore: Tuple[str, ...] = ()) -> str:
-    """What keeps a checkpoint from fitting, in words; empty if nothing does."""
+def _misfit(
+        state_dict: Dict[str, Any],
+        expected: Dict[str, Any],
+        ignore: Tuple[str, ...] = (),
+        any_shape: str = '',
+) -> str:
+    """What keeps a checkpoint from fitting, in words; empty if nothing does.
+
+    Args:
+        state_dict: The checkpoint.
+        expected: The model's state dict.
+        ignore: Beginnings of names that do not matter.
+        any_shape: Name of an entry that only has to be there.
+    """
     def listed(keys: List[str]) -> str:
         return ', '.join(sorted(keys)[:4]) + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
 
@@ -86,7 +99,7 @@ def _misfit(state_dict: Dict[str, Any], expected: Dict[str, Any], ignore: Tuple[
     unexpected = [k for k in state_dict if k not in expected and not k.startswith(ignore)]
     shapes = [
         f'{k} {list(state_dict[k].shape)} instead of {list(v.shape)}' for k, v in expected.items()
-        if k in state_dict and state_dict[k].shape != v.shape and not k.startswith(ignore)]
+        if k in state_dict and state_dict[k].shape != v.shape and k != any_shape and not k.startswith(ignore)]
     reports = (('it lacks ', missing), ('it has ', unexpected), ('it has ', shapes))
     return '; '.join(what + listed(keys) for what, keys in reports if keys)
 

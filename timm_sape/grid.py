@@ -70,16 +70,24 @@ class Grid:
         return table.gather(-2, index.expand(*table.shape[:-2], num_keep, table.shape[-1]))
 
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Entries of the kept tokens, `[(B,) (h,) P+H*W, P+H*W]` to `[B, h|1, P+K, P+K]`; as given if all are there."""
+        """Entries of the kept tokens, as given if all are there.
+
+        Args:
+            logits: Bias or mask for the tokens of the whole grid, broadcastable to `[B, h, P+H*W, P+H*W]`.
+
+        Returns:
+            `[B, h|1, P+K, P+K]`.
+        """
         if self.keep_indices is None:
             return logits
         prefix = torch.arange(self.num_prefix_tokens, device=self.keep_indices.device)
         prefix = prefix.expand(self.keep_indices.shape[0], -1)
         index = torch.cat([prefix, self.keep_indices + self.num_prefix_tokens], dim=1)  # [B, P+K]
+        num_tokens, num_keep = self.num_prefix_tokens + self.num_patches, index.shape[1]
         logits = logits[(None,) * (4 - logits.ndim)]
-        logits = logits.expand(index.shape[0], *logits.shape[1:])  # [B, h|1, P+H*W, P+H*W]
-        num_heads, num_keep = logits.shape[1], index.shape[1]
-        logits = logits.gather(2, index[:, None, :, None].expand(-1, num_heads, -1, logits.shape[-1]))
+        num_heads = logits.shape[1]
+        logits = logits.expand(index.shape[0], -1, num_tokens, num_tokens)
+        logits = logits.gather(2, index[:, None, :, None].expand(-1, num_heads, -1, num_tokens))
         return logits.gather(3, index[:, None, None, :].expand(-1, num_heads, num_keep, -1))
 
     def scatter(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -198,14 +198,12 @@ class VisionTransformerPosEnc(VisionTransformer):
 
     _recorded_args: Dict[str, Any] = {}
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
         """Names of parameters without weight decay."""
         return super().no_weight_decay() | {
             f'{path}.{name}' for path, encoding in self.position_encodings().items()
             for name in encoding.no_weight_decay()}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
         """Regular expressions of parameter groups, for layer-wise learning rates."""
         matcher = super().group_matcher(coarse)
@@ -271,7 +269,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         return self.norm_pre(x), grid, rotation, bias
 
     def _run_block(self, block, x, grid, rotation, bias, attn_mask, is_causal) -> torch.Tensor:
-        if self.grad_checkpointing and not torch.jit.is_scripting():
+        if self.grad_checkpointing:
             return checkpoint(block, x, grid, rotation, bias, attn_mask, is_causal)
         return block(x, grid, rotation, bias, attn_mask, is_causal)
 

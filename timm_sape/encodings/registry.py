@@ -24,11 +24,15 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         aliases: Further names; models are saved with `name`.
 
     Raises:
-        ValueError: If a name is taken or malformed, or the class is no `PositionEncoding`.
+        ValueError: If a name is taken or malformed, the class is no `PositionEncoding`, or it shares what it cannot:
+            tokens are embedded once per model, content and values are per layer.
     """
     def register(cls: Type[EncodingT]) -> Type[EncodingT]:
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
             raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
+        for hook, per_layer in (('embed', False), ('content_bias', True), ('values', True)):
+            if cls.overrides(hook) and cls.per_layer is not per_layer:
+                raise ValueError(f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
         for new in (name, *aliases):
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
                 raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')

@@ -1,0 +1,135 @@
+"""timm's own train.py and validate.py, unmodified, on real images. Run by .ci/full, which says what it wants."""
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import timm_sape  # registers the models
+
+SCRIPTS = Path(os.environ['TIMM_SCRIPTS']).resolve()
+DATA = Path(os.environ['CIFAR10_SMALL']).resolve()
+ROOT = Path(__file__).resolve().parent.parent
+SMOKE = ROOT / 'train_configs' / 'smoke'
+TABLE = Path(__file__).parent / 'full-table.md'
+MODELS = [name for name in timm.list_models('test_vit_*', module='vit_pos_enc')]
+
+
+def train_command(*args):
+    return [
+        sys.executable, str(SCRIPTS / 'train.py'), '--config', str(SMOKE / 'test_vit_ape.yaml'),
+        '--data-dir', str(DATA), *map(str, args)]
+
+
+def run(command, **kwargs):
+    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
+    assert done.returncode == 0, f'{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}'
+    return done.stdout + done.stderr
+
+
+def summary(folder):
+    with open(folder / 'summary.csv') as f:
+        return list(csv.DictReader(f))
+
+
+def train(model, output, *args):
+    run(train_command('--model', model, '--output', output, '--experiment', model, *args))
+    return summary(output / model)
+
+
+@pytest.fixture(scope='session')
+def table():
+    rows = [
+        'train.py with the recipe `smoke` (10 epochs, 2,000 training and 500 test images of CIFAR-10, seed 42):', '',
+        '| model | first loss | last loss | ratio | top-1 |', '|---|---|---|---|---|']
+    yield rows
+    TABLE.write_text('\n'.join(rows) + '\n')
+
+
+@pytest.fixture(scope='session')
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp('output')
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_each_model_learns(model, output, table):
+    epochs = train(model, output)
+    first, last = float(epochs[0]['train_loss']), float(epochs[-1]['train_loss'])
+    top1 = float(epochs[-1]['eval_top1'])
+    table.append(f'| {model} | {first:.3f} | {last:.3f} | {last / first:.2f} | {top1:.1f} |')
+    assert len(epochs) == 10
+    if model != 'test_vit_nope':  # stands beside them
+        assert last <= 0.85 * first
+        assert top1 >= 25
+
+
+def test_validate_reports_what_train_did(output):
+    model = 'test_vit_sape2_k_ape'
+    if not (output / model).exists():
+        train(model, output)
+    expected = float(summary(output / model)[-1]['eval_top1'])
+    printed = run([
+        sys.executable, '-m', 'timm_sape', 'run', str(SCRIPTS / 'validate.py'), '--model', model,
+        '--model-kwargs', 'img_size=32', 'patch_size=4', '--img-size', '32', '--num-classes', '10',
+        '--data-dir', str(DATA), '--split', 'test', '--checkpoint', str(output / model / 'last.pth.tar'),
+        *evaluation_options()])
+    assert float(re.search(r'"top1": ([\d.]+)', printed).group(1)) == pytest.approx(expected, abs=1e-6)
+
+
+def evaluation_options():
+    """Preprocessing of the recipe, in the arguments that validate.py shares with train.py."""
+    import yaml
+    recipe = yaml.safe_load((SMOKE / 'test_vit_ape.yaml').read_text())
+    options = ['--workers', '0']
+    for key in ('mean', 'std', 'crop_pct', 'interpolation', 'batch_size'):
+        if key in recipe:
+            value = recipe[key] if isinstance(recipe[key], list) else [recipe[key]]
+            options += [f'--{key.replace("_", "-")}', *map(str, value)]
+    return options
+
+
+def test_killed_run_resumes(output):
+    model, folder = 'test_vit_sape2_k', output / 'killed'
+    log = open(output / 'killed.log', 'w')
+    process = subprocess.Popen(
+        train_command('--model', model, '--output', output, '--experiment', 'killed', '--log-interval', 1),
+        stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.time() + 300
+    while not re.search(r'Train: 2 \[ +[1-9]', (output / 'killed.log').read_text()):  # in the middle of epoch 2
+        assert process.poll() is None and time.time() < deadline, (output / 'killed.log').read_text()[-3000:]
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(summary(folder)) == 2
+    run(train_command(
+        '--model', model, '--output', output, '--experiment', 'resumed', '--resume', folder / 'last.pth.tar'))
+    resumed = summary(output / 'resumed')
+    assert [int(row['epoch']) for row in resumed] == list(range(2, 10))
+    assert float(resumed[-1]['train_loss']) < float(summary(folder)[-1]['train_loss'])
+
+
+def test_trained_model_survives_saving(output, tmp_path):
+    model = 'test_vit_sape2_k_ape'
+    if not (output / model).exists():
+        train(model, output)
+    trained = timm.create_model(
+        model, img_size=32, patch_size=4, num_classes=10, checkpoint_path=output / model / 'last.pth.tar').eval()
+    timm.models.save_for_hf(trained, tmp_path, safe_serialization=True)
+    torch.save(x := torch.randn(4, 3, 32, 32), tmp_path / 'x.pt')
+    torch.save(trained(x), tmp_path / 'y.pt')
+    run([sys.executable, '-c', (
+        'import sys, timm, timm_sape, torch; d = sys.argv[1];'
+        "m = timm.create_model(f'local-dir:{d}', pretrained=True).eval();"
+        "assert torch.equal(m(torch.load(d + '/x.pt')), torch.load(d + '/y.pt'))"), str(tmp_path)])
+
+
+def test_one_epoch_of_a_small_model(output):
+    epochs = train('vit_small_sape2_k_ape', output, '--epochs', 1, '--warmup-epochs', 0)
+    assert float(epochs[0]['train_loss']) < 2.4 and float(epochs[0]['eval_top1']) > 10
