@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 
-import timm_sape  # registers the models
+import timm_sape  # noqa: F401  registers the models
 
 SCRIPTS = Path(os.environ['TIMM_SCRIPTS']).resolve()
 DATA = Path(os.environ['CIFAR10_SMALL']).resolve()

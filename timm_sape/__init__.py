@@ -2,7 +2,7 @@
 
 `import timm_sape` registers the models: `timm.create_model('vit_small_sape2_k')`.
 """
-from . import functional, vit_pos_enc
+from . import functional
 from .encodings import (
     PositionEncoding,
     ReferenceGridEncoding,
@@ -11,6 +11,7 @@ from .encodings import (
     register_encoding,
 )
 from .grid import Grid
+from .vit_pos_enc import VisionTransformerPosEnc
 
 __version__ = '0.1.0.dev0'
 
@@ -18,9 +19,9 @@ __all__ = [
     'Grid',
     'PositionEncoding',
     'ReferenceGridEncoding',
+    'VisionTransformerPosEnc',
     'create_encoding',
     'functional',
     'list_encodings',
     'register_encoding',
-    'vit_pos_enc',
 ]

@@ -65,8 +65,8 @@ def encodings_table() -> str:
     for name, cls in sorted(_encodings.items()):
         shown = ', '.join(f'`{n}`' for n in [name, *(alias for alias in _aliases if _aliases[alias] == name)])
         link = f'[link]({cls.paper})' if cls.paper else ''
-        relative = 'yes' if cls.relative else 'no'
-        rows.append(f'| {shown} | {", ".join(cls.acts_on()) or "nothing"} | {relative} | {cls.adds} | {cls.resolution} | {link} |')
+        cells = (shown, ', '.join(cls.acts_on()) or 'nothing', 'yes' if cls.relative else 'no', cls.adds, cls.resolution)
+        rows.append(f'| {" | ".join(cells)} | {link} |')
     return '\n'.join(rows)
 
 
