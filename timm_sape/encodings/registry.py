@@ -65,7 +65,8 @@ def encodings_table() -> str:
     for name, cls in sorted(_encodings.items()):
         shown = ', '.join(f'`{n}`' for n in [name, *(alias for alias in _aliases if _aliases[alias] == name)])
         link = f'[link]({cls.paper})' if cls.paper else ''
-        cells = (shown, ', '.join(cls.acts_on()) or 'nothing', 'yes' if cls.relative else 'no', cls.adds, cls.resolution)
+        acts_on = ', '.join(cls.acts_on()) or 'nothing'
+        cells = (shown, acts_on, 'yes' if cls.relative else 'no', cls.adds, cls.resolution)
         rows.append(f'| {" | ".join(cells)} | {link} |')
     return '\n'.join(rows)
 
