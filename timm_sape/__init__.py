@@ -4,6 +4,7 @@
 """
 from . import functional
 from .encodings import (
+    FixedEncoding,
     PositionEncoding,
     ReferenceGridEncoding,
     create_encoding,
@@ -16,6 +17,7 @@ from .vit_pos_enc import VisionTransformerPosEnc
 __version__ = '0.1.0.dev0'
 
 __all__ = [
+    'FixedEncoding',
     'Grid',
     'PositionEncoding',
     'ReferenceGridEncoding',

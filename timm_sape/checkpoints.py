@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from timm.models.vision_transformer import checkpoint_filter_fn
 
+from . import ops
 from .encodings import ReferenceGridEncoding, parse_pos_enc
 
 __all__ = ['filter_state_dict', 'readable_errors', 'refuse_misfit', 'refuse_other_encoding']
@@ -40,7 +41,9 @@ def filter_state_dict(
     """
     state_dict = state_dict.get('model', state_dict)
     state_dict = state_dict.get('state_dict', state_dict)
-    if 'blocks.0.gamma_1' in state_dict and model.pos_enc in NAVER:
+    # timm's other rotary models, all of which have register tokens, have another base and order of axes
+    is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and 'reg_token' not in state_dict
+    if is_naver and model.pos_enc in NAVER:
         state_dict = _convert_naver(state_dict, model)
     _refuse_unknown_grid(state_dict, model)
     state_dict = checkpoint_filter_fn(state_dict, model)
@@ -201,7 +204,8 @@ def _convert_naver(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dic
                 continue
             if isinstance(getattr(model.blocks[i], f'ls{n}'), nn.Identity):
                 for key in (f'blocks.{i}.{layer}.weight', f'blocks.{i}.{layer}.bias'):
-                    out[key] = out[key] * gamma.view(-1, *(1,) * (out[key].ndim - 1))
+                    value, gain = ops.upcast(out[key], gamma)
+                    out[key] = value * gain.view(-1, *(1,) * (value.ndim - 1))
             else:
                 out[f'blocks.{i}.ls{n}.gamma'] = gamma
     return out

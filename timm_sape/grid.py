@@ -61,13 +61,12 @@ class Grid:
         return F.pad(bias, (p, 0, p, 0)) if p else bias
 
     def keep_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of the kept patches, `[..., H*W, C]` to `[B, ..., K, C]`; the table itself if all patches are there."""
+        """Rows of the kept patches, `[(h,) H*W, C]` to `[B, h|1, K, C]`; the table itself if all patches are there."""
         if self.keep_indices is None:
             return table
-        num_keep = self.keep_indices.shape[1]
-        table = table.expand(self.keep_indices.shape[0], *table.shape)  # [B, ..., H*W, C]
-        index = self.keep_indices.view(-1, *(1,) * (table.ndim - 3), num_keep, 1)
-        return table.gather(-2, index.expand(*table.shape[:-2], num_keep, table.shape[-1]))
+        table = table[(None,) * (4 - table.ndim)]  # [1, h|1, H*W, C]
+        table = table.expand(self.keep_indices.shape[0], -1, -1, -1)
+        return table.gather(2, self.keep_indices[:, None, :, None].expand(-1, table.shape[1], -1, table.shape[-1]))
 
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
         """Entries of the kept tokens, as given if all are there.

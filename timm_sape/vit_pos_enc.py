@@ -128,8 +128,17 @@ class VisionTransformerPosEnc(VisionTransformer):
             if name in kwargs:
                 raise ValueError(f'{name}= cannot be chosen: position acts inside the block and attention used here.')
         _check_sizes(img_size, patch_size, dynamic_img_size and dynamic_img_pad)
+        for name, value, least in (
+                ('embed_dim', embed_dim, 1), ('num_heads', num_heads, 1), ('depth', depth, 1),
+                ('reg_tokens', kwargs.get('reg_tokens', 0), 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}.')
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}.')
+        if ref_grid_size is not None:
+            size = tuple(ref_grid_size)
+            if len(size) != 2 or not all(isinstance(s, int) and s > 0 for s in size):
+                raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
 
         super().__init__(
             img_size=img_size,

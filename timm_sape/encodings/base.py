@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from ..grid import Grid
 
-__all__ = ['PositionEncoding', 'ReferenceGridEncoding', 'rotation_table']
+__all__ = ['FixedEncoding', 'PositionEncoding', 'ReferenceGridEncoding', 'rotation_table']
 
 
 class PositionEncoding(nn.Module):
@@ -154,6 +154,57 @@ class PositionEncoding(nn.Module):
     def no_weight_decay(self) -> Set[str]:
         """Names of own parameters without weight decay: by default all, as timm does for `pos_embed`."""
         return {name for name, _ in self.named_parameters()}
+
+
+class FixedEncoding(PositionEncoding):
+    """An encoding without parameters: the grid alone determines what it contributes, the same in all layers.
+
+    A subclass defines `compute` and calls `make_table` at the end of its constructor. The table of the model's own grid
+    is a buffer, in float32 at least whatever the model's dtype; that of another grid is computed in each forward.
+    """
+    per_layer = False
+    adds = 'none'
+
+    def __init__(self, *, device=None, dtype=None, **host) -> None:
+        super().__init__(**host)
+        self._table_kwargs = {
+            'device': device,
+            'dtype': torch.promote_types(dtype or torch.get_default_dtype(), torch.float32),
+        }
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """What the encoding contributes on a whole grid."""
+        raise AssertionError('not overridden')
+
+    def make_table(self) -> None:
+        """Compute the buffer."""
+        self.register_buffer('table', self._own_table(**self._table_kwargs), persistent=False)
+
+    def _own_table(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        return self.compute(Grid(*self.grid_size, self.num_prefix_tokens), device, dtype)
+
+    def table_for(self, grid: Grid) -> torch.Tensor:
+        """What `compute` gives for `grid`, taken from the buffer if the grid is the model's own."""
+        return self.table if grid.matches(self.grid_size) else self.compute(grid, self.table.device, self.table.dtype)
+
+    def reset_parameters(self) -> None:
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        self.table.copy_(self._own_table(self.table.device, self.table.dtype))
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        super().set_grid_size(grid_size)
+        self.table = self._own_table(self.table.device, self.table.dtype)
+
+    def _apply(self, fn, *args, **kwargs):
+        # model.half() would narrow the table, and model.double() leave it no more exact than it was
+        dtype = self.table.dtype
+        super()._apply(fn, *args, **kwargs)
+        if self.table.dtype != dtype:
+            dtype = torch.promote_types(self.table.dtype, torch.float32)
+            self.table = self._own_table(self.table.device, dtype)
+        return self
 
 
 class ReferenceGridEncoding(PositionEncoding):

@@ -9,6 +9,7 @@ image the bias is zero. It supplements a position encoding rather than replacing
 
 Cost: distances of N x N codes of length W and of length H, on top of attention.
 """
+import math
 from typing import Optional, Tuple, Union
 
 import torch
@@ -155,4 +156,4 @@ class SemanticAwarePositionEncodingQK(SemanticAwarePositionEncoding):
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) != float('inf')
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

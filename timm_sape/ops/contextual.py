@@ -49,7 +49,7 @@ def _interpolate(z: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     """
     npos = z.shape[-1]
     pos = pos.clamp(max=npos - 1)
-    cell = pos.detach().long().clamp(max=npos - 2)
+    cell = pos.detach().long().clamp(0, npos - 2)  # NaN becomes some integer, and comes out as NaN all the same
     return torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), pos - cell)
 
 
@@ -157,8 +157,8 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     """Euclidean distance between all rows (SaPE2, Eq. 15).
 
     Computed from the products of the centred rows: centring does not change a distance, but keeps large common parts
-    from cancelling. What is left of a distance below the rounding noise of the products is set to zero, and has zero
-    gradient, as the diagonal has.
+    from cancelling. A distance that is no larger than rounding noise, be it that of the products or that of the codes,
+    is set to zero and has zero gradient, as the diagonal has: its direction would be random.
 
     Args:
         codes: `[..., N, C]`.
@@ -166,11 +166,13 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., N, N]`.
     """
+    eps = torch.finfo(codes.dtype).eps
     with no_autocast(codes):
-        codes = codes - codes.mean(-2, keepdim=True)
-        norms = codes.square().sum(-1)  # [..., N]
-        norms = norms.unsqueeze(-1) + norms.unsqueeze(-2)  # [..., N, N], s_i + s_j
-        squares = norms - 2 * (codes @ codes.transpose(-2, -1))
-        is_zero = squares <= 16 * torch.finfo(codes.dtype).eps * norms
+        centred = codes - codes.mean(-2, keepdim=True)
+        norms = centred.square().sum(-1)  # [..., N]
+        noise = 16 * eps * norms + (64 * eps) ** 2 * codes.square().sum(-1)
+        norms, noise = (t.unsqueeze(-1) + t.unsqueeze(-2) for t in (norms, noise.detach()))  # [..., N, N]
+        squares = norms - 2 * (centred @ centred.transpose(-2, -1))
+        is_zero = squares <= noise
         is_zero = is_zero | torch.eye(codes.shape[-2], dtype=torch.bool, device=codes.device)
         return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
