@@ -4,14 +4,14 @@ As in timm, conversion and resizing happen on the pretrained roads (`pretrained=
 `local-dir:`, `hf-hub:`), by `filter_state_dict`. On the others (`--initial-checkpoint`, `--resume`, validate.py's
 `--checkpoint`) what does not fit is refused, by `refuse_misfit`.
 """
-import pickle
+import traceback
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from timm.layers import to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
@@ -39,6 +39,8 @@ def filter_state_dict(
     Raises:
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f'The checkpoint is no state dict but a {type(state_dict).__name__}.')
     state_dict = state_dict.get('model', state_dict)
     state_dict = state_dict.get('state_dict', state_dict)
     # timm's other rotary models, all of which have register tokens, have another base and order of axes
@@ -70,15 +72,19 @@ def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
     pos_embed, patch = state_dict.get('pos_embed'), state_dict.get('patch_embed.proj.weight')
     if pos_embed is None or model.pos_embed is None or patch is None:
         return
-    count = pos_embed.shape[1] - (0 if model.no_embed_class else model.num_prefix_tokens)
-    size = model.pretrained_model_args.get('img_size') or model.pretrained_cfg['input_size'][-2:]
-    size = (size, size) if isinstance(size, int) else tuple(size)
-    declared = size[0] // patch.shape[-2] * (size[1] // patch.shape[-1])
-    if count not in (declared, round(max(count, 0) ** 0.5) ** 2):
+    rows, num_prefix_rows = pos_embed.shape[1], 0 if model.no_embed_class else model.num_prefix_tokens
+    saved_size = model.pretrained_model_args.get('img_size')
+    height, width = to_2tuple(saved_size or model.pretrained_cfg['input_size'][-2:])
+    fits = rows - num_prefix_rows == height // patch.shape[-2] * (width // patch.shape[-1])
+    if saved_size is None:  # a bare file, perhaps with a declared size that is that of the architecture
+        side = round(max(rows - num_prefix_rows, 0) ** 0.5)
+        fits = fits or rows == model.pos_embed.shape[1] or rows - num_prefix_rows == side ** 2
+    if not fits or rows <= num_prefix_rows:
         raise ValueError(
-            f'pos_embed of the checkpoint has {pos_embed.shape[1]} rows, which is neither a square grid nor that of a '
-            f'{size[0]}x{size[1]} image. Say what it was trained on: '
-            'pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)), and the same prefix tokens.')
+            f'pos_embed of the checkpoint has {rows} rows, {num_prefix_rows} of them for prefix tokens, as the model '
+            f'has it; the others are neither a square grid nor that of a {height}x{width} image. Create the model with the '
+            'prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was trained '
+            'on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
 
 
 def _misfit(
@@ -107,27 +113,24 @@ def _misfit(
     return '; '.join(what + listed(keys) for what, keys in reports if keys)
 
 
-def refuse_misfit(
-        model: nn.Module,
-        state_dict: Dict[str, Any],
-        prefix: str,
-        local_metadata: Dict[str, Any],
-        strict: bool,
-        *_: List[str],
-) -> None:
-    """Hook before `load_state_dict`: say plainly when a checkpoint has other encodings or another grid.
+def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Say plainly, before anything is loaded, when a checkpoint has other encodings or another grid.
+
+    Args:
+        model: A `VisionTransformerPosEnc`.
+        state_dict: The checkpoint.
+        strict: If False, missing and additional entries are left to torch, which reports them, and only shapes count.
 
     Raises:
-        ValueError: Before anything is loaded.
+        ValueError: If entries of encodings are missing, left over, or have another shape.
     """
-    def position(entries: Dict[str, Any]) -> Dict[str, Any]:
+    def position(entries: Mapping[str, Any]) -> Dict[str, Any]:
         return {
             k: v for k, v in entries.items()
             if k == 'pos_embed' or k.startswith('encodings.') or '.attn.encodings.' in k}
 
-    given = {k[len(prefix):]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    given, expected = position(given), position(model.state_dict())
-    if not strict:  # missing and additional entries are allowed, and torch reports them
+    given, expected = position(state_dict), position(model.state_dict())
+    if not strict:
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
     report = _misfit(given, expected)
@@ -155,7 +158,9 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
     if 'pos_enc' not in saved:
         return
     was = parse_pos_enc(saved['pos_enc'], saved.get('pos_enc_kwargs'))
-    now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
+    now = parse_pos_enc(kwargs['pos_enc'])
+    if was.keys() == now.keys():
+        now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
     if was != now:
         def spell(parts):
             keywords = {name: values for name, values in parts.items() if values}
@@ -168,15 +173,22 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
 
 @contextmanager
 def readable_errors(variant: str) -> Iterator[None]:
-    """Turn what readers of broken files say into what has happened."""
+    """Turn what torch and safetensors say of a file that they cannot read into what has happened.
+
+    They raise anything from KeyError to RuntimeError, so an error counts by where it comes from: timm's readers. What
+    the operating system or the network says (OSError) is left as it is.
+    """
     try:
         yield
-    except (SafetensorError, pickle.UnpicklingError, EOFError) as e:
-        raise ValueError(f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
-    except RuntimeError as e:
-        if 'PytorchStreamReader' not in str(e):
-            raise
-        raise ValueError(f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
+    except OSError:
+        raise
+    except Exception as e:
+        frames = (frame for frame, _ in traceback.walk_tb(e.__traceback__))
+        readers = ('load_state_dict', 'load_state_dict_from_path', 'load_state_dict_from_hf')
+        if any(f.f_code.co_name in readers and f.f_globals['__name__'].startswith('timm.models') for f in frames):
+            raise ValueError(
+                f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
+        raise
 
 
 NAVER = ('rope2d', 'rope2d_mixed', 'ape+rope2d', 'ape+rope2d_mixed')

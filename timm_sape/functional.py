@@ -10,7 +10,7 @@ Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 20
 | SaPE2(Q), SaPE2(K) | `mode='q'`, `mode='k'` |
 | b_in^x + b_in^y | `sape2_bias(...)[:, :, P + i, P + n]` |
 """
-from typing import Optional, Tuple, Union
+from typing import Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -151,8 +151,8 @@ def _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_
         raise ValueError(f'q and k must have one shape [B, h, N, d], got {list(q.shape)} and {list(k.shape)}.')
     batch, _, num_tokens, dim = q.shape
     for name, size in (('grid_size', grid_size), ('ref_grid_size', ref_grid_size)):
-        if size is not None and (len(size) != 2 or size[0] < 1 or size[1] < 1):
-            raise ValueError(f'{name} must be (H, W) with at least one patch along each, got {tuple(size)}.')
+        if size is not None and (not isinstance(size, Sequence) or len(size) != 2 or size[0] < 1 or size[1] < 1):
+            raise ValueError(f'{name} must be (H, W) with at least one patch along each, got {size!r}.')
     if mode not in MODES:
         raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')
     if num_prefix_tokens < 0:
@@ -164,6 +164,8 @@ def _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_
     if keep_indices is None:
         num_patches, kept = height * width, f'a {height} x {width} grid'
     else:
+        if not isinstance(keep_indices, torch.Tensor):
+            raise ValueError(f'keep_indices must be a tensor, int64 [{batch}, K], got {type(keep_indices).__name__}.')
         if keep_indices.ndim != 2 or keep_indices.shape[0] != batch or keep_indices.dtype != torch.int64:
             raise ValueError(
                 f'keep_indices must be int64 [{batch}, K], got {keep_indices.dtype} {list(keep_indices.shape)}.')

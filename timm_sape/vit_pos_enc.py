@@ -13,7 +13,7 @@ encodings.
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -159,7 +159,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
 
         # Made after timm's constructor, which initialises every linear layer that it finds inside the blocks anew. So
-        # models that differ in their encodings alone also start from the same backbone, seed by seed.
+        # models that differ in what acts inside attention also start from the same backbone, seed by seed.
         self.pos_enc = '+'.join(parts)
         self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
         create = partial(
@@ -178,7 +178,15 @@ class VisionTransformerPosEnc(VisionTransformer):
             name: create(name, **keywords) for name, keywords in parts.items() if name not in per_layer})
         for i, block in enumerate(self.blocks):
             block.attn.set_encodings({name: create(name, layer=i, **kw) for name, kw in per_layer.items()})
-        self.register_load_state_dict_pre_hook(checkpoints.refuse_misfit)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
+        """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
+
+        Raises:
+            ValueError: On such a checkpoint, naming the roads on which it would be adapted.
+        """
+        checkpoints.refuse_misfit(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def position_encodings(self) -> Dict[str, PositionEncoding]:
         """All encodings of the model by their path in it."""
@@ -235,8 +243,8 @@ class VisionTransformerPosEnc(VisionTransformer):
             ValueError: If the patch size does not divide the image size.
         """
         _check_sizes(
-            img_size or self.patch_embed.img_size,
-            patch_size or self.patch_embed.patch_size,
+            self.patch_embed.img_size if img_size is None else img_size,
+            self.patch_embed.patch_size if patch_size is None else patch_size,
             self.dynamic_img_size and self.patch_embed.dynamic_img_pad,
         )
         super().set_input_size(img_size=img_size, patch_size=patch_size)
@@ -423,13 +431,14 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
+    out_indices = kwargs.pop('out_indices', min(3, kwargs['depth']))
     with checkpoints.readable_errors(variant):
         return build_model_with_cfg(
             VisionTransformerPosEnc,
             variant,
             pretrained,
             pretrained_filter_fn=partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size),
-            feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,
         )
 

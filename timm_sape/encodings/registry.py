@@ -33,9 +33,14 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         for hook, per_layer in (('embed', False), ('content_bias', True), ('values', True)):
             if cls.overrides(hook) and cls.per_layer is not per_layer:
                 raise ValueError(f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
-        for new in (name, *aliases):
+        if isinstance(aliases, str):
+            raise ValueError(f'Encoding {name!r}: aliases must be a sequence of names, got the string {aliases!r}.')
+        names = [name, *aliases]
+        for new in names:
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
                 raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')
+            if names.count(new) > 1:
+                raise ValueError(f'Encoding {name!r}: {new!r} is given more than once.')
             if new in _encodings or new in _aliases:
                 owner = _encodings[_aliases.get(new, new)]
                 raise ValueError(
@@ -178,6 +183,6 @@ def parse_pos_enc(
 
 def _plain_json(value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as e:
         raise ValueError(f'pos_enc_kwargs must be plain JSON, to survive saving: {e}') from None

@@ -54,8 +54,8 @@ def attend(
 ) -> torch.Tensor:
     """softmax(scale * q.k + mask) v by PyTorch's scaled_dot_product_attention.
 
-    Where an additive mask is wider than q, the whole runs in its dtype (outside autocast): a bias that was computed in
-    float32 would lose to rounding what it is there for.
+    Where an additive mask is wider than q, the whole runs in its dtype, also under autocast: a bias that was computed
+    in float32 would lose to rounding what it is there for.
 
     Args:
         q: `[B, h, N, d]`.
@@ -71,8 +71,6 @@ def attend(
     if mask is None or mask.dtype == torch.bool:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     dtype = torch.promote_types(q.dtype, mask.dtype)
-    if dtype == q.dtype:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)
     with no_autocast(q):
         out = F.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)

@@ -156,9 +156,9 @@ def axis_codes(
 def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     """Euclidean distance between all rows (SaPE2, Eq. 15).
 
-    Computed from the products of the centred rows: centring does not change a distance, but keeps large common parts
-    from cancelling. A distance that is no larger than rounding noise, be it that of the products or that of the codes,
-    is set to zero and has zero gradient, as the diagonal has: its direction would be random.
+    Computed from differences, not from products, which would lose the small distances between patches of one region. A
+    distance that is no larger than the rounding of the codes is set to zero and has zero gradient, as the diagonal has:
+    its direction would be random.
 
     Args:
         codes: `[..., N, C]`.
@@ -166,13 +166,7 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     Returns:
         `[..., N, N]`.
     """
-    eps = torch.finfo(codes.dtype).eps
     with no_autocast(codes):
-        centred = codes - codes.mean(-2, keepdim=True)
-        norms = centred.square().sum(-1)  # [..., N]
-        noise = 16 * eps * norms + (64 * eps) ** 2 * codes.square().sum(-1)
-        norms, noise = (t.unsqueeze(-1) + t.unsqueeze(-2) for t in (norms, noise.detach()))  # [..., N, N]
-        squares = norms - 2 * (centred @ centred.transpose(-2, -1))
-        is_zero = squares <= noise
-        is_zero = is_zero | torch.eye(codes.shape[-2], dtype=torch.bool, device=codes.device)
-        return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+        distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
+        noise = 64 * torch.finfo(codes.dtype).eps * codes.detach().norm(dim=-1)  # [..., N]
+        return distance.masked_fill(distance <= torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2)), 0.0)

@@ -1,0 +1,736 @@
+"""What happens to weights between a file and a model: what is adapted, what is refused, and what stays true."""
+import argparse
+import copy
+import json
+import os
+import re
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from timm.models import load_checkpoint, resume_checkpoint
+from timm.models._hub import save_for_hf
+from timm.utils import CheckpointSaver, ModelEmaV3
+from torch import nn
+
+import timm_sape  # noqa: F401  registers the models
+
+A, B, C = (24, 40), (32, 32), (40, 16)  # image sizes; grids of 3x5, 4x4 and 5x2 patches
+SAME = dict(rtol=0, atol=1e-6)
+
+
+def tiny(pos_enc, size=A, **kwargs):
+    """A model of two small blocks, patches of 8x8, with nothing trivially zero in it; the same one each time."""
+    kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return randomise(timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs))
+
+
+@torch.no_grad()
+def randomise(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+def from_file(pos_enc, path, size=A, declared=A, overlay=None, **kwargs):
+    """Load on the pretrained road. `declared` is the image size that the file is said to be trained on."""
+    overlay = dict(file=str(path), num_classes=10, **(overlay or {}))
+    if declared is not None:
+        overlay['input_size'] = (3, *declared)
+    kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
+    return timm.create_model(
+        'test_vit_nope', pos_enc=pos_enc, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
+
+
+def from_dir(path, **kwargs):
+    return timm.create_model(f'local-dir:{path}', pretrained=True, **kwargs).eval()
+
+
+def save(model_or_state, path):
+    state = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
+    (safetensors.torch.save_file if path.suffix == '.safetensors' else torch.save)(state, path)
+    return path
+
+
+def save_dir(model, path):
+    """Save as for the Hub; what config.json says."""
+    save_for_hf(model, path, safe_serialization=True)
+    return json.loads((path / 'config.json').read_text())
+
+
+@torch.no_grad()
+def logits(model):
+    generator = torch.Generator().manual_seed(1)
+    in_chans = model.patch_embed.proj.in_channels
+    return model(torch.randn(2, in_chans, *model.patch_embed.img_size, generator=generator))
+
+
+def snapshot(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(state, expected):
+    assert list(state) == list(expected)
+    for name in expected:
+        assert torch.equal(state[name], expected[name]), name
+
+
+# ---- the pretrained road is strict outside the head
+
+
+@pytest.mark.parametrize('num_classes', [10, 3], ids=['same head', 'new head'])
+@pytest.mark.parametrize('key', [
+    'cls_token', 'pos_embed', 'norm.weight', 'blocks.1.attn.qkv.bias', 'patch_embed.proj.weight',
+    'blocks.0.attn.encodings.sape2_k.table_y', 'blocks.1.attn.encodings.sape2_k._extra_state'])
+def test_missing_entry_is_refused(key, num_classes, tmp_path):
+    """timm alone forgives a missing entry as soon as the head changes."""
+    state = tiny('ape+sape2_k').state_dict()
+    del state[key]
+    path = save(state, tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=f"pos_enc='ape\\+sape2_k': it lacks {re.escape(key)}[.]"):
+        from_file('ape+sape2_k', path, num_classes=num_classes)
+
+
+@pytest.mark.parametrize('num_classes', [10, 3], ids=['same head', 'new head'])
+@pytest.mark.parametrize('key', ['blocks.2.norm1.weight', 'fc_norm.weight', 'pos_embed', 'encodings.t5.table'])
+def test_unexpected_entry_is_refused(key, num_classes, tmp_path):
+    path = save(dict(tiny('sape2_k').state_dict(), **{key: torch.zeros(64)}), tmp_path / 'w.safetensors')
+    with pytest.raises(ValueError, match=f"pos_enc='sape2_k': it has {re.escape(key)}[.]"):
+        from_file('sape2_k', path, num_classes=num_classes)
+
+
+def test_wrong_shape_is_refused(tmp_path):
+    path = save(dict(tiny('nope').state_dict(), **{'norm.weight': torch.zeros(32)}), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=r'it has norm.weight \[32\] instead of \[64\]'):
+        from_file('nope', path)
+    path = save(tiny('nope', embed_dim=32), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=r'it has .*\[32\] instead of \[64\].* more'):
+        from_file('nope', path)
+
+
+@pytest.mark.parametrize('num_classes', [0, 3])
+def test_head_of_other_size_is_left_out(num_classes, tmp_path):
+    saved = tiny('ape+sape2_k')
+    model = from_file('ape+sape2_k', save(saved, tmp_path / 'w.pth'), num_classes=num_classes)
+    expected = {k: v for k, v in saved.state_dict().items() if not k.startswith('head.')}
+    assert_equal({k: v for k, v in model.state_dict().items() if not k.startswith('head.')}, expected)
+    assert logits(model).shape == (2, num_classes or 64)
+
+
+PARTS = ('nope', 'ape', 'rope2d_mixed', 'cope', 'sape2_k', 'sape2_q', 'sape2_qk', 'ape+sape2_k')
+
+
+@pytest.mark.parametrize('saved', PARTS)
+def test_parameters_of_another_encoding_never_load(saved, tmp_path):
+    path = save(tiny(saved), tmp_path / 'w.pth')
+    for wanted in PARTS:
+        if wanted == saved:
+            assert torch.equal(logits(from_file(wanted, path)), logits(tiny(saved)))
+            continue
+        with pytest.raises(ValueError, match=f'pos_enc={wanted!r}'.replace('+', r'\+')):
+            from_file(wanted, path)
+        with pytest.raises(ValueError, match=f'pos_enc={wanted!r}'.replace('+', r'\+')):
+            tiny(wanted).load_state_dict(tiny(saved).state_dict())
+
+
+@pytest.mark.parametrize('keywords', [{'bias_scale': 'learned'}, {'npos': 4}], ids=str)
+def test_keywords_that_change_the_parameters_never_load(keywords, tmp_path):
+    keywords = {'sape2_k': keywords}
+    path = save(tiny('sape2_k', pos_enc_kwargs=keywords), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='does not fit'):
+        from_file('sape2_k', path)
+    path = save(tiny('sape2_k'), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='does not fit'):
+        from_file('sape2_k', path, pos_enc_kwargs=keywords)
+
+
+def test_what_a_bare_file_cannot_know(tmp_path):
+    """Without parameters there is nothing to compare: a rotary model's file loads into `nope`, and means another model.
+
+    So does SaPE2's with another preset. Only a saved config tells, see the tests of `local-dir:` below.
+    """
+    path = save(tiny('rope2d'), tmp_path / 'w.pth')
+    assert (logits(from_file('nope', path)) - logits(tiny('rope2d'))).abs().max() > 1e-3
+    assert torch.equal(logits(from_file('rope2d', path)), logits(tiny('rope2d')))
+
+    path = save(tiny('sape2_k'), tmp_path / 'w.pth')
+    other = from_file('sape2_k', path, pos_enc_kwargs={'sape2_k': {'preset': 'equations'}})
+    assert (logits(other) - logits(tiny('sape2_k'))).abs().max() > 1e-4
+
+
+# ---- files that are no checkpoints
+
+
+def write_cut(path, keep, legacy=False):
+    if path.suffix == '.safetensors':
+        safetensors.torch.save_file(tiny('ape').state_dict(), path)
+    else:
+        torch.save(tiny('ape').state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    data = path.read_bytes()
+    path.write_bytes(data[:keep] if isinstance(keep, int) else data[:int(keep * len(data))])
+
+
+BROKEN = {
+    'empty.pth': lambda path: write_cut(path, 0),
+    'first bytes.pth': lambda path: write_cut(path, 3),
+    'half.pth': lambda path: write_cut(path, 0.5),
+    'all but the end.pth': lambda path: write_cut(path, -5),
+    'half, old format.pth': lambda path: write_cut(path, 0.5, legacy=True),
+    'start, old format.pth': lambda path: write_cut(path, 100, legacy=True),
+    'empty.safetensors': lambda path: write_cut(path, 0),
+    'first bytes.safetensors': lambda path: write_cut(path, 3),
+    'half.safetensors': lambda path: write_cut(path, 0.5),
+    'all but the end.safetensors': lambda path: write_cut(path, -5),
+    'text.pth': lambda path: path.write_text('hello, this is text'),
+    'web page.pth': lambda path: path.write_text('<!DOCTYPE html><html></html>'),
+    'web page.safetensors': lambda path: path.write_text('<!DOCTYPE html><html></html>'),
+    'wrong suffix.pth': lambda path: path.write_bytes(safetensors.torch.save(tiny('ape').state_dict())),
+    'wrong suffix.safetensors': lambda path: torch.save(tiny('ape').state_dict(), path),
+    'a list.pth': lambda path: torch.save([1, 2], path),
+    'a tensor.pth': lambda path: torch.save(torch.ones(3), path),
+}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_file_that_cannot_be_read(name, tmp_path):
+    BROKEN[name](tmp_path / name)
+    with pytest.raises(ValueError, match="checkpoint.*'test_vit_nope'.*(truncated|no checkpoint)"):
+        from_file('ape', tmp_path / name)
+
+
+@pytest.mark.parametrize('content', [{}, {'epoch': 3}, {'state_dict': {}}], ids=str)
+def test_file_without_weights(content, tmp_path):
+    torch.save(content, tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='it lacks blocks.0.attn'):
+        from_file('nope', tmp_path / 'w.pth')
+
+
+def test_truncated_local_dir(tmp_path):
+    save_dir(tiny('ape'), tmp_path)
+    write_cut(tmp_path / 'model.safetensors', 0.5)
+    with pytest.raises(ValueError, match="Cannot read the checkpoint for 'test_vit_nope'.*truncated"):
+        from_dir(tmp_path)
+
+
+def test_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        from_file('ape', tmp_path / 'nothing.pth')
+
+
+# ---- prefix tokens and the grid of a position table
+
+
+@pytest.mark.parametrize('pos_enc', ['ape', 'sape2_k', 'rope2d'])
+@pytest.mark.parametrize('kwargs', [
+    dict(reg_tokens=1),
+    dict(reg_tokens=4),
+    dict(reg_tokens=16),
+    dict(class_token=False, reg_tokens=1, global_pool='avg', fc_norm=False),
+    dict(class_token=False, global_pool='avg', fc_norm=False),
+], ids=str)
+def test_wrong_prefix_tokens(pos_enc, kwargs, tmp_path):
+    path = save(tiny(pos_enc), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='prefix tokens|_token'):
+        from_file(pos_enc, path, **kwargs)
+
+
+@pytest.mark.parametrize('reg_tokens', [1, 2, 3, 4, 5])
+def test_wrong_prefix_tokens_of_a_small_table(reg_tokens, tmp_path):
+    """The rows left for patches may happen to make a square, or none may be left."""
+    path = save(tiny('ape', (16, 16)), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='prefix tokens|reg_token'):
+        from_file('ape', path, (16, 16), (16, 16), reg_tokens=reg_tokens)
+
+
+@pytest.mark.parametrize('pos_enc', ['ape', 'ape+sape2_k'])
+def test_grid_that_nobody_declared(pos_enc, tmp_path):
+    """15 patches are 3x5 or 5x3 or 1x15: the file does not say."""
+    saved = tiny(pos_enc, A)
+    path = save(saved, tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=r'16 rows.*neither a square.*input_size=\(3, height, width\)'):
+        from_file(pos_enc, path, B, declared=None)
+    for size in (A, B, C):
+        expected = copy.deepcopy(saved)
+        expected.set_input_size(size)
+        torch.testing.assert_close(logits(from_file(pos_enc, path, size, declared=A)), logits(expected), **SAME)
+
+
+def test_row_of_the_class_token_is_no_patch(tmp_path):
+    """The 16 rows of 3x5 patches and a class token must not be taken for 4x4 patches; the saved size is known."""
+    save_dir(tiny('ape', A), tmp_path)
+    with pytest.raises(ValueError, match='pos_embed'):
+        from_dir(tmp_path, no_embed_class=True)
+
+
+def test_square_grid_needs_no_declaration(tmp_path):
+    saved = tiny('ape', B)
+    path = save(saved, tmp_path / 'w.pth')
+    saved.set_input_size(C)
+    torch.testing.assert_close(logits(from_file('ape', path, C, declared=None)), logits(saved), **SAME)
+
+
+def test_local_dir_declares_its_grid(tmp_path):
+    saved = tiny('ape', A)
+    save_dir(saved, tmp_path)
+    saved.set_input_size(C)
+    torch.testing.assert_close(logits(from_dir(tmp_path, img_size=C)), logits(saved), **SAME)
+
+
+# ---- local-dir: the saved config decides
+
+
+@pytest.mark.parametrize('saved,wanted', [
+    ('nope', 'rope2d'),
+    ('rope2d', 'nope'),
+    ('ape', 'ape+rope2d'),
+    ('sape2_k', 'sape2_q'),
+    ('ape+sape2_k', 'ape'),
+    ('sape2_k', 'cope+ape'),
+])
+@pytest.mark.parametrize('pretrained', [True, False])
+def test_local_dir_of_another_encoding(saved, wanted, pretrained, tmp_path):
+    save_dir(tiny(saved), tmp_path)
+    wanted_says = '+'.join(sorted(wanted.split('+')))
+    says = re.escape(f"The saved model 'test_vit_nope' was trained with pos_enc {saved}, which cannot be changed to "
+                     f'{wanted_says} ')
+    with pytest.raises(ValueError, match=says):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=pretrained, pos_enc=wanted)
+
+
+def test_local_dir_of_an_encoding_with_keywords(tmp_path):
+    keywords = {'sape2_k': {'preset': 'equations'}}
+    saved = tiny('ape+sape2_k', pos_enc_kwargs=keywords)
+    save_dir(saved, tmp_path)
+    for same in (
+            dict(),
+            dict(pos_enc='sape2+ape'),
+            dict(pos_enc='ape+sape2_k', pos_enc_kwargs={'sape2': {'preset': 'equations'}}),
+    ):
+        assert torch.equal(logits(from_dir(tmp_path, **same)), logits(saved))
+    for other in (
+            dict(pos_enc_kwargs={}),
+            dict(pos_enc_kwargs={'sape2_k': {'preset': 'appendix'}}),
+            dict(pos_enc='ape+sape2_q', pos_enc_kwargs={}),
+            dict(pos_enc='ape+sape2_q'),  # the saved keywords must not be blamed on the user
+            dict(pos_enc='rope2d'),
+    ):
+        with pytest.raises(ValueError, match='The saved model .* was trained with pos_enc ape.sape2_k'):
+            from_dir(tmp_path, **other)
+
+
+def test_local_dir_with_another_file(tmp_path):
+    """The config of one model, the weights of another."""
+    save_dir(tiny('sape2_k'), tmp_path / 'k')
+    save_dir(tiny('sape2_q'), tmp_path / 'q')
+    os.replace(tmp_path / 'q' / 'model.safetensors', tmp_path / 'k' / 'model.safetensors')
+    with pytest.raises(ValueError, match='sape2_q.table_x'):
+        from_dir(tmp_path / 'k')
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize('name,typed,canonical', [
+    ('test_vit_sape2_ape', None, 'ape+sape2_k'),
+    ('test_vit_sape2', None, 'sape2_k'),
+    ('test_vit_nope', 'sape2+ape', 'ape+sape2_k'),
+    ('test_vit_sape2_k', 'ape+sape2_k', 'ape+sape2_k'),
+    ('test_vit_ape', 'sape2+rope2d+cope+ape', 'ape+cope+rope2d+sape2_k'),
+    ('test_vit_ape', 'nope', 'nope'),
+])
+def test_config_is_canonical(name, typed, canonical, tmp_path):
+    """However the encoding was typed, or not typed at all."""
+    kwargs = {} if typed is None else {'pos_enc': typed}
+    model = randomise(timm.create_model(name, img_size=A, patch_size=8, num_classes=10, **kwargs))
+    config = save_dir(model, tmp_path)
+    args = config['model_args']
+    assert config['architecture'] == name
+    assert args['pos_enc'] == canonical
+    assert not args['pos_enc_kwargs']
+    assert args.get('ref_grid_size') == ([3, 5] if 'sape2' in canonical else None)
+    assert args['img_size'] == [24, 40] and args['patch_size'] == 8
+    assert 'backend' not in json.dumps(config)
+    again = from_dir(tmp_path)
+    assert again.pos_enc == canonical
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_config_keeps_keywords_by_their_canonical_name(tmp_path):
+    model = tiny('sape2+cope', pos_enc_kwargs={'sape2': {'npos': 3, 'gate_scale': 0.5}, 'cope': {'npos': 7}})
+    args = save_dir(model, tmp_path / 'first')['model_args']
+    assert args['pos_enc'] == 'cope+sape2_k'
+    assert args['pos_enc_kwargs'] == {'sape2_k': {'npos': 3, 'gate_scale': 0.5}, 'cope': {'npos': 7}}
+    again = from_dir(tmp_path / 'first')
+    assert torch.equal(logits(again), logits(model))
+    assert save_dir(again, tmp_path / 'second')['model_args'] == args
+
+
+def test_backend_is_no_keyword():
+    """It would travel to machines that have another."""
+    with pytest.raises(ValueError, match="no keyword 'backend'"):
+        tiny('sape2_k', pos_enc_kwargs={'sape2_k': {'backend': 'reference'}})
+
+
+def test_config_after_the_model_has_changed(tmp_path):
+    model = tiny('ape+sape2_k')
+    model.set_input_size(B)
+    model.reset_classifier(3)
+    args = save_dir(model, tmp_path)['model_args']
+    assert args['img_size'] == [32, 32] and args['num_classes'] == 3
+    assert args['ref_grid_size'] == [3, 5]
+    assert torch.equal(logits(from_dir(tmp_path)), logits(model))
+
+
+# ---- the trained grid of encodings that are never resized
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'sape2_q', 'sape2_qk', 'cope', 'ape+sape2_k', 'ape+cope+sape2_k'])
+def test_trained_grid_survives(pos_enc, tmp_path):
+    """Saved at A, loaded at B, trained on and saved there, loaded at A and C: the trained grid stays that of A.
+
+    At each step the model is what `set_input_size` makes of the one before.
+    """
+    first = tiny(pos_enc, A)
+    assert save_dir(first, tmp_path / 'a')['model_args']['ref_grid_size'] == [3, 5]
+
+    second = from_dir(tmp_path / 'a', img_size=B)
+    first.set_input_size(B)
+    assert first.ref_grid_size == second.ref_grid_size == (3, 5)
+    torch.testing.assert_close(logits(second), logits(first), **SAME)
+
+    randomise(second, seed=2)
+    assert save_dir(second, tmp_path / 'b')['model_args']['ref_grid_size'] == [3, 5]
+    file = save(second, tmp_path / 'b.pth')
+    for size in (B, A, C):
+        expected = copy.deepcopy(second)
+        expected.set_input_size(size)
+        for third in (from_dir(tmp_path / 'b', img_size=size), from_file(pos_enc, file, size, declared=B)):
+            assert third.ref_grid_size == (3, 5)
+            torch.testing.assert_close(logits(third), logits(expected), **SAME)
+            for name, value in third.state_dict().items():
+                if name.endswith('_extra_state'):
+                    assert value.tolist() == [3, 5]
+
+
+def test_trained_grid_matters():
+    """Else the test above could not fail: the same tables on another trained grid are another model."""
+    keywords = {'sape2_k': {'npos': 5}}
+    model = tiny('sape2_k', A, pos_enc_kwargs=keywords)
+    other = tiny('sape2_k', A, pos_enc_kwargs=keywords, ref_grid_size=(4, 4))
+    assert (logits(model) - logits(other)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize('pos_enc,keywords', [('cope', {}), ('sape2_k', {'sape2_k': {'npos': 5}})])
+def test_trained_grid_travels_where_shapes_fit_anyway(pos_enc, keywords):
+    """Tables of one size for all grids load on every road, and bring their grid along."""
+    saved = tiny(pos_enc, A, pos_enc_kwargs=keywords)
+    model = tiny(pos_enc, B, pos_enc_kwargs=keywords)
+    assert model.ref_grid_size == (4, 4)
+    model.load_state_dict(saved.state_dict())
+    assert model.ref_grid_size == (3, 5)
+    saved.set_input_size(B)
+    torch.testing.assert_close(logits(model), logits(saved), **SAME)
+
+
+def test_ref_grid_size_makes_room_on_a_road_without_filter():
+    saved = tiny('sape2_k', A)
+    model = tiny('sape2_k', B, ref_grid_size=(3, 5))
+    model.load_state_dict(saved.state_dict())
+    saved.set_input_size(B)
+    torch.testing.assert_close(logits(model), logits(saved), **SAME)
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'cope'])
+def test_ref_grid_size_unlike_the_checkpoints(pos_enc, tmp_path):
+    path = save(tiny(pos_enc, A), tmp_path / 'w.pth')
+    says = r'ref_grid_size=\(4, 4\) was given, but the checkpoint was trained on \(3, 5\). Leave it out'
+    with pytest.raises(ValueError, match=says):
+        from_file(pos_enc, path, B, ref_grid_size=(4, 4))
+    assert from_file(pos_enc, path, B, ref_grid_size=(3, 5)).ref_grid_size == (3, 5)
+    save_dir(tiny(pos_enc, A), tmp_path)
+    with pytest.raises(ValueError, match=says):
+        from_dir(tmp_path, ref_grid_size=(4, 4))
+
+
+# ---- training: CheckpointSaver, EMA, resume
+
+
+@pytest.mark.parametrize('foreach', [True, False])
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope', 'rope2d_mixed'])
+def test_train_and_resume(pos_enc, foreach, tmp_path):
+    """Trained on at B with an average beside it, saved by timm's saver, taken up again by each of its readers."""
+    model = from_file(pos_enc, save(tiny(pos_enc, A), tmp_path / 'start.pth'), B)
+    start = snapshot(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ema = ModelEmaV3(model, decay=0.5, foreach=foreach)
+    for step in (1, 2):
+        model.train()(torch.randn(2, 3, *B)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model)
+    model.eval()
+    key = next((k for k in start if 'encodings' in k and '_extra' not in k), 'norm.bias')
+    assert not torch.equal(model.state_dict()[key], start[key])
+    assert not torch.equal(model.state_dict()[key], ema.module.state_dict()[key])
+    assert ema.module.ref_grid_size == model.ref_grid_size == (None if pos_enc == 'rope2d_mixed' else (3, 5))
+
+    saver = CheckpointSaver(
+        model, optimizer, args=argparse.Namespace(model='test_vit_nope'), model_ema=ema,
+        checkpoint_dir=tmp_path, recovery_dir=tmp_path)
+    saver.save_checkpoint(4, metric=0.5)
+    path = tmp_path / 'last.pth.tar'
+
+    grid = dict(ref_grid_size=model.ref_grid_size)
+    resumed = tiny(pos_enc, B, **grid)
+    state = torch.optim.AdamW(resumed.parameters(), lr=0.01)
+    assert resume_checkpoint(resumed, str(path), state) == 5
+    assert_equal(resumed.state_dict(), snapshot(model))
+    assert len(state.state_dict()['state']) == len(optimizer.state_dict()['state'])
+
+    averaged = tiny(pos_enc, B, **grid)
+    assert not any(load_checkpoint(averaged, str(path)))  # timm prefers the average
+    assert_equal(averaged.state_dict(), snapshot(ema.module))
+
+    load_checkpoint(averaged, str(path), use_ema=False)
+    assert_equal(averaged.state_dict(), snapshot(model))
+
+    fine_tuned = from_file(pos_enc, path, C, declared=B)
+    ema.module.set_input_size(C)
+    assert fine_tuned.ref_grid_size == model.ref_grid_size
+    torch.testing.assert_close(logits(fine_tuned), logits(ema.module), **SAME)
+
+    model.set_input_size(C)
+    ema = ModelEmaV3(model)
+    ema.set(model)
+    assert_equal(ema.module.state_dict(), snapshot(model))
+
+
+def test_copy_is_checked_against_itself():
+    """The hook that refuses misfits must look at the copy, not at the model that was copied."""
+    model = tiny('ape', A)
+    clone = copy.deepcopy(model)
+    clone.set_input_size(B)
+    assert clone.load_state_dict(tiny('ape', B).state_dict()) == ([], [])
+    assert torch.equal(logits(clone), logits(tiny('ape', B)))
+    with pytest.raises(ValueError, match=r'grid \(4, 4\)'):
+        clone.load_state_dict(model.state_dict())
+
+
+def test_pickled_model(tmp_path):
+    model = tiny('ape+sape2_k')
+    torch.save(model, tmp_path / 'model.pt')
+    again = torch.load(tmp_path / 'model.pt', weights_only=False)
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(ValueError, match='other position encodings or another grid'):
+        again.load_state_dict(tiny('ape+sape2_k', B).state_dict())
+
+
+# ---- roads without a filter: what does not fit is refused, nothing is half-loaded
+
+
+ROADS = {
+    'load_state_dict': lambda model, path: model.load_state_dict(torch.load(path)),
+    'load_checkpoint': lambda model, path: load_checkpoint(model, path),
+    'resume_checkpoint': lambda model, path: resume_checkpoint(model, path),
+}
+MISFITS = [
+    (('sape2_k', A), ('sape2_q', A), 'sape2_q.table_x'),
+    (('sape2_k', A), ('sape2_k', B), r'table_x \[6, 16\] instead of \[5, 16\]'),
+    (('ape', A), ('nope', A), 'it has pos_embed'),
+    (('nope', A), ('ape', A), 'it lacks pos_embed'),
+    (('ape', A), ('ape', B), r'pos_embed \[1, 16, 64\] instead of \[1, 17, 64\]'),
+    (('cope', A), ('ape+cope', A), 'it lacks pos_embed'),
+    (('rope2d_mixed', A), ('rope2d', A), 'it has .*rope2d_mixed.freqs'),
+]
+
+
+@pytest.mark.parametrize('road', ROADS)
+@pytest.mark.parametrize('saved,wanted,says', MISFITS, ids=lambda v: str(v).replace(' ', ''))
+def test_misfit_is_refused_before_anything_is_loaded(road, saved, wanted, says, tmp_path):
+    path = str(save(randomise(tiny(*saved), seed=3), tmp_path / 'w.pth'))
+    model = tiny(*wanted)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=f'{says}.*pretrained=True.*local-dir:.*hf-hub:.*--pretrained-path'):
+        ROADS[road](model, path)
+    assert_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize('saved,wanted,says', MISFITS, ids=lambda v: str(v).replace(' ', ''))
+def test_misfit_of_a_checkpoint_path_is_refused(saved, wanted, says, tmp_path):
+    path = str(save(tiny(*saved), tmp_path / 'w.pth'))
+    with pytest.raises(ValueError, match=f'{says}.*pretrained=True'):
+        tiny(*wanted, checkpoint_path=path)
+
+
+@pytest.mark.parametrize('pos_enc', PARTS)
+def test_fitting_checkpoint_loads_on_every_road(pos_enc, tmp_path):
+    saved = randomise(tiny(pos_enc), seed=3)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    for load in ROADS.values():
+        model = tiny(pos_enc)
+        load(model, path)
+        assert_equal(model.state_dict(), snapshot(saved))
+    model = timm.create_model(
+        'test_vit_nope', pos_enc=pos_enc, img_size=A, patch_size=8, num_classes=10, checkpoint_path=path).eval()
+    assert torch.equal(logits(model), logits(saved))
+
+
+@pytest.mark.parametrize('saved,wanted', [
+    ('nope', 'sape2_k'), ('sape2_k', 'nope'), ('sape2_k', 'sape2_q'), ('ape', 'nope'), ('nope', 'ape+rope2d_mixed')])
+def test_not_strict_is_as_in_torch(saved, wanted):
+    """What both have is loaded, what one of them has is reported."""
+    state, model = randomise(tiny(saved), seed=3).state_dict(), tiny(wanted)
+    before = snapshot(model)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert set(missing) == set(before) - set(state)
+    assert set(unexpected) == set(state) - set(before)
+    assert missing or unexpected
+    after = model.state_dict()
+    for name in before:
+        assert torch.equal(after[name], state.get(name, before[name])), name
+
+
+def test_not_strict_still_refuses_wrong_shapes():
+    """So does torch."""
+    model = tiny('ape+sape2_k', B)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match='pos_embed|table_x'):
+        model.load_state_dict(tiny('ape+sape2_k', A).state_dict(), strict=False)
+    assert_equal(model.state_dict(), before)
+
+
+def test_partial_checkpoint_without_strict():
+    """E.g. a head alone, or nothing."""
+    model = tiny('ape+sape2_k')
+    bias = torch.randn(10)
+    missing, unexpected = model.load_state_dict({'head.bias': bias}, strict=False)
+    assert torch.equal(model.head.bias, bias)
+    assert set(missing) == set(model.state_dict()) - {'head.bias'} and not unexpected
+    assert len(model.load_state_dict({}, strict=False).missing_keys) == len(model.state_dict())
+
+
+@pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', 'module._orig_mod.'])
+def test_prefixes_of_wrappers(prefix, tmp_path):
+    """timm takes them off on the roads from a file; torch does not, here or elsewhere."""
+    saved = randomise(tiny('ape+sape2_k'), seed=3)
+    state = {prefix + name: value for name, value in saved.state_dict().items()}
+    path = save({'state_dict': state}, tmp_path / 'w.pth')
+    model = tiny('ape+sape2_k')
+    load_checkpoint(model, str(path))
+    assert torch.equal(logits(model), logits(saved))
+    assert torch.equal(logits(from_file('ape+sape2_k', path)), logits(saved))
+
+    model = tiny('ape+sape2_k')
+    before = snapshot(model)
+    with pytest.raises((ValueError, RuntimeError), match=prefix):
+        model.load_state_dict(state)
+    assert_equal(model.state_dict(), before)
+
+
+def test_model_inside_a_wrapper():
+    """As DDP holds it: torch itself refuses what does not fit."""
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.module = model
+
+    saved = Wrapper(randomise(tiny('ape+sape2_k'), seed=3))
+    wrapper = Wrapper(tiny('ape+sape2_k'))
+    wrapper.load_state_dict(saved.state_dict())
+    assert torch.equal(logits(wrapper.module), logits(saved.module))
+    with pytest.raises(RuntimeError, match='size mismatch for module.blocks.0.attn.encodings.sape2_k.table_x'):  # torch's
+        Wrapper(tiny('ape+sape2_k', B)).load_state_dict(saved.state_dict())
+    missing, unexpected = Wrapper(tiny('cope')).load_state_dict(saved.state_dict(), strict=False)
+    assert 'module.blocks.0.attn.encodings.cope.table' in missing
+    assert 'module.pos_embed' in unexpected
+
+
+# ---- adaptation on the pretrained roads
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(in_chans=1),
+    dict(in_chans=4),
+    dict(in_chans=1, num_classes=3, img_size=64),
+    dict(patch_size=8),
+    dict(patch_size=32, img_size=64),
+    dict(num_classes=0),
+    dict(global_pool='max', fc_norm=False),
+], ids=str)
+@pytest.mark.parametrize('road', ['file', 'local-dir'])
+def test_adapted_as_timm_adapts_its_own(road, kwargs, tmp_path):
+    """First convolution, patch size, position table and head, compared with timm's ViT on the same road."""
+    size = dict(depth=1, img_size=32, num_classes=10)
+    source = randomise(timm.create_model('vit_tiny_patch16_224', **size))
+    if road == 'file':
+        overlay = dict(file=str(save(source, tmp_path / 'w.pth')), input_size=(3, 32, 32), num_classes=10)
+        created = [
+            timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **dict(size, **kwargs)).eval()
+            for name in ('vit_tiny_patch16_224', 'vit_tiny_ape')]
+    else:
+        created = []
+        for name in ('vit_tiny_patch16_224', 'vit_tiny_ape'):
+            model = timm.create_model(name, **size)
+            model.load_state_dict(source.state_dict())
+            save_dir(model, tmp_path / name)
+            created.append(from_dir(tmp_path / name, **kwargs))
+    theirs, ours = created
+    if 'num_classes' in kwargs:  # a new head is random on both sides
+        ours.head.load_state_dict(theirs.head.state_dict())
+    assert_equal(ours.state_dict(), theirs.state_dict())
+    assert torch.equal(logits(ours), logits(theirs))
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'rope2d_mixed', 'ape+cope'])
+def test_channels_classes_and_size_at_once(pos_enc, tmp_path):
+    saved = tiny(pos_enc, A)
+    save_dir(saved, tmp_path)
+    model = from_dir(tmp_path, in_chans=1, num_classes=3, img_size=B)
+    assert model.patch_embed.proj.weight.shape[1] == 1
+    torch.testing.assert_close(
+        model.patch_embed.proj.weight, saved.patch_embed.proj.weight.sum(1, keepdim=True), rtol=0, atol=1e-6)
+    assert logits(model).shape == (2, 3)
+    saved.set_input_size(B)
+    gray = torch.randn(2, 1, *B)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.forward_features(gray), saved.forward_features(gray.expand(-1, 3, -1, -1)), rtol=0, atol=1e-5)
+
+
+def test_features_only_from_a_file(tmp_path):
+    saved = tiny('ape+sape2_k')
+    features = from_file(
+        'ape+sape2_k', save(saved, tmp_path / 'w.pth'), features_only=True, out_indices=(0, 1))
+    x = torch.randn(1, 3, *A)
+    with torch.no_grad():
+        expected = saved.forward_intermediates(x, indices=(0, 1), intermediates_only=True)
+        for ours, theirs in zip(features(x), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, **SAME)
+
+
+# ---- after a failure
+
+
+def test_failing_load_leaves_nothing_behind(tmp_path):
+    """A refused checkpoint must not change what the next model is made of."""
+    good, bad = save(tiny('sape2_k'), tmp_path / 'good.pth'), save(tiny('sape2_q'), tmp_path / 'bad.pth')
+    write_cut(tmp_path / 'cut.safetensors', 0.5)
+
+    def state():
+        return (
+            timm.models.get_pretrained_cfg('test_vit_nope').to_dict(), timm.list_models('*'),
+            timm_sape.list_encodings(aliases=True), torch.get_default_dtype(), torch.is_grad_enabled())
+
+    before = copy.deepcopy(state())
+    for path in (bad, tmp_path / 'cut.safetensors', tmp_path / 'none.pth'):
+        with pytest.raises((ValueError, FileNotFoundError)):
+            from_file('sape2_k', path, B)
+        with pytest.raises((ValueError, FileNotFoundError)):
+            from_file('sape2_k', path, B, ref_grid_size=(2, 2))
+    assert state() == before
+    assert tiny('sape2_k', B).ref_grid_size == (4, 4)
+    assert torch.equal(logits(from_file('sape2_k', good)), logits(tiny('sape2_k')))

@@ -1,0 +1,505 @@
+"""Names: what may be registered and typed, and what a third-party encoding does in a model."""
+import json
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+import timm_sape
+from references import assert_near
+from timm_sape import PositionEncoding, create_encoding, list_encodings, register_encoding
+from timm_sape.encodings import registry
+from timm_sape.encodings.base import rotation_table
+
+HOST = dict(dim=64, num_heads=4, grid_size=(4, 4), num_prefix_tokens=1)
+
+
+@pytest.fixture(autouse=True)
+def no_traces():
+    """Forget whatever a test registers."""
+    encodings, aliases = dict(registry._encodings), dict(registry._aliases)
+    yield
+    for known, before in ((registry._encodings, encodings), (registry._aliases, aliases)):
+        for name in known.keys() - before.keys():
+            known.pop(name)
+        assert known == before
+
+
+def build(pos_enc, pos_enc_kwargs=None, model='test_vit_nope', **kwargs):
+    kwargs = {'img_size': 32, 'patch_size': 8, **kwargs}
+    return timm.create_model(model, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **kwargs)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+def test_known_encodings():
+    names = list_encodings()
+    assert names == sorted(names)
+    assert {'ape', 'cope', 'nope', 'rope2d', 'rope2d_mixed', 'sape2_k', 'sape2_q', 'sape2_qk'} <= set(names)
+    assert 'sape2' not in names
+    assert list_encodings(aliases=True) == sorted([*names, *registry._aliases])
+    assert {'sape2_k', 'sape2_q', 'sape2_qk'} <= set(list_encodings('sape2*'))
+    assert not {'ape', 'rope2d'} & set(list_encodings('sape2*'))
+    assert 'sape2' in list_encodings('sape2*', aliases=True)
+    assert list_encodings('rope2d') == ['rope2d']
+    assert list_encodings('no such*') == []
+
+
+@pytest.mark.parametrize('name', list_encodings(aliases=True))
+def test_created_by_name(name):
+    encoding = create_encoding(name, **HOST)
+    assert isinstance(encoding, PositionEncoding)
+    assert type(encoding) is registry.get_encoding(name)
+    assert type(encoding).__doc__ and type(encoding).adds and type(encoding).resolution  # the documentation's table
+    assert f'`{name}`' in registry.encodings_table()
+
+
+def test_sape2_is_sape2_k():
+    assert registry.get_encoding('sape2') is registry.get_encoding('sape2_k')
+
+
+def test_register():
+    @register_encoding('mine', aliases=('my_own', 'm2'))
+    class Mine(PositionEncoding):
+        pass
+
+    for name in ('mine', 'my_own', 'm2'):
+        assert type(create_encoding(name, **HOST)) is Mine
+    assert 'mine' in list_encodings()
+    assert {'mine', 'my_own', 'm2'} <= set(list_encodings(aliases=True))
+    assert 'm2' not in list_encodings()
+    assert build('m2+ape').pos_enc == 'ape+mine'
+    assert Mine.__name__ == 'Mine'  # the decorator hands the class back
+
+
+@pytest.mark.parametrize('name, aliases, taken', [
+    ('ape', (), 'ape'),
+    ('sape2', (), 'sape2'),
+    ('mine', ('cope',), 'cope'),
+    ('mine', ('fine', 'sape2'), 'sape2'),
+])
+def test_taken_names(name, aliases, taken):
+    before = list_encodings(aliases=True)
+    with pytest.raises(ValueError, match=f"'{taken}' is registered already"):
+        register_encoding(name, aliases=aliases)(type('Mine', (PositionEncoding,), {}))
+    assert list_encodings(aliases=True) == before
+
+
+@pytest.mark.parametrize('aliases', [('mine',), ('fine', 'fine')])
+def test_one_name_twice(aliases):
+    before = list_encodings(aliases=True)
+    with pytest.raises(ValueError, match=f"'{aliases[0]}'"):
+        register_encoding('mine', aliases=aliases)(type('Mine', (PositionEncoding,), {}))
+    assert list_encodings(aliases=True) == before
+
+
+def test_taken_name_says_by_whom():
+    with pytest.raises(ValueError, match=r"'sape2'.*by timm_sape.encodings.sape2.*PositionEncodingK. Choose another"):
+        register_encoding('sape2')(type('Mine', (PositionEncoding,), {}))
+    cls = type('Mine', (PositionEncoding,), {})
+    register_encoding('mine')(cls)
+    with pytest.raises(ValueError, match="'mine' is registered already"):
+        register_encoding('mine')(cls)
+
+
+@pytest.mark.parametrize('name', ['', 'Mine', 'my-own', 'my own', 'ape+mine', '2d', '_mine', 'my.own', 'mine\n'])
+def test_malformed_names(name):
+    before = list_encodings(aliases=True)
+    for kwargs in (dict(name=name), dict(name='mine', aliases=(name,))):
+        with pytest.raises(ValueError, match='use small letters, digits and underscores'):
+            register_encoding(**kwargs)(type('Mine', (PositionEncoding,), {}))
+    assert list_encodings(aliases=True) == before
+
+
+@pytest.mark.parametrize('cls', [nn.Module, dict, lambda **host: None, PositionEncoding(**HOST)])
+def test_not_an_encoding(cls):
+    with pytest.raises(ValueError, match="'mine'.*is no subclass of timm_sape.PositionEncoding"):
+        register_encoding('mine')(cls)
+    assert 'mine' not in list_encodings()
+
+
+@pytest.mark.parametrize('hook, per_layer', [('embed', True), ('content_bias', False), ('values', False)])
+def test_shared_where_it_cannot_be(hook, per_layer):
+    with pytest.raises(ValueError, match=f"'mine' overrides '{hook}', which is called where per_layer={not per_layer}"):
+        register_encoding('mine')(type('Mine', (PositionEncoding,), {
+            'per_layer': per_layer, hook: lambda self, *args: None}))
+    assert 'mine' not in list_encodings()
+
+
+@pytest.mark.parametrize('name, text', [
+    ('sape2k', "Unknown position encoding 'sape2k'. Did you mean .*'sape2_k'"),
+    ('rope', "Unknown position encoding 'rope'. Did you mean .*'rope2d'"),
+    ('APE', "Unknown position encoding 'APE'"),
+    ('xyzzy', "Unknown position encoding 'xyzzy'. Known: ape, cope, nope, .*sape2_qk"),
+])
+def test_unknown_names(name, text):
+    for create in (lambda: create_encoding(name, **HOST), lambda: build(name), lambda: build(f'ape+{name}')):
+        with pytest.raises(ValueError, match=text):
+            create()
+
+
+@pytest.mark.parametrize('name, keyword, text', [
+    ('sape2_k', 'gate', "'sape2_k' has no keyword 'gate'. It accepts: "
+        'bias_init, bias_scale, gate_scale, npos, preset, table_std'),
+    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: npos"),
+    ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts no keywords"),
+    ('nope', 'npos', "'nope' has no keyword 'npos'. It accepts no keywords"),
+])
+def test_unknown_keywords(name, keyword, text):
+    with pytest.raises(ValueError, match=text):
+        create_encoding(name, **HOST, **{keyword: 1})
+    with pytest.raises(ValueError, match=text):
+        build(name, {name: {keyword: 1}})
+
+
+@pytest.mark.parametrize('keyword', ['dim', 'grid_size', 'layer', 'ref_grid_size', 'device'])
+def test_keywords_of_the_host_are_not_for_users(keyword):
+    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: npos"):
+        build('cope', {'cope': {keyword: 1}})
+
+
+def test_keywords_of_base_classes_are_accepted():
+    class Base(PositionEncoding):
+        def __init__(self, *, strength=1.0, **host):
+            super().__init__(**host)
+            self.strength = strength
+
+    @register_encoding('mine')
+    class Mine(Base):
+        def __init__(self, *, colour='red', **host):
+            super().__init__(**host)
+            self.colour = colour
+
+    encoding = create_encoding('mine', strength=2.0, colour='blue', **HOST)
+    assert (encoding.strength, encoding.colour) == (2.0, 'blue')
+    with pytest.raises(ValueError, match="'mine' has no keyword 'size'. It accepts: colour, strength."):
+        create_encoding('mine', size=3, **HOST)
+
+
+# --- what users type -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('typed, saved', [
+    ('nope', 'nope'),
+    ('sape2', 'sape2_k'),
+    ('sape2+ape', 'ape+sape2_k'),
+    ('ape+sape2_k', 'ape+sape2_k'),
+    ('sape2_q+rope2d+ape+cope', 'ape+cope+rope2d+sape2_q'),
+    ('rope2d_mixed+ape', 'ape+rope2d_mixed'),
+])
+def test_one_spelling(typed, saved):
+    model = build(typed)
+    assert model.pos_enc == saved
+    assert '+'.join(registry.parse_pos_enc(typed)) == saved
+
+
+def test_one_spelling_of_keywords():
+    expected = {'sape2_k': {'bias_scale': 'learned', 'npos': 9}}
+    for part in ('sape2', 'sape2_k'):
+        keywords = {part: {'npos': 9, 'bias_scale': 'learned'}, 'ape': {}}
+        model = build('sape2+ape', keywords)
+        assert model.pos_enc_kwargs == expected
+        assert json.loads(json.dumps(model.pos_enc_kwargs)) == expected
+        assert keywords == {part: {'npos': 9, 'bias_scale': 'learned'}, 'ape': {}}  # not changed
+    encoding = model.blocks[1].attn.encodings['sape2_k']
+    assert encoding.table_x.shape == (9, 16) and encoding.gain is not None
+
+
+def test_keywords_are_copied():
+    keywords = {'sape2_k': {'npos': 9}}
+    model = build('sape2_k', keywords)
+    keywords['sape2_k']['npos'] = 3
+    assert model.pos_enc_kwargs == {'sape2_k': {'npos': 9}}
+
+
+@pytest.mark.parametrize('pos_enc, pos_enc_kwargs, text', [
+    ('rope2d+rope2d_mixed', None, 'two rotations, rope2d and rope2d_mixed. Keep one'),
+    ('rope2d+ape+rope2d_mixed', None, 'two rotations'),
+    ('nope+ape', None, "'nope' means no position encoding and cannot be combined"),
+    ('sape2_k+nope', None, "'nope' means no position encoding and cannot be combined"),
+    ('ape+ape', None, "names 'ape' more than once"),
+    ('sape2+ape+sape2_k', None, "names 'sape2_k' more than once"),
+    ('nope+nope', None, "names 'nope' more than once"),
+    ('', None, "pos_enc='' has an empty part. Write e.g. 'ape\\+sape2_k', or 'nope' for none"),
+    ('+ape', None, "pos_enc='\\+ape' has an empty part"),
+    ('ape+', None, 'has an empty part'),
+    ('ape++cope', None, 'has an empty part'),
+    (3, None, "pos_enc must be a string such as 'ape\\+sape2_k', got 3"),
+    (['ape', 'cope'], None, 'pos_enc must be a string'),
+    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is no part of pos_enc='ape'"),
+    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is no part of"),
+    ('ape', {'capo': {}}, "Unknown position encoding 'capo'"),
+    ('sape2_k', {'sape2': {'npos': 9}, 'sape2_k': {'npos': 9}}, "'sape2_k' under two names. Give them once"),
+    ('cope', {'npos': 9}, "must map parts to their keywords, e.g. .*, got {'npos': 9}"),
+    ('cope', {'cope': 9}, 'must map parts to their keywords'),
+    ('cope', ['npos'], 'must map parts to their keywords'),
+    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, to survive saving.*Tensor'),
+    ('cope', {'cope': {'npos': {9}}}, 'must be plain JSON.*set'),
+    ('cope', {'cope': {'npos': nn.Linear}}, 'must be plain JSON'),
+])
+def test_conflicts(pos_enc, pos_enc_kwargs, text):
+    """Refused before anything is built."""
+    with pytest.raises(ValueError, match=text):
+        build(pos_enc, pos_enc_kwargs)
+    with pytest.raises(ValueError, match=text):
+        registry.parse_pos_enc(pos_enc, pos_enc_kwargs)
+
+
+def test_third_party_rotation_conflicts():
+    register_encoding('spin')(type('Spin', (PositionEncoding,), {'rotation': lambda self, grid: None}))
+    with pytest.raises(ValueError, match='two rotations, spin and rope2d'):
+        build('spin+rope2d')
+
+
+# --- third-party encodings at work -----------------------------------------------------------------------------------
+
+class Toy(PositionEncoding):
+    """Knows its layer, and has a parameter that is different in each instance."""
+
+    def __init__(self, *, strength=1.0, layer=0, device=None, dtype=None, **host):
+        super().__init__(layer=layer, **host)
+        self.strength = strength
+        self.weight = nn.Parameter(torch.full((1,), 1.0 + layer, device=device, dtype=dtype))
+
+    @property
+    def amount(self):
+        return self.strength * self.weight
+
+
+class Embed(Toy):
+    """Tokens of the lower rows are larger; each channel gets its own number."""
+    per_layer = False
+
+    def embed(self, x, grid, pos_embed):
+        y = grid.coordinates(dtype=x.dtype)[:, 0]
+        factor = torch.cat([torch.ones(grid.num_prefix_tokens, dtype=x.dtype), 1 + self.amount * y])[:, None]
+        return factor, self.amount * torch.arange(self.dim, dtype=x.dtype)
+
+
+class FactorOnly(Toy):
+    per_layer = False
+
+    def embed(self, x, grid, pos_embed):
+        return self.amount + 2, None
+
+
+class Rotation(Toy):
+    """The first pair of channels turns with x, the last with y, the others stay."""
+
+    def angles(self, grid):
+        y, x = grid.coordinates(dtype=self.weight.dtype).unbind(-1)
+        return torch.stack([x, *[0 * x] * (self.head_dim // 2 - 2), y], dim=-1) * self.amount
+
+    def rotation(self, grid):
+        return rotation_table(self.angles(grid))
+
+
+class RotationPerHead(Rotation):
+    def rotation(self, grid):
+        per_head = torch.arange(1, 1 + self.num_heads, dtype=self.weight.dtype)[:, None, None]
+        return rotation_table(per_head * self.angles(grid))
+
+
+class PositionBias(Toy):
+    """Left is preferred."""
+
+    def position_bias(self, grid):
+        x = grid.coordinates(dtype=self.weight.dtype)[:, 1]
+        return grid.pad_prefix(self.amount * (x[:, None] - x).clamp(min=0))
+
+
+class PositionBiasPerHead(PositionBias):
+    def position_bias(self, grid):
+        per_head = torch.arange(1, 1 + self.num_heads, dtype=self.weight.dtype)[:, None, None]
+        return per_head * super().position_bias(grid)
+
+
+class ContentBias(Toy):
+    """Queries by their first channel, keys by their second, whatever the scale of the logits."""
+    per_layer = True
+
+    def content_bias(self, q, k, grid):
+        return self.amount * (q[..., :1] + 3 * k[..., 1:2].mT)
+
+
+class ContentBiasOfAllHeads(ContentBias):
+    def content_bias(self, q, k, grid):
+        return super().content_bias(q, k, grid).mean(1, keepdim=True)
+
+
+class Values(Toy):
+    """Probability times column, in the first channel of each head."""
+    per_layer = True
+
+    def values(self, attn, grid):
+        x = torch.cat([attn.new_zeros(grid.num_prefix_tokens), grid.coordinates(dtype=attn.dtype)[:, 1]])
+        return (self.amount * (attn @ x))[..., None] * torch.eye(self.head_dim, dtype=attn.dtype)[0]
+
+
+def shared(cls):
+    return type('Shared' + cls.__name__, (cls,), {'per_layer': False})
+
+
+def per_layer(cls):
+    return type('PerLayer' + cls.__name__, (cls,), {'per_layer': True})
+
+
+def forward_by_hand(model, x, encodings):
+    """timm's ViT in plain operations, where the encoding of layer i, `encodings[i]`, acts through its one hook."""
+    grid = timm_sape.Grid(4, 4, 1)
+    tokens = model.patch_embed(x)
+    tokens = torch.cat([model.cls_token.expand(len(x), -1, -1), tokens], dim=1)
+    factor, term = encodings[0].embed(tokens, grid, model.pos_embed)
+    tokens = tokens if factor is None else tokens * factor
+    tokens = tokens if term is None else tokens + term
+    if model.pos_embed is not None:
+        tokens = tokens + model.pos_embed
+    for block, encoding in zip(model.blocks, encodings):
+        qkv = block.attn.qkv(block.norm1(tokens)).reshape(len(x), 17, 3, 4, 16)
+        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))  # [B, h, N, d]
+        bias = torch.zeros(1, dtype=x.dtype)
+        if encoding.overrides('position_bias'):
+            bias = encoding.position_bias(grid)
+        if encoding.overrides('content_bias'):
+            bias = encoding.content_bias(q, k, grid)
+        if encoding.overrides('rotation'):
+            table = encoding.rotation(grid)
+            q, k = (torch.cat([t[:, :, :1], apply_rot_embed_cat(t[:, :, 1:], table)], dim=2) for t in (q, k))
+        attn = (q @ k.mT / 4 + bias).softmax(dim=-1)
+        out = attn @ v
+        if encoding.overrides('values'):
+            out = out + encoding.values(attn, grid)
+        tokens = tokens + block.attn.proj(out.transpose(1, 2).reshape(len(x), 17, 64))
+        tokens = tokens + block.mlp(block.norm2(tokens))
+    return model.norm(tokens)
+
+
+TOYS = [
+    Embed, FactorOnly, shared(Rotation), per_layer(Rotation), shared(RotationPerHead), per_layer(RotationPerHead),
+    shared(PositionBias), per_layer(PositionBias), shared(PositionBiasPerHead), per_layer(PositionBiasPerHead),
+    ContentBias, ContentBiasOfAllHeads, Values,
+]
+
+
+@pytest.mark.parametrize('pos_enc, fused', [('a_toy', True), ('a_toy+ape', False), ('z_toy+ape', True)])
+@pytest.mark.parametrize('cls', TOYS, ids=lambda cls: cls.__name__)
+def test_hooks(cls, pos_enc, fused):
+    """Registered a moment ago, and at work in a model, as by hand; alone, and before and after `ape`."""
+    name = pos_enc.split('+')[0]
+    register_encoding(name)(cls)
+    torch.manual_seed(0)
+    model = build(pos_enc, {name: {'strength': 0.3}}).double().eval()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    instances = [m for m in model.modules() if isinstance(m, cls)]
+    assert len(instances) == (2 if cls.per_layer else 1)
+    encodings = instances if cls.per_layer else instances * 2
+
+    actual, expected = model.forward_features(x), forward_by_hand(model, x, encodings)
+    assert_near(actual, expected, 1e-10)
+    weights = [instance.weight for instance in instances]
+    ahead = torch.randn_like(actual)
+    grads = torch.autograd.grad(actual, weights, ahead)
+    for a, b in zip(grads, torch.autograd.grad(expected, weights, ahead)):
+        assert a.abs() > 1e-3
+        assert_near(a, b, 1e-10, 'gradient')
+    with torch.no_grad():
+        without = forward_by_hand(model, x, [PositionEncoding(**HOST)] * 2)
+    assert (actual - without).abs().max() > 1e-3
+
+
+def test_parameters_carry_the_name():
+    register_encoding('inner')(per_layer(PositionBias))
+    register_encoding('outer')(shared(Rotation))
+    model = build('outer+inner')
+    own = {name for name, _ in model.named_parameters() if 'encodings' in name}
+    assert own == {'encodings.outer.weight', *(f'blocks.{i}.attn.encodings.inner.weight' for i in range(2))}
+    assert own <= model.no_weight_decay()
+    assert {name for name in model.state_dict() if 'encodings' in name} == own
+    for i in range(2):
+        assert model.blocks[i].attn.encodings['inner'].weight.item() == 1 + i
+
+
+def test_biases_add_up():
+    """Fixed and from content, shared and per layer, all at once."""
+    names = {
+        'toy_a': shared(PositionBias),
+        'toy_b': per_layer(PositionBiasPerHead),
+        'toy_c': ContentBias,
+        'toy_d': shared(PositionBiasPerHead),
+    }
+    for name, cls in names.items():
+        register_encoding(name)(cls)
+    model = build('+'.join(names), {name: {'strength': 0.3} for name in names}).double().eval()
+
+    @register_encoding('together')
+    class Together(PositionEncoding):
+        per_layer = True
+
+        def __init__(self, *, layer=0, **host):
+            super().__init__(layer=layer, **host)
+            self.layer = layer
+
+        def content_bias(self, q, k, grid):
+            layers = model.blocks[self.layer].attn.encodings
+            fixed = [model.encodings['toy_a'], layers['toy_b'], model.encodings['toy_d']]
+            return sum(e.position_bias(grid) for e in fixed) + layers['toy_c'].content_bias(q, k, grid)
+
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    together = [create_encoding('together', layer=i, **HOST) for i in range(2)]
+    assert_near(model.forward_features(x), forward_by_hand(model, x, together), 1e-10)
+
+
+def test_factors_multiply_and_terms_add():
+    """tokens * prod(factors) + sum(terms), whatever the order of the names: no factor touches a term."""
+    for name, cls in {'a_toy': FactorOnly, 'b_toy': Embed, 'z_toy': FactorOnly}.items():
+        register_encoding(name)(cls)
+    model = build('b_toy+ape+z_toy+a_toy', {'z_toy': {'strength': 0.5}}).double().eval()
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    model(x)
+    plain = torch.cat([model.cls_token.expand(2, -1, -1), model.patch_embed(x)], dim=1)
+    rows = 1 + torch.arange(4, dtype=torch.float64).repeat_interleave(4)
+    factor = 3 * 2.5 * torch.cat([torch.ones(1, dtype=torch.float64), rows])[:, None]
+    expected = plain * factor + torch.arange(64, dtype=torch.float64) + model.pos_embed
+    assert_near(seen[0], expected, 1e-12)
+
+
+def test_what_the_host_tells():
+    """Sizes are those of the model, rows before columns; each layer hears its index."""
+    told = []
+
+    def init(self, **host):
+        told.append(host)
+        PositionEncoding.__init__(self, **host)
+
+    register_encoding('outer')(type('Outer', (PositionEncoding,), {'__init__': init, 'per_layer': False}))
+    register_encoding('inner')(type('Inner', (PositionEncoding,), {'__init__': init}))
+    build('outer+inner', img_size=(16, 40), reg_tokens=4, depth=3, ref_grid_size=(7, 6))
+    common = dict(dim=64, num_heads=4, grid_size=(2, 5), num_prefix_tokens=5, depth=3, ref_grid_size=(7, 6))
+    assert len(told) == 4
+    assert all({key: host[key] for key in common} == common for host in told)
+    assert [host.get('layer') for host in told] == [None, 0, 1, 2]
+    assert all(tuple(type(n) for n in host['grid_size']) == (int, int) for host in told)
+
+
+@pytest.mark.parametrize('model', ['test_vit_sape2_k', 'test_vit_rope2d_ape', 'vit_tiny_cope'])
+def test_in_every_model(model):
+    """`pos_enc=` overrides what the name of an entrypoint says."""
+    register_encoding('toy')(Values)
+    built = build('toy+ape', {'toy': {'strength': 0.5}}, model, depth=1)
+    assert built.pos_enc == 'ape+toy'
+    assert not any('sape2' in name or 'cope' in name for name in built.state_dict())
+    assert built(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
+
+
+def test_overrides():
+    """A hook counts if the class or a base of it has it."""
+    assert [hook for hook in PositionEncoding.HOOKS if per_layer(RotationPerHead).overrides(hook)] == ['rotation']
+    assert [hook for hook in PositionEncoding.HOOKS if Embed.overrides(hook)] == ['embed']
+    assert [hook for hook in PositionEncoding.HOOKS if Toy.overrides(hook)] == []
+    assert Embed.acts_on() == ('tokens',)
+    assert ContentBias.acts_on() == ('logits, from content',)
