@@ -642,7 +642,7 @@ def test_model_inside_a_wrapper():
     wrapper = Wrapper(tiny('ape+sape2_k'))
     wrapper.load_state_dict(saved.state_dict())
     assert torch.equal(logits(wrapper.module), logits(saved.module))
-    with pytest.raises(RuntimeError, match='size mismatch for module.blocks.0.attn.encodings.sape2_k.table_x'):  # torch's
+    with pytest.raises(RuntimeError, match='size mismatch for module.blocks.0.attn.encodings.sape2_k.table_x'):
         Wrapper(tiny('ape+sape2_k', B)).load_state_dict(saved.state_dict())
     missing, unexpected = Wrapper(tiny('cope')).load_state_dict(saved.state_dict(), strict=False)
     assert 'module.blocks.0.attn.encodings.cope.table' in missing
