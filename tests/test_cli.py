@@ -1,0 +1,145 @@
+"""The command line, run as a user runs it, from a directory that has nothing to do with the package."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+
+import timm_sape
+from timm_sape.cli import main
+
+CHECKOUT = Path(__file__).parents[1]
+NEEDLE = 'vit_small_sape2_k'
+
+# Prints what a script can see of how it was started, then ends as it is told.
+SCRIPT = f"""
+import json
+import sys
+
+import neighbour  # beside the script, so importable as it is for `python SCRIPT`
+import timm
+
+seen = dict(
+    argv=sys.argv,
+    name=__name__,
+    file=__file__,
+    path=sys.path[0],
+    main=sys.modules['__main__'].__dict__ is globals(),
+    known=timm.is_model('{NEEDLE}'),
+)
+print(json.dumps(seen))
+if 'raise' in sys.argv:
+    raise KeyError('from the script')
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    folder = tmp_path / 'scripts'
+    folder.mkdir()
+    folder.joinpath('neighbour.py').touch()
+    folder.joinpath('show.py').write_text(SCRIPT)
+    return Path('scripts', 'show.py')  # relative, as it is mostly given
+
+
+def run_cli(*args, cwd):
+    package_dir = str(Path(timm_sape.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package_dir, os.environ.get('PYTHONPATH')]))
+    return subprocess.run(
+        [sys.executable, '-m', 'timm_sape', *map(str, args)],
+        cwd=cwd, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True, timeout=120)
+
+
+def test_run_is_like_calling_the_script(tmp_path, script):
+    args = ['--help', '-h', '--config', 'x.yaml', '--', '-j', '-1', 'two words', '--version', 'run', '']
+    done = run_cli('run', script, *args, cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert json.loads(done.stdout) == dict(
+        argv=[str(script), *args],
+        name='__main__',
+        file=str(script),
+        path=str((tmp_path / script).parent),
+        main=True,
+        known=True,
+    )
+
+
+def test_run_lets_exceptions_through(tmp_path, script):
+    done = run_cli('run', script, 'raise', cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "KeyError: 'from the script'"
+
+
+def test_run_without_the_script_says_where_timms_are(tmp_path, capsys):
+    assert main(['run', str(tmp_path / 'train.py'), '--help']) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count('\n') == 1
+    assert 'there is no script' in err
+    assert f'git clone --depth 1 --branch v{timm.__version__} ' in err
+    assert 'huggingface/pytorch-image-models' in err
+
+
+def test_run_of_a_directory(tmp_path, capsys):
+    assert main(['run', str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count('\n') == 1
+    assert 'is a directory' in err and str(tmp_path / 'train.py') in err
+
+
+def recipe_texts(folder):
+    return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob('*') if p.suffix in ('.md', '.yaml')}
+
+
+def test_configs_writes_all_recipes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    target = Path('new', 'place')
+    assert main(['configs', str(target)]) == 0
+    texts = recipe_texts(target)
+    assert texts == recipe_texts(CHECKOUT / 'train_configs')
+    assert f'model: {NEEDLE}\n' in texts[f'paper_cifar10/{NEEDLE}.yaml']
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(str(target / name) for name in texts)
+
+
+def test_configs_overwrites_nothing_unless_forced(tmp_path, capsys):
+    mine = tmp_path / 'smoke' / 'test_vit_ape.yaml'
+    mine.parent.mkdir()
+    mine.write_text('mine')
+    other = tmp_path / 'notes.txt'
+    other.write_text('keep')
+
+    assert main(['configs', str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and str(mine) in err and '--force' in err
+    assert recipe_texts(tmp_path) == {'smoke/test_vit_ape.yaml': 'mine'}
+
+    assert main(['configs', str(tmp_path), '--force']) == 0
+    assert recipe_texts(tmp_path) == recipe_texts(CHECKOUT / 'train_configs')
+    assert other.read_text() == 'keep'
+    assert not list(tmp_path.glob('.*'))  # no temporary directory is left
+
+
+def test_configs_into_a_file(tmp_path, capsys):
+    target = tmp_path / 'file'
+    target.touch()
+    assert main(['configs', str(target)]) == 2
+    assert 'cannot write' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('args', [['--help'], ['run', '--help'], ['configs', '--help']], ids=' '.join)
+def test_help(args, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(args)
+    assert exit_info.value.code == 0
+    assert 'timm-sape' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('args', [[], ['run'], ['configs'], ['walk']], ids=lambda args: ' '.join(args) or 'nothing')
+def test_wrong_usage(args, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(args)
+    assert exit_info.value.code == 2
+    assert 'usage: timm-sape' in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""The recipes in train_configs: siblings differ in their model alone, and train.py takes every key and value."""
+import ast
+import os
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import timm
+import yaml
+
+import timm_sape  # noqa: F401, registers the models
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(p for p in ROOT.glob('train_configs/*') if p.is_dir())
+CONFIGS = sorted(ROOT.glob('train_configs/*/*.yaml'))
+TRAIN_PY_ARGS = Path(__file__).parent / 'data' / 'train_py_args.txt'
+
+# The rows of the paper's Table 1, and the Q row of its Table 2.
+TABLE_ROWS = {'ape', 'rope2d', 'rope2d_ape', 'cope_ape', 'sape2_k', 'sape2_k_ape', 'sape2_q_ape'}
+
+# Arguments whose values are text; all others that the recipes use are numbers, switches or lists of numbers.
+TEXT = {'model', 'dataset', 'train_split', 'val_split', 'opt', 'sched', 'aa', 'remode', 'train_interpolation', 'device'}
+
+
+def committed_args() -> List[str]:
+    lines = TRAIN_PY_ARGS.read_text().splitlines()
+    return [line for line in lines if not line.startswith('#')]
+
+
+def script_args(script: Path) -> List[str]:
+    """Destinations of all `add_argument` calls of a script, sorted."""
+    dests = set()
+    for node in ast.walk(ast.parse(script.read_text())):
+        if not (isinstance(node, ast.Call) and getattr(node.func, 'attr', None) == 'add_argument'):
+            continue
+        flags = [arg.value for arg in node.args]
+        dest = [keyword.value.value for keyword in node.keywords if keyword.arg == 'dest']
+        long_flags = [flag for flag in flags if flag.startswith('--')]
+        dests.add(dest[0] if dest else (long_flags or flags)[0].lstrip('-').replace('-', '_'))
+    return sorted(dests)
+
+
+def load(config: Path) -> Dict[str, Any]:
+    return yaml.safe_load(config.read_text())
+
+
+def wrong_types(values: Dict[str, Any]) -> List[str]:
+    """Keys whose values are not what train.py wants.
+
+    YAML 1.1 reads 1e-3 as text. argparse mends that in a single value, not in a list.
+    """
+    wrong = []
+    for key, value in values.items():
+        if key in ('device_modules', 'model_kwargs'):
+            continue
+        wanted = str if key in TEXT else (int, float)
+        if not all(isinstance(item, wanted) for item in (value if isinstance(value, list) else [value])):
+            wrong.append(key)
+    return wrong
+
+
+def test_every_recipe_is_there():
+    assert {p.name for p in RECIPES} == {'paper_cifar10', 'paper_cifar100', 'deit_cifar10', 'deit_cifar100', 'smoke'}
+
+
+@pytest.mark.parametrize('recipe', RECIPES, ids=lambda p: p.name)
+def test_one_file_for_each_row_of_the_tables(recipe):
+    prefix, extra = ('test_vit_', {'nope'}) if recipe.name == 'smoke' else ('vit_small_', set())
+    assert {p.stem for p in recipe.glob('*.yaml')} == {prefix + row for row in TABLE_ROWS | extra}
+
+
+@pytest.mark.parametrize('recipe', RECIPES, ids=lambda p: p.name)
+def test_siblings_differ_in_their_model_alone(recipe):
+    texts = set()
+    for config in recipe.glob('*.yaml'):
+        lines = config.read_text().splitlines()
+        assert lines.count(f'model: {config.stem}') == 1
+        texts.add('\n'.join(line for line in lines if line != f'model: {config.stem}'))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize('config', CONFIGS, ids=lambda p: f'{p.parent.name}/{p.stem}')
+def test_config_is_one_that_train_py_takes(config):
+    values = load(config)
+    assert set(values) <= set(committed_args())
+    assert timm.is_model(values['model'])
+    assert values['device_modules'] == ['timm_sape']
+    assert values['model_kwargs']['img_size'] == values['img_size']
+    assert all(isinstance(value, int) for value in values['model_kwargs'].values())
+    assert not wrong_types(values)
+
+
+def test_a_number_that_yaml_reads_as_text_is_noticed():
+    assert wrong_types(yaml.safe_load('{lr: 1e-3, scale: [0.64, 1e0], opt: adam, epochs: 10}')) == ['lr', 'scale']
+
+
+@pytest.mark.parametrize('classes', [10, 100])
+def test_paper_recipe_holds_what_the_paper_states(classes):
+    values = load(ROOT / f'train_configs/paper_cifar{classes}/vit_small_ape.yaml')
+    stated = dict(
+        epochs=400, batch_size=128, opt='adam', img_size=32, model_kwargs=dict(img_size=32, patch_size=4),
+        dataset=f'torch/cifar{classes}', num_classes=classes)
+    assert {key: values[key] for key in stated} == stated
+
+
+@pytest.mark.parametrize('family', ['paper', 'deit'])
+def test_cifar10_and_cifar100_differ_in_the_data_alone(family):
+    small, large = (load(ROOT / f'train_configs/{family}_cifar{n}/vit_small_ape.yaml') for n in (10, 100))
+    assert {key for key in small if small[key] != large[key]} == {'dataset', 'num_classes', 'mean', 'std'}
+    assert small.keys() == large.keys()
+
+
+@pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")
+def test_committed_arguments_are_those_of_train_py():
+    assert committed_args() == script_args(Path(os.environ['TIMM_SCRIPTS']) / 'train.py')
