@@ -83,8 +83,8 @@ def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
         raise ValueError(
             f'pos_embed of the checkpoint has {rows} rows, {num_prefix_rows} of them for prefix tokens, as the model '
             f'has it; the others are neither a square grid nor that of a {height}x{width} image. Create the model with '
-            'the prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was trained '
-            'on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
+            'the prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was '
+            'trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
 
 
 def _misfit(

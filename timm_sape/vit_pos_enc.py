@@ -148,7 +148,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             num_heads=num_heads,
             dynamic_img_size=dynamic_img_size,
             dynamic_img_pad=dynamic_img_pad,
-            pos_embed='learn' if 'ape' in parts else 'none',
+            pos_embed='learn',
             block_fn=PosEncBlock,
             attn_layer=PosEncAttention,
             device=device,
@@ -158,8 +158,11 @@ class VisionTransformerPosEnc(VisionTransformer):
         if patch_drop_rate > 0:
             self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
 
-        # Made after timm's constructor, which initialises every linear layer that it finds inside the blocks anew. So
-        # models that differ in what acts inside attention also start from the same backbone, seed by seed.
+        # What differs between encodings comes after timm's constructor, which draws all else at random: so models of
+        # one seed start from one backbone. And it would initialise every linear layer inside the blocks anew.
+        if 'ape' not in parts:
+            del self.pos_embed
+            self.pos_embed = None
         self.pos_enc = '+'.join(parts)
         self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
         create = partial(
