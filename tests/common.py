@@ -1,0 +1,161 @@
+"""What the contract tests share: small models of any encoding on odd grids, and encodings of a third party."""
+import zlib
+from contextlib import contextmanager
+
+import timm
+import torch
+import torch.nn as nn
+
+import timm_sape
+from timm_sape import PositionEncoding
+from timm_sape.encodings import registry
+
+PATCH = 8
+GRIDS = [(3, 5), (1, 7), (14, 14)]
+COMPOSITIONS = ['ape+sape2_k', 'ape+rope2d_mixed', 'cope+rope2d+sape2_qk', 'ape+toy_layer+toy_shared']
+# What the registry holds before any test adds to it, and compositions that bring two encodings from outside.
+torch.set_num_threads(1)  # these models are too small for more
+
+POS_ENCS = timm_sape.list_encodings() + COMPOSITIONS
+
+
+def images(grid, batch=2, seed=0):
+    """Images of `grid` patches, `[B, 3, H*8, W*8]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 3, grid[0] * PATCH, grid[1] * PATCH, generator=generator)
+
+
+@torch.no_grad()
+def awaken(model):
+    """Give every parameter a large value, the same for the same name and shape in every model.
+
+    As initialised, position weighs so little that a mistake in it would pass for rounding.
+    """
+    for name, p in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.removeprefix('model.').encode()))
+        noise = torch.randn(p.shape, generator=generator).to(p)
+        if p.min() == p.max():  # gains, norms, biases and tables that start as a constant
+            p.add_(noise, alpha=0.2)
+        elif 'encodings.' in name:
+            p.copy_(0.3 * noise)
+        else:
+            p.copy_(noise * (0.5 if p.ndim == 3 else p[0].numel() ** -0.5))  # 3-D: tokens and pos_embed
+    return model
+
+
+class Maker:
+    """Makes models of one encoding: `maker(reg_tokens=4)`. The more arguments are fixed, the more alike they are.
+
+    Args:
+        pos_enc: The encoding.
+        grid: Grid of the models, unless an img_size is asked for.
+        edit: Called with every model that is made; a negative control breaks them so.
+        fixed: Arguments that beat what is asked for.
+    """
+
+    def __init__(self, pos_enc, grid=(3, 5), edit=None, **fixed):
+        self.pos_enc = pos_enc
+        self.grid = grid
+        self.edit = edit
+        self.fixed = fixed
+
+    def __call__(self, awake=True, **kwargs):
+        defaults = dict(
+            pos_enc=self.pos_enc, img_size=self.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=2,
+            num_classes=3, reg_tokens=4, global_pool='avg', fc_norm=False)
+        # Any entrypoint does, pos_enc= overrides its encoding. Patches are pooled because the logits of a class token
+        # say nothing about the last layer's bias, which is zero in its row.
+        model = timm.create_model('test_vit_nope', **{**defaults, **kwargs, **self.fixed}).eval()
+        model = awaken(model) if awake else model
+        if self.edit is not None:
+            self.edit(model)
+        return model
+
+    def img_size(self, grid=None):
+        height, width = grid or self.grid
+        return height * PATCH, width * PATCH
+
+    def images(self, batch=2, grid=None, seed=0):
+        return images(grid or self.grid, batch, seed)
+
+
+@contextmanager
+def registered(*classes, **named):
+    """Register encodings for a while: of a class by its attribute `name`, or by keyword."""
+    named.update({cls.name: cls for cls in classes})
+    try:
+        for name, cls in named.items():
+            timm_sape.register_encoding(name)(cls)
+        yield
+    finally:
+        for name in named:
+            registry._encodings.pop(name, None)
+
+
+class ToyShared(PositionEncoding):
+    """An encoding of a third party that all layers share, through every hook that the built-in ones leave alone."""
+    name = 'toy_shared'
+    per_layer = False
+
+    def __init__(self, *, device=None, dtype=None, **host):
+        super().__init__(**host)
+        self.factor = nn.Parameter(torch.empty(self.dim, device=device, dtype=dtype))
+        self.slope = nn.Parameter(torch.empty(self.num_heads, 1, device=device, dtype=dtype))
+        self.register_buffer('distance', self._compute(self._own_grid(), device).to(dtype), persistent=False)
+        self.reset_parameters()
+
+    def _own_grid(self):
+        return timm_sape.Grid(*self.grid_size)
+
+    def _compute(self, grid, device=None):
+        position = grid.coordinates(device, torch.float32)
+        return (position[:, None] - position).abs().sum(-1)  # [H*W, H*W]
+
+    def reset_parameters(self):
+        nn.init.ones_(self.factor)
+        nn.init.ones_(self.slope)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self):
+        self.distance.copy_(self._compute(self._own_grid(), self.distance.device))
+
+    def set_grid_size(self, grid_size):
+        super().set_grid_size(grid_size)
+        distance = self._compute(self._own_grid(), self.distance.device).to(self.distance.dtype)
+        self.register_buffer('distance', distance, persistent=False)
+
+    def embed(self, x, grid, pos_embed):
+        y, _ = grid.coordinates(x.device, x.dtype).unbind(-1)
+        term = torch.outer((0.3 * y).cos(), torch.arange(self.dim, device=x.device, dtype=x.dtype).cos())  # [H*W, D]
+        return self.factor, nn.functional.pad(term, (0, 0, grid.num_prefix_tokens, 0))
+
+    def position_bias(self, grid):
+        if grid.matches(self.grid_size):
+            distance = self.distance
+        else:
+            distance = self._compute(grid, self.distance.device).to(self.distance.dtype)
+        return grid.pad_prefix(-self.slope[..., None] * distance)  # [h, N, N]
+
+
+class ToyLayer(PositionEncoding):
+    """An encoding of a third party that acts in each layer, on the logits by geometry and on the values."""
+    name = 'toy_layer'
+
+    def __init__(self, *, device=None, dtype=None, **host):
+        super().__init__(**host)
+        self.vectors = nn.Parameter(torch.empty(2, self.head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.vectors, std=0.02)
+
+    def _rows(self, grid):
+        return (grid.coordinates(self.vectors.device, self.vectors.dtype) @ self.vectors).sin()[None]  # [1, H*W, d]
+
+    def position_bias(self, grid):
+        rows = self._rows(grid)
+        return grid.pad_prefix((rows @ rows.transpose(-2, -1))[0])  # [N, N]
+
+    def values(self, attn, grid):
+        rows = grid.keep_rows(self._rows(grid))
+        return attn[..., grid.num_prefix_tokens:].to(rows.dtype) @ rows  # [B, h, N, d]

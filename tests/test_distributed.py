@@ -1,0 +1,123 @@
+"""Two processes under DDP and under FSDP2 give the gradients that one process gives for the same batch.
+
+The tests run this file once as a script in two processes (gloo, CPU), which save what they get.
+"""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from common import Maker, ToyLayer, ToyShared, images, registered
+
+CASES = {
+    'ape+sape2_k': {'sape2_k': {'bias_scale': 'learned'}},
+    'rope2d_mixed': {},
+    'cope': {},
+    'ape+toy_layer+toy_shared': {},
+}
+TIMEOUT = 180  # seconds for both processes, imports included
+
+
+def make_model(pos_enc):
+    # float64, so that the order of a sum does not matter
+    return Maker(pos_enc)(pos_enc_kwargs=CASES[pos_enc]).train().double()
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def batch():
+    return images((3, 5), batch=4).double()
+
+
+def ddp(model):
+    return DistributedDataParallel(model)
+
+
+def ddp_checkpointed(model):
+    model.set_grad_checkpointing()
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model):
+    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPERS = {wrap.__name__: wrap for wrap in (ddp, ddp_checkpointed, fsdp2)}
+
+
+def main(folder):
+    """What each of the two processes does."""
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo')
+    results = {}
+    with registered(ToyShared, ToyLayer):
+        for pos_enc in CASES:
+            for name, wrap in WRAPPERS.items():
+                model = make_model(pos_enc)
+                wrapped = wrap(model)
+                loss_of(wrapped, batch().chunk(dist.get_world_size())[dist.get_rank()]).backward()
+                results[pos_enc, name] = {
+                    key: (p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad).clone()
+                    for key, p in model.named_parameters()}
+                local = [p.to_local() if hasattr(p, 'to_local') else p for p in model.parameters()]
+                results[pos_enc, name, 'held'] = sum(p.numel() for p in local)
+    torch.save(results, Path(folder, f'{dist.get_rank()}.pt'))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def third_party():
+    with registered(ToyShared, ToyLayer):
+        yield
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    """What the two processes have saved. torchrun finds a free port, and ends one when the other fails."""
+    folder = tmp_path_factory.mktemp('distributed')
+    command = [
+        sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', __file__, str(folder)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, run.stdout[-4000:]
+    return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
+
+
+@pytest.mark.parametrize('pos_enc', CASES)
+@pytest.mark.parametrize('wrapper', WRAPPERS)
+def test_gradients_of_one_process(wrapper, pos_enc, results):
+    model = make_model(pos_enc)
+    loss_of(model, batch()).backward()
+    for result in results:
+        grads = result[pos_enc, wrapper]
+        assert grads.keys() == dict(model.named_parameters()).keys()
+        for name, p in model.named_parameters():
+            assert p.grad.abs().max() > 0, name
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-12, msg=lambda m: f'{name}: {m}')
+
+
+@pytest.mark.parametrize('pos_enc', CASES)
+def test_processes_share_the_work(pos_enc, results):
+    """The negative control: half of the batch has other gradients, and FSDP2 really holds half of the parameters."""
+    model = make_model(pos_enc)
+    loss_of(model, batch()[:2]).backward()
+    for name, p in model.named_parameters():
+        assert not torch.allclose(results[0][pos_enc, 'ddp'][name], p.grad, rtol=1e-3, atol=0), name
+    total = sum(p.numel() for p in model.parameters())
+    assert results[0][pos_enc, 'ddp', 'held'] == total
+    assert max(result[pos_enc, 'fsdp2', 'held'] for result in results) < 0.6 * total
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])
