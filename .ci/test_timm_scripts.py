@@ -1,5 +1,6 @@
 """timm's own train.py and validate.py, unmodified, on real images. Run by .ci/full, which says what it wants."""
 import csv
+import math
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ DATA = Path(os.environ['CIFAR10_SMALL']).resolve()
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = ROOT / 'train_configs' / 'smoke'
 TABLE = Path(__file__).parent / 'full-table.md'
-MODELS = [name for name in timm.list_models('test_vit_*', module='vit_pos_enc')]
+# without those of the alias `sape2`, which are the same models
+MODELS = timm.list_models('test_vit_*', module='vit_pos_enc', exclude_filters=['test_vit_sape2', 'test_vit_sape2_ape'])
 
 
 def train_command(*args):
@@ -87,7 +89,7 @@ def evaluation_options():
     """Preprocessing of the recipe, in the arguments that validate.py shares with train.py."""
     import yaml
     recipe = yaml.safe_load((SMOKE / 'test_vit_ape.yaml').read_text())
-    options = ['--workers', '0']
+    options = ['--workers', '0', '--device', 'cpu']
     for key in ('mean', 'std', 'crop_pct', 'interpolation', 'batch_size'):
         if key in recipe:
             value = recipe[key] if isinstance(recipe[key], list) else [recipe[key]]
@@ -131,5 +133,5 @@ def test_trained_model_survives_saving(output, tmp_path):
 
 
 def test_one_epoch_of_a_small_model(output):
-    epochs = train('vit_small_sape2_k_ape', output, '--epochs', 1, '--warmup-epochs', 0)
-    assert float(epochs[0]['train_loss']) < 2.4 and float(epochs[0]['eval_top1']) > 10
+    epochs = train('vit_small_sape2_k_ape', output, '--epochs', 1, '--warmup-epochs', 0, '--lr', 5e-4)
+    assert float(epochs[0]['train_loss']) < math.log(10) and float(epochs[0]['eval_top1']) > 10

@@ -91,7 +91,7 @@ def test_missing_entry_is_refused(key, num_classes, tmp_path):
     state = tiny('ape+sape2_k').state_dict()
     del state[key]
     path = save(state, tmp_path / 'w.pth')
-    with pytest.raises(ValueError, match=f"pos_enc='ape\\+sape2_k': it lacks {re.escape(key)}[.]"):
+    with pytest.raises(ValueError, match=f'it lacks {re.escape(key)}[.]'):
         from_file('ape+sape2_k', path, num_classes=num_classes)
 
 
@@ -426,10 +426,13 @@ def test_trained_grid_matters():
 
 @pytest.mark.parametrize('pos_enc,keywords', [('cope', {}), ('sape2_k', {'sape2_k': {'npos': 5}})])
 def test_trained_grid_travels_where_shapes_fit_anyway(pos_enc, keywords):
-    """Tables of one size for all grids load on every road, and bring their grid along."""
+    """Tables of one size for all grids fit everywhere; their grid decides, and the message says how to give it."""
     saved = tiny(pos_enc, A, pos_enc_kwargs=keywords)
     model = tiny(pos_enc, B, pos_enc_kwargs=keywords)
+    with pytest.raises(ValueError, match=r'trained on grid \(3, 5\) instead of \(4, 4\).*ref_grid_size=3,5'):
+        model.load_state_dict(saved.state_dict())
     assert model.ref_grid_size == (4, 4)
+    model = tiny(pos_enc, B, pos_enc_kwargs=keywords, ref_grid_size=(3, 5))
     model.load_state_dict(saved.state_dict())
     assert model.ref_grid_size == (3, 5)
     saved.set_input_size(B)
@@ -525,7 +528,7 @@ def test_pickled_model(tmp_path):
     torch.save(model, tmp_path / 'model.pt')
     again = torch.load(tmp_path / 'model.pt', weights_only=False)
     assert torch.equal(logits(again), logits(model))
-    with pytest.raises(ValueError, match='other position encodings or another grid'):
+    with pytest.raises(ValueError, match='does not fit the position encodings of the model'):
         again.load_state_dict(tiny('ape+sape2_k', B).state_dict())
 
 
@@ -734,3 +737,40 @@ def test_failing_load_leaves_nothing_behind(tmp_path):
     assert state() == before
     assert tiny('sape2_k', B).ref_grid_size == (4, 4)
     assert torch.equal(logits(from_file('sape2_k', good)), logits(tiny('sape2_k')))
+
+
+# ---- what a careless user does
+
+
+@pytest.mark.parametrize('cast', [
+    lambda v: v.half(), lambda v: v.double().mul(3).div(3).float()], ids=['halved', 'averaged'])
+def test_every_entry_in_floats(cast, tmp_path):
+    """Soups and casts of whole files make floats of the saved grid too."""
+    saved = tiny('ape+sape2_k', A)
+    path = save({k: cast(v) for k, v in saved.state_dict().items()}, tmp_path / 'w.pth')
+    model = from_file('ape+sape2_k', path, img_size=[64, 64])
+    assert model.ref_grid_size == (3, 5)
+    same = tiny('ape+sape2_k', A)
+    same.load_state_dict(torch.load(path))
+    assert same.ref_grid_size == (3, 5) and all(isinstance(size, int) for size in same.ref_grid_size)
+
+
+def test_grid_of_a_file_of_parameters_alone(tmp_path):
+    """Whoever knows the trained grid can say it; else it is asked for."""
+    saved = tiny('sape2_k', A)
+    path = save(dict(saved.named_parameters()), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=r'does not say on which grid.*give ref_grid_size=\(H, W\)'):
+        from_file('sape2_k', path)
+    model = from_file('sape2_k', path, ref_grid_size=(3, 5))
+    torch.testing.assert_close(logits(model), logits(saved), **SAME)
+
+
+def test_default_said_aloud(tmp_path):
+    """A keyword that repeats the default contradicts nothing."""
+    saved = tiny('sape2_k')
+    timm.models.save_for_hf(saved, tmp_path, safe_serialization=True)
+    for keywords in ({'preset': 'appendix'}, {'npos': None}):
+        model = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc_kwargs={'sape2_k': keywords})
+        assert torch.equal(logits(model), logits(saved))
+    with pytest.raises(ValueError, match='cannot be changed'):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc_kwargs={'sape2_k': {'preset': 'equations'}})

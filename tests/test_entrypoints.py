@@ -320,3 +320,26 @@ def test_set_input_size_that_does_not_fit_changes_nothing(kwargs):
         with pytest.raises(ValueError, match='does not divide|positive'):
             model.set_input_size(**kwargs)
         assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize('kwargs,message', [
+    ({'preset': 'equations'}, r"belongs to an encoding: pos_enc_kwargs=\{'sape2_k': \{'preset': ...\}\}"),
+    ({'patch_drop_rate': 1.0}, 'patch_drop_rate must be'),
+    ({'patch_drop_rate': -0.5}, 'patch_drop_rate must be'),
+    ({'ref_grid_size': 14}, r'ref_grid_size must be \(H, W\)'),
+    ({'pos_enc_kwargs': {'sape2_k': {'preset': ['equations']}}}, 'unknown preset'),
+    ({'img_size': 30, 'dynamic_img_size': True, 'dynamic_img_pad': True}, 'does not divide'),
+    ({'pos_enc': 'SaPE2'}, "Did you mean 'sape2'"),
+], ids=str)
+def test_careless_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model('test_vit_sape2_k', **kwargs)
+
+
+def test_spaces_around_parts():
+    assert timm.create_model('test_vit_nope', pos_enc='sape2 + ape').pos_enc == 'ape+sape2_k'
+
+
+def test_decorator_without_a_name():
+    with pytest.raises(ValueError, match="@register_encoding\\('name'\\)"):
+        timm_sape.register_encoding(timm_sape.PositionEncoding)

@@ -384,3 +384,22 @@ def test_wrong_input_of_attention(what):
     changes, text = WRONG[what]
     with pytest.raises(ValueError, match=text):
         sape2_attention(**changed(**changes))
+
+
+def test_mask_of_integers():
+    """Ones and zeros would be added to the logits and mask nothing."""
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    tables = torch.randn(3, 8), torch.randn(3, 8)
+    with pytest.raises(ValueError, match=r'must be bool .* Use attn_mask.bool\(\)'):
+        sape2_attention(q, k, v, *tables, (2, 2), attn_mask=torch.ones(4, 4, dtype=torch.long))
+
+
+def test_gate_scale_is_one_number():
+    """One value per head would broadcast over positions."""
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    tables = torch.randn(3, 8), torch.randn(3, 8)
+    with pytest.raises(ValueError, match=r'gate_scale must be a number or a tensor of one, got \[2\]'):
+        sape2_bias(q, k, *tables, (2, 2), gate_scale=torch.ones(2))
+    assert torch.equal(
+        sape2_bias(q, k, *tables, (2, 2), gate_scale=torch.tensor([0.5])),
+        sape2_bias(q, k, *tables, (2, 2), gate_scale=0.5))

@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
-from .encodings import ReferenceGridEncoding, parse_pos_enc
+from .encodings import ReferenceGridEncoding, encoding_keywords, parse_pos_enc
 
 __all__ = ['filter_state_dict', 'readable_errors', 'refuse_misfit', 'refuse_other_encoding']
 
@@ -50,21 +50,33 @@ def filter_state_dict(
     _refuse_unknown_grid(state_dict, model)
     state_dict = checkpoint_filter_fn(state_dict, model)
 
-    for path, encoding in model.position_encodings().items():
-        saved = state_dict.get(f'{path}._extra_state')
-        if isinstance(encoding, ReferenceGridEncoding) and saved is not None:
-            saved = tuple(saved.tolist())
+    for key, encoding in _reference_grids(model):
+        if key in state_dict:
+            saved = encoding.read_extra_state(state_dict[key])
             if ref_grid_size is not None and saved != tuple(ref_grid_size):
                 raise ValueError(
                     f'ref_grid_size={tuple(ref_grid_size)} was given, but the checkpoint was trained on {saved}. '
                     'Leave it out.')
             encoding.set_ref_grid_size(saved)
+        elif ref_grid_size is not None:
+            state_dict[key] = encoding.get_extra_state()
+        elif any(name.startswith(key[:-len('_extra_state')]) for name in state_dict):
+            raise ValueError(
+                f'The checkpoint does not say on which grid its encodings were trained, it lacks {key}. If they are '
+                f'those of pos_enc={model.pos_enc!r}, give ref_grid_size=(H, W).')
 
     # timm is about to adapt the head to the number of classes, and this kernel to the number of channels
     report = _misfit(state_dict, model.state_dict(), ignore=('head.',), any_shape='patch_embed.proj.weight')
     if report:
         raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
     return state_dict
+
+
+def _reference_grids(model: nn.Module) -> List[Tuple[str, ReferenceGridEncoding]]:
+    """Encodings that keep the grid they were trained on, with the names under which it is saved."""
+    return [
+        (f'{path}._extra_state', encoding) for path, encoding in model.position_encodings().items()
+        if isinstance(encoding, ReferenceGridEncoding)]
 
 
 def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
@@ -134,12 +146,17 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
     report = _misfit(given, expected)
+    grids = [(encoding.read_extra_state(given[k]), encoding) for k, encoding in _reference_grids(model) if k in given]
+    other = [saved for saved, encoding in grids if saved != encoding.ref_grid_size]
+    if not report and other:
+        report = f'it was trained on grid {other[0]} instead of {model.ref_grid_size}'
     if report:
+        as_is = ' and ref_grid_size (for scripts: --model-kwargs ref_grid_size={},{})'.format(*other[0]) if other else ''
         raise ValueError(
-            f'The checkpoint has other position encodings or another grid than the model (pos_enc={model.pos_enc!r}, '
-            f'grid {model.patch_embed.grid_size}): {report}. Nothing is resized on this road. To adapt a checkpoint of '
-            f'the same encodings to another size use {ROADS}; to load it as it is, create the model with its pos_enc, '
-            'img_size and ref_grid_size.')
+            f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
+            f'{model.patch_embed.grid_size}): {report}. Nothing is resized on this road. To adapt a checkpoint of the '
+            f'same encodings to another size use {ROADS}; to load it as it is, create the model with its pos_enc, '
+            f'img_size{as_is}.')
 
 
 def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
@@ -161,7 +178,10 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
     now = parse_pos_enc(kwargs['pos_enc'])
     if was.keys() == now.keys():
         now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
-    if was != now:
+    def meant(parts):
+        return {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
+
+    if meant(was) != meant(now):
         def spell(parts):
             keywords = {name: values for name, values in parts.items() if values}
             return '+'.join(parts) + (f' with {keywords}' if keywords else '')

@@ -57,11 +57,11 @@ def sape2_bias(
         table_y: Embeddings of the positions along a column, `[npos, d]`; npos may differ.
         grid_size: (H, W) in patches.
         mode: 'k', 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates are of q.k always.
-        gate_scale: Factor of q.k inside the gates. Default 1/sqrt(d).
+        gate_scale: Factor of q.k inside the gates, a number or a tensor of one. Default 1/sqrt(d).
         num_prefix_tokens: P.
         ref_grid_size: (H0, W0), the grid that the tables were trained on. None for no rescaling.
-        keep_indices: Raster indices of the patches that are there, in any order, int64 `[B, K]`. A dropped patch has
-            gate 0.
+        keep_indices: Raster indices of the patches that are there, distinct, in any order, int64 `[B, K]`. A dropped
+            patch has gate 0.
 
     Returns:
         `[B, h, N, N]`, symmetric, at least 0, in float32 or wider.
@@ -69,6 +69,10 @@ def sape2_bias(
     Raises:
         ValueError: If shapes, sizes or the mode do not fit.
     """
+    if isinstance(gate_scale, torch.Tensor):
+        if gate_scale.numel() != 1:
+            raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')
+        gate_scale = gate_scale.view(())
     grid = _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_size, keep_indices)
     if ref_grid_size is not None and grid.matches(ref_grid_size):
         ref_grid_size = None

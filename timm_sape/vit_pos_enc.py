@@ -29,6 +29,7 @@ from .encodings import (
     PositionEncoding,
     ReferenceGridEncoding,
     create_encoding,
+    encoding_keywords,
     get_encoding,
     list_encodings,
     parse_pos_enc,
@@ -127,7 +128,13 @@ class VisionTransformerPosEnc(VisionTransformer):
         for name in ('block_fn', 'attn_layer'):
             if name in kwargs:
                 raise ValueError(f'{name}= cannot be chosen: position acts inside the block and attention used here.')
-        _check_sizes(img_size, patch_size, dynamic_img_size and dynamic_img_pad)
+        for name in kwargs:
+            for part in parts:
+                if name in encoding_keywords(part):
+                    raise ValueError(f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}}.')
+        _check_sizes(img_size, patch_size)
+        if not 0 <= patch_drop_rate < 1:
+            raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate}.')
         for name, value, least in (
                 ('embed_dim', embed_dim, 1), ('num_heads', num_heads, 1), ('depth', depth, 1),
                 ('reg_tokens', kwargs.get('reg_tokens', 0), 0)):
@@ -136,7 +143,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}.')
         if ref_grid_size is not None:
-            size = tuple(ref_grid_size)
+            size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
             if len(size) != 2 or not all(isinstance(s, int) and s > 0 for s in size):
                 raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
 
@@ -242,13 +249,14 @@ class VisionTransformerPosEnc(VisionTransformer):
             img_size: New image size, None to keep it.
             patch_size: New patch size, None to keep it.
 
+        A `pos_embed` is resampled from its present size, so going there and back again does not restore it.
+
         Raises:
             ValueError: If the patch size does not divide the image size.
         """
         _check_sizes(
             self.patch_embed.img_size if img_size is None else img_size,
             self.patch_embed.patch_size if patch_size is None else patch_size,
-            self.dynamic_img_size and self.patch_embed.dynamic_img_pad,
         )
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():
@@ -373,17 +381,17 @@ class VisionTransformerPosEnc(VisionTransformer):
         return maps if intermediates_only else (self.norm(x), maps)
 
 
-def _check_sizes(img_size, patch_size, pads: bool) -> None:
+def _check_sizes(img_size, patch_size) -> None:
     img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
     if min(img_size) < 1 or min(patch_size) < 1:
         raise ValueError(f'Sizes must be positive, got img_size={img_size}, patch_size={patch_size}.')
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
     if any(i < p for i, p in zip(img_size, patch_size)):
         raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')
-    if not pads and fit != img_size:
+    if fit != img_size:
         raise ValueError(
-            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit}, another '
-            'patch_size, or dynamic_img_size=True with dynamic_img_pad=True.')
+            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
+            'patch_size. Images of any size are padded with dynamic_img_size=True, dynamic_img_pad=True.')
 
 
 @register_notrace_function

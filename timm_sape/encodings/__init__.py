@@ -1,4 +1,11 @@
 """One file per encoding; importing it registers it."""
 from . import ape, cope, nope, rope2d, rope2d_mixed, sape2
 from .base import FixedEncoding, PositionEncoding, ReferenceGridEncoding
-from .registry import create_encoding, get_encoding, list_encodings, parse_pos_enc, register_encoding
+from .registry import (
+    create_encoding,
+    encoding_keywords,
+    get_encoding,
+    list_encodings,
+    parse_pos_enc,
+    register_encoding,
+)

@@ -198,10 +198,10 @@ class FixedEncoding(PositionEncoding):
         self.table = self._own_table(self.table.device, self.table.dtype)
 
     def _apply(self, fn, *args, **kwargs):
-        # model.half() would narrow the table, and model.double() leave it no more exact than it was
-        dtype = self.table.dtype
+        # model.half() would narrow the table, model.double() leave it no more exact, to_empty() leave it undefined
+        dtype, was_meta = self.table.dtype, self.table.is_meta
         super()._apply(fn, *args, **kwargs)
-        if self.table.dtype != dtype:
+        if self.table.dtype != dtype or was_meta and not self.table.is_meta:
             dtype = torch.promote_types(self.table.dtype, torch.float32)
             self.table = self._own_table(self.table.device, dtype)
         return self
@@ -222,7 +222,13 @@ class ReferenceGridEncoding(PositionEncoding):
         return torch.tensor(self.ref_grid_size, device='cpu')
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        self.ref_grid_size = tuple(state.tolist())
+        self.ref_grid_size = self.read_extra_state(state)
+
+    @staticmethod
+    def read_extra_state(state: torch.Tensor) -> Tuple[int, int]:
+        """The saved grid, also out of a file whose entries have all been averaged or cast to floats."""
+        height, width = (round(size) for size in state.tolist())
+        return height, width
 
     def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
         """Make room for parameters trained on another grid, which are about to be loaded."""

@@ -27,6 +27,9 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         ValueError: If a name is taken or malformed, the class is no `PositionEncoding`, or it shares what it cannot:
             tokens are embedded once per model, content and values are per layer.
     """
+    if not isinstance(name, str):
+        raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
+
     def register(cls: Type[EncodingT]) -> Type[EncodingT]:
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
             raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
@@ -57,8 +60,8 @@ def list_encodings(filter: str = '', *, aliases: bool = False) -> List[str]:
     """Sorted names of all encodings.
 
     Args:
-        filter: Wildcard pattern as in `timm.list_models`, e.g. `'sape2*'`.
-        aliases: Include further names of the same encodings.
+        filter: Wildcard pattern, e.g. `'sape2*'`.
+        aliases: Include further names of the same encodings, such as `sape2` for `sape2_k`.
     """
     names = sorted([*_encodings, *_aliases] if aliases else _encodings)
     return fnmatch.filter(names, filter) if filter else names
@@ -84,7 +87,7 @@ def _resolve(name: str) -> str:
     """
     name = _aliases.get(name, name)
     if name not in _encodings:
-        close = difflib.get_close_matches(name, list_encodings(aliases=True))
+        close = difflib.get_close_matches(name.lower(), list_encodings(aliases=True))
         hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
         raise ValueError(f'Unknown position encoding {name!r}. {hint}')
     return name
@@ -118,14 +121,19 @@ def _host_keywords() -> set:
     return set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}
 
 
-def _check_keywords(name: str, keywords) -> None:
-    accepted = set()
-    for cls in get_encoding(name).__mro__:
+def encoding_keywords(name: str) -> Dict[str, Any]:
+    """Default values of the keywords that an encoding accepts."""
+    defaults = {}
+    for cls in reversed(get_encoding(name).__mro__):
         if issubclass(cls, PositionEncoding):
             parameters = inspect.signature(cls.__init__).parameters.values()
-            accepted |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    accepted -= _host_keywords()
-    for keyword in sorted(set(keywords) - accepted):
+            defaults.update({p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY})
+    return {keyword: value for keyword, value in defaults.items() if keyword not in _host_keywords()}
+
+
+def _check_keywords(name: str, keywords) -> None:
+    accepted = encoding_keywords(name)
+    for keyword in sorted(set(keywords) - accepted.keys()):
         has = f'It accepts: {", ".join(sorted(accepted))}.' if accepted else 'It accepts no keywords.'
         raise ValueError(f'Position encoding {name!r} has no keyword {keyword!r}. {has}')
 
@@ -149,7 +157,7 @@ def parse_pos_enc(
     """
     if not isinstance(pos_enc, str):
         raise ValueError(f"pos_enc must be a string such as 'ape+sape2_k', got {pos_enc!r}.")
-    names = pos_enc.split('+')
+    names = [name.strip() for name in pos_enc.split('+')]
     if not all(names):
         raise ValueError(f"pos_enc={pos_enc!r} has an empty part. Write e.g. 'ape+sape2_k', or 'nope' for none.")
     resolved = [_resolve(name) for name in names]

@@ -67,7 +67,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
     ) -> None:
         super().__init__(**host)
         name = f'sape2_{self.mode}'
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')
         if npos is not None and (not isinstance(npos, int) or npos < 2):
             raise ValueError(f'{name!r} needs npos of 2 or more, got {npos!r}. Leave it out for one per count.')

@@ -27,7 +27,14 @@ def merge_masks(
 
     Returns:
         Additive if a bias or an additive mask is given, else bool, else None.
+
+    Raises:
+        ValueError: If the mask is neither bool nor float.
     """
+    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(
+            f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
+            'Use attn_mask.bool() for a mask of zeros and ones.')
     if is_causal:
         causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
         if attn_mask is None:
