@@ -151,7 +151,8 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     if not report and other:
         report = f'it was trained on grid {other[0]} instead of {model.ref_grid_size}'
     if report:
-        as_is = ' and ref_grid_size (for scripts: --model-kwargs ref_grid_size={},{})'.format(*other[0]) if other else ''
+        hint = ' and ref_grid_size (for scripts: --model-kwargs ref_grid_size={},{})'
+        as_is = hint.format(*other[0]) if other else ''
         raise ValueError(
             f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
             f'{model.patch_embed.grid_size}): {report}. Nothing is resized on this road. To adapt a checkpoint of the '
