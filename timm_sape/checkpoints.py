@@ -179,6 +179,7 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
     now = parse_pos_enc(kwargs['pos_enc'])
     if was.keys() == now.keys():
         now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
+
     def meant(parts):
         return {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
 

@@ -243,13 +243,12 @@ class VisionTransformerPosEnc(VisionTransformer):
     ) -> None:
         """Change the image or patch size that the model is made for.
 
-        Each encoding follows its rule for a grid that it was not trained on.
+        Each encoding follows its rule for a grid that it was not trained on. A `pos_embed` is resampled from its
+        present size, so going there and back again does not restore it.
 
         Args:
             img_size: New image size, None to keep it.
             patch_size: New patch size, None to keep it.
-
-        A `pos_embed` is resampled from its present size, so going there and back again does not restore it.
 
         Raises:
             ValueError: If the patch size does not divide the image size.

@@ -130,7 +130,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
             mode=self.mode,
             gate_scale=self.gate_scale,
             num_prefix_tokens=grid.num_prefix_tokens,
-            ref_grid_size=self.rescaling(grid),
+            ref_grid_size=self.ref_grid_size,
             keep_indices=grid.keep_indices,
         )
         scale = self.bias_scale if self.gain is None else self.gain.to(bias.dtype).view(-1, 1, 1)
