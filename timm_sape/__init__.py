@@ -4,9 +4,13 @@
 """
 from . import functional
 from .encodings import (
+    CoordinateEncoding,
     FixedEncoding,
+    FixedRotaryEncoding,
     PositionEncoding,
     ReferenceGridEncoding,
+    ResizedEncoding,
+    RotaryEncoding,
     create_encoding,
     list_encodings,
     register_encoding,
@@ -17,10 +21,14 @@ from .vit_pos_enc import VisionTransformerPosEnc
 __version__ = '0.1.0.dev0'
 
 __all__ = [
+    'CoordinateEncoding',
     'FixedEncoding',
+    'FixedRotaryEncoding',
     'Grid',
     'PositionEncoding',
     'ReferenceGridEncoding',
+    'ResizedEncoding',
+    'RotaryEncoding',
     'VisionTransformerPosEnc',
     'create_encoding',
     'functional',

@@ -1,7 +1,7 @@
 """One attention layer: timm's, plus the encodings that act inside it."""
 import operator
 from functools import reduce
-from typing import Dict, Optional
+from typing import Dict, List, Optional
 
 import torch
 import torch.nn as nn
@@ -27,13 +27,23 @@ class PosEncAttention(Attention):
         super().__init__(*args, **kwargs)
         self.set_encodings({})
 
-    def set_encodings(self, encodings: Dict[str, PositionEncoding]) -> None:
-        """Give the layer its encodings, by name. Decides once which of them act where."""
+    def set_encodings(self, encodings: Dict[str, PositionEncoding], rotate_half: bool = False) -> None:
+        """Give the layer its encodings, by name. Decides once which of them act where.
+
+        Args:
+            encodings: Those of this layer alone.
+            rotate_half: The layout of the rotation, be it of this layer or shared.
+        """
         self.encodings = nn.ModuleDict(encodings)
+        self.rotate_half = rotate_half
         self._names = {
             hook: tuple(name for name, encoding in encodings.items() if encoding.overrides(hook))
             for hook in PositionEncoding.HOOKS
         }
+
+    def acting_on(self, hook: str) -> List[PositionEncoding]:
+        """The encodings of this layer that override `hook`."""
+        return [self.encodings[name] for name in self._names[hook]]
 
     def forward(
             self,
@@ -62,23 +72,30 @@ class PosEncAttention(Attention):
         q, k, v = qkv.unbind(0)  # [B, h, N, d]
         q, k = self.q_norm(q), self.k_norm(k)
 
-        biases = [] if bias is None else [bias]
-        biases += [grid.keep_pairs(self.encodings[n].position_bias(grid)) for n in self._names['position_bias']]
-        biases += [self.encodings[n].content_bias(q, k, grid) for n in self._names['content_bias']]
+        # Geometry is rounded to the dtype of q, as everywhere in timm; what depends on content stays wide.
+        biases = [] if bias is None else [bias.to(q.dtype)]
+        for encoding in self.acting_on('position_bias'):
+            biases.append(grid.keep_pairs(encoding.gated(encoding.position_bias(grid))).to(q.dtype))
+        for encoding in self.acting_on('content_bias'):
+            biases.append(encoding.gated(encoding.content_bias(q, k, grid)))
         bias = reduce(operator.add, biases) if biases else None
         mask = ops.merge_masks(bias, attn_mask, is_causal, N, x.device)
-        for name in self._names['rotation']:
-            rotation = grid.keep_rows(self.encodings[name].rotation(grid))
+        channels = [encoding.channels(q, k, x, grid, self.scale) for encoding in self.acting_on('channels')]
+        for encoding in self.acting_on('rotation'):
+            rotation = grid.keep_rows(encoding.rotation(grid))
         if rotation is not None:
             q, k = self._rotate(q, rotation, grid), self._rotate(k, rotation, grid)
+        if channels:
+            q = torch.cat([q, *(a for a, _ in channels)], dim=-1)
+            k = torch.cat([k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
 
         if self.fused_attn and not self._names['values']:
             x = ops.attend(q, k, v, mask, scale=self.scale, dropout_p=self.attn_drop.p if self.training else 0.)
         else:
             attn = self.attn_drop(ops.probabilities(q, k, mask, scale=self.scale))  # [B, h, N, N]
             x = attn.to(v.dtype) @ v
-            for name in self._names['values']:
-                x = x + self.encodings[name].values(attn, grid).to(v.dtype)
+            for encoding in self.acting_on('values'):
+                x = x + encoding.gated(encoding.values(attn, grid)).to(v.dtype)
 
         x = x.transpose(1, 2).reshape(B, N, self.attn_dim)
         x = self.norm(x)
@@ -87,10 +104,10 @@ class PosEncAttention(Attention):
         x = self.proj(x)
         return self.proj_drop(x)
 
-    @staticmethod
-    def _rotate(x: torch.Tensor, table: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, table: torch.Tensor, grid: Grid) -> torch.Tensor:
         p = grid.num_prefix_tokens
-        return torch.cat([x[:, :, :p], apply_rot_embed_cat(x[:, :, p:], table)], dim=2)  # [B, h, N, d]
+        patches = apply_rot_embed_cat(x[:, :, p:], table, half=self.rotate_half)
+        return torch.cat([x[:, :, :p], patches], dim=2)  # [B, h, N, d]
 
 
 class PosEncBlock(Block):
@@ -102,11 +119,16 @@ class PosEncBlock(Block):
             grid: Grid,
             rotation: Optional[torch.Tensor] = None,
             bias: Optional[torch.Tensor] = None,
+            pos: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
     ) -> torch.Tensor:
-        """Arguments as for `PosEncAttention`; `[B, N, D]` to `[B, N, D]`."""
-        y = self.attn(self.norm1(x), grid, rotation, bias, attn_mask=attn_mask, is_causal=is_causal)
+        """`[B, N, D]` to `[B, N, D]`; `pos` is added to the input of attention, the rest is as for `PosEncAttention`."""
+        y = self.norm1(x)
+        y = y if pos is None else y + pos
+        y = self.attn(y, grid, rotation, bias, attn_mask=attn_mask, is_causal=is_causal)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        for encoding in self.attn.acting_on('after_block'):
+            x = x + encoding.gated(encoding.after_block(x, grid)).to(x.dtype)
         return x

@@ -6,7 +6,7 @@ As in timm, conversion and resizing happen on the pretrained roads (`pretrained=
 """
 import traceback
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
-from .encodings import ReferenceGridEncoding, encoding_keywords, parse_pos_enc
+from .encodings import ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
 
 __all__ = ['filter_state_dict', 'readable_errors', 'refuse_misfit', 'refuse_other_encoding']
 
@@ -50,20 +50,24 @@ def filter_state_dict(
     _refuse_unknown_grid(state_dict, model)
     state_dict = checkpoint_filter_fn(state_dict, model)
 
-    for key, encoding in _reference_grids(model):
-        if key in state_dict:
+    for key, encoding in _saved_grids(model):
+        path, is_reference = key.removesuffix('._extra_state'), isinstance(encoding, ReferenceGridEncoding)
+        if key in state_dict and not is_reference:
+            _resize(state_dict, path, encoding)
+        elif key in state_dict:
             saved = encoding.read_extra_state(state_dict[key])
             if ref_grid_size is not None and saved != tuple(ref_grid_size):
                 raise ValueError(
                     f'ref_grid_size={tuple(ref_grid_size)} was given, but the checkpoint was trained on {saved}. '
                     'Leave it out.')
             encoding.set_ref_grid_size(saved)
-        elif ref_grid_size is not None:
+        elif is_reference and ref_grid_size is not None:
             state_dict[key] = encoding.get_extra_state()
-        elif any(name.startswith(key[:-len('_extra_state')]) for name in state_dict):
+        elif any(name.startswith(f'{path}.') for name in state_dict):
+            fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
             raise ValueError(
                 f'The checkpoint does not say on which grid its encodings were trained, it lacks {key}. If they are '
-                f'those of pos_enc={model.pos_enc!r}, give ref_grid_size=(H, W).')
+                f'those of pos_enc={model.pos_enc!r}, {fix}.')
 
     # timm is about to adapt the head to the number of classes, and this kernel to the number of channels
     report = _misfit(state_dict, model.state_dict(), ignore=('head.',), any_shape='patch_embed.proj.weight')
@@ -72,11 +76,23 @@ def filter_state_dict(
     return state_dict
 
 
-def _reference_grids(model: nn.Module) -> List[Tuple[str, ReferenceGridEncoding]]:
-    """Encodings that keep the grid they were trained on, with the names under which it is saved."""
+def _saved_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncoding, ResizedEncoding]]]:
+    """Encodings that save the grid of their parameters, with the names under which they do."""
     return [
         (f'{path}._extra_state', encoding) for path, encoding in model.position_encodings().items()
-        if isinstance(encoding, ReferenceGridEncoding)]
+        if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)) and encoding.saved_grid_size() is not None]
+
+
+def _resize(state_dict: Dict[str, torch.Tensor], path: str, encoding: ResizedEncoding) -> None:
+    """Resample the entries of an encoding to its own grid."""
+    saved = encoding.read_extra_state(state_dict[f'{path}._extra_state'])
+    if saved == encoding.grid_size:
+        return
+    for name in encoding.RESIZED:
+        key = f'{path}.{name}'
+        if key in state_dict:
+            state_dict[key] = encoding.resample(name, state_dict[key], saved, encoding.grid_size)
+    state_dict[f'{path}._extra_state'] = encoding.get_extra_state()
 
 
 def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
@@ -146,12 +162,13 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
     report = _misfit(given, expected)
-    grids = [(encoding.read_extra_state(given[k]), encoding) for k, encoding in _reference_grids(model) if k in given]
-    other = [saved for saved, encoding in grids if saved != encoding.ref_grid_size]
+    grids = [(encoding.read_extra_state(given[k]), encoding) for k, encoding in _saved_grids(model) if k in given]
+    other = [(saved, encoding) for saved, encoding in grids if saved != encoding.saved_grid_size()]
     if not report and other:
-        report = f'it was trained on grid {other[0]} instead of {model.ref_grid_size}'
+        report = f'it was trained on grid {other[0][0]} instead of {other[0][1].saved_grid_size()}'
     if report:
         hint = ' and ref_grid_size (for scripts: --model-kwargs ref_grid_size={},{})'
+        other = [saved for saved, encoding in other if isinstance(encoding, ReferenceGridEncoding)]
         as_is = hint.format(*other[0]) if other else ''
         raise ValueError(
             f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '

@@ -31,11 +31,14 @@ class Grid:
         num_prefix_tokens: P, tokens before the patches.
         keep_indices: Raster indices of the patches that patch dropout has kept, in the order of the sequence,
             int64 `[B, K]`. None if all are there.
+        objects: Index of the object that each patch of the whole grid belongs to, int64 `[B, H*W]`, for encodings that
+            ask for it.
     """
     height: int
     width: int
     num_prefix_tokens: int = 0
     keep_indices: Optional[torch.Tensor] = None
+    objects: Optional[torch.Tensor] = None
 
     @property
     def size(self) -> Tuple[int, int]:
@@ -55,6 +58,11 @@ class Grid:
         x = torch.arange(self.width, device=device, dtype=dtype)
         return torch.stack(torch.meshgrid(y, x, indexing='ij'), dim=-1).flatten(0, 1)  # [H*W, 2]
 
+    def pad_tokens(self, table: torch.Tensor) -> torch.Tensor:
+        """The prefix rule for tokens: rows of patches `[..., H*W, C]` to rows of all tokens `[..., N, C]`."""
+        p = self.num_prefix_tokens
+        return F.pad(table, (0, 0, p, 0)) if p else table
+
     def pad_prefix(self, bias: torch.Tensor) -> torch.Tensor:
         """The prefix rule for logits: `[..., N-P, N-P]` between patches to `[..., N, N]` between tokens."""
         p = self.num_prefix_tokens
@@ -67,6 +75,14 @@ class Grid:
         table = table[(None,) * (4 - table.ndim)]  # [1, h|1, H*W, C]
         table = table.expand(self.keep_indices.shape[0], -1, -1, -1)
         return table.gather(2, self.keep_indices[:, None, :, None].expand(-1, table.shape[1], -1, table.shape[-1]))
+
+    def keep_tokens(self, table: torch.Tensor) -> torch.Tensor:
+        """Rows of the kept tokens, `[P+H*W, C]` to `[B, P+K, C]`; the table itself if all are there."""
+        if self.keep_indices is None:
+            return table
+        p = self.num_prefix_tokens
+        patches = self.keep_rows(table[p:])[:, 0]  # [B, K, C]
+        return torch.cat([table[:p].expand(patches.shape[0], -1, -1), patches], dim=1)
 
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
         """Entries of the kept tokens, as given if all are there.

@@ -10,10 +10,11 @@ timm's VisionTransformer, whose tokens, q and k, logits and values can carry any
 Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
 encodings.
 """
+import operator
 import sys
 from dataclasses import replace
-from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
+from functools import partial, reduce
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -31,6 +32,7 @@ from .encodings import (
     create_encoding,
     encoding_keywords,
     get_encoding,
+    is_per_layer,
     list_encodings,
     parse_pos_enc,
 )
@@ -48,7 +50,7 @@ class SharedEncodings(nn.ModuleDict):
             x: torch.Tensor,
             grid: Grid,
             pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
         """
         Args:
             x: Tokens without position, `[B, N, D]`.
@@ -56,25 +58,43 @@ class SharedEncodings(nn.ModuleDict):
             pos_embed: timm's table, None without `ape`.
 
         Returns:
-            The tokens, `[B, N, D]`; the rotation that all layers share, `[(h,) H*W, 2*d]`, or None; the sum of the
-            biases that all layers share, `[(h,) N, N]`, or None.
+            The tokens, `[B, N, D]`, and what the layers share, each None if there is none: the rotation,
+            `[(h,) H*W, 2*d]`; the sum of the biases, `[(h,) N, N]`; the sum of the terms for the input of each
+            attention layer, `[L, N, D]`.
         """
-        rotation = bias = None
-        factors, terms = [], []
+        rotation = None
+        factors, terms, biases, layer_terms = [], [], [], []
         for encoding in self.values():
             factor, term = encoding.embed(x, grid, pos_embed)
-            factors += [] if factor is None else [factor]
-            terms += [] if term is None else [term]
+            if factor is not None:
+                factors.append(1 + encoding.gated(factor - 1) if encoding.gate is not None else factor)
+            if term is not None:
+                terms.append(encoding.gated(term).to(x.dtype))
             if encoding.overrides('rotation'):
                 rotation = encoding.rotation(grid)
             if encoding.overrides('position_bias'):
-                shared = encoding.position_bias(grid)
-                bias = shared if bias is None else bias + shared
+                biases.append(encoding.gated(encoding.position_bias(grid)))
+            if encoding.overrides('layer_embed'):
+                layer_terms.append(encoding.gated(encoding.layer_embed(grid)).to(x.dtype))
         for factor in factors:
             x = x * factor
-        for term in terms:
-            x = x + term
-        return x, rotation, bias
+        if terms:
+            term = reduce(operator.add, terms)
+            mixers = [encoding for encoding in self.values() if encoding.overrides('mix')]
+            x = mixers[0].mix(x, term) if mixers else x + term
+        return (
+            x, rotation,
+            reduce(operator.add, biases) if biases else None,
+            reduce(operator.add, layer_terms) if layer_terms else None,
+        )
+
+
+class _Position(NamedTuple):
+    """What the layers of one forward pass share."""
+    grid: Grid
+    rotation: Optional[torch.Tensor]
+    bias: Optional[torch.Tensor]
+    terms: List[Optional[torch.Tensor]]  # for the input of each attention layer, [(B,) N, D]
 
 
 class VisionTransformerPosEnc(VisionTransformer):
@@ -167,7 +187,7 @@ class VisionTransformerPosEnc(VisionTransformer):
 
         # What differs between encodings comes after timm's constructor, which draws all else at random: so models of
         # one seed start from one backbone. And it would initialise every linear layer inside the blocks anew.
-        if 'ape' not in parts:
+        if not {'ape', 'auto_ape'} & parts.keys():
             del self.pos_embed
             self.pos_embed = None
         self.pos_enc = '+'.join(parts)
@@ -183,11 +203,15 @@ class VisionTransformerPosEnc(VisionTransformer):
             device=device,
             dtype=dtype,
         )
-        per_layer = {name: keywords for name, keywords in parts.items() if get_encoding(name).per_layer}
         self.encodings = SharedEncodings({
-            name: create(name, **keywords) for name, keywords in parts.items() if name not in per_layer})
+            name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
+        classes = {name: get_encoding(name) for name in parts}
+        rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         for i, block in enumerate(self.blocks):
-            block.attn.set_encodings({name: create(name, layer=i, **kw) for name, kw in per_layer.items()})
+            own = [
+                name for name, cls in classes.items()
+                if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
+            block.attn.set_encodings({name: create(name, layer=i, **parts[name]) for name in own}, rotate_half)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
@@ -198,6 +222,11 @@ class VisionTransformerPosEnc(VisionTransformer):
         checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
+    @property
+    def _finds_objects(self) -> List[PositionEncoding]:
+        asked = PositionEncoding.find_objects
+        return [encoding for encoding in self.encodings.values() if type(encoding).find_objects is not asked]
+
     def position_encodings(self) -> Dict[str, PositionEncoding]:
         """All encodings of the model by their path in it."""
         return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
@@ -206,7 +235,7 @@ class VisionTransformerPosEnc(VisionTransformer):
     def ref_grid_size(self) -> Optional[Tuple[int, int]]:
         """(H, W) that never-resized encodings were trained on, None without any."""
         for encoding in self.position_encodings().values():
-            if isinstance(encoding, ReferenceGridEncoding):
+            if isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None:
                 return encoding.ref_grid_size
         return None
 
@@ -261,19 +290,29 @@ class VisionTransformerPosEnc(VisionTransformer):
         for encoding in self.position_encodings().values():
             encoding.set_grid_size(self.patch_embed.grid_size)
 
-    def _embed(
+    def prune_intermediate_layers(
             self,
-            x: torch.Tensor,
-    ) -> Tuple[torch.Tensor, Grid, Optional[torch.Tensor], Optional[torch.Tensor]]:
+            indices: Union[int, List[int]] = 1,
+            prune_norm: bool = False,
+            prune_head: bool = True,
+    ) -> List[int]:
+        """Cut the model down to the layers that certain intermediates need; timm's contract."""
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        for encoding in self.encodings.values():
+            encoding.set_depth(len(self.blocks))
+        return taken
+
+    def _embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor]) -> Tuple[torch.Tensor, '_Position']:
         """Images to tokens with position, and all that the blocks need to know about it.
 
         Args:
             x: `[B, C, height, width]`.
+            object_index: As in `forward_features`.
 
         Returns:
-            Tokens `[B, N, D]`, grid, and what all layers share: rotation and bias, or None.
+            Tokens, `[B, N, D]`, and what the layers share.
         """
-        patch_embed = self.patch_embed
+        images, patch_embed = x, self.patch_embed
         _, _, img_height, img_width = x.shape
         height, width = _grid_size(
             img_height, img_width, patch_embed.patch_size,
@@ -281,11 +320,13 @@ class VisionTransformerPosEnc(VisionTransformer):
             pad=patch_embed.dynamic_img_pad,
         )
         grid = Grid(height, width, self.num_prefix_tokens)
+        if self._finds_objects or object_index is not None:
+            grid = replace(grid, objects=self._objects(images, grid, object_index))
         x = patch_embed(x)
         x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
-        x, rotation, bias = self.encodings(x, grid, self.pos_embed)
+        x, rotation, bias, layer_terms = self.encodings(x, grid, self.pos_embed)
         x = self.pos_drop(x)
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
             x, keep_indices = self.patch_drop(x)
@@ -293,18 +334,44 @@ class VisionTransformerPosEnc(VisionTransformer):
                 grid = replace(grid, keep_indices=keep_indices)
                 rotation = None if rotation is None else grid.keep_rows(rotation)
                 bias = None if bias is None else grid.keep_pairs(bias)
-        return self.norm_pre(x), grid, rotation, bias
+        terms = [None if layer_terms is None else grid.keep_tokens(layer_terms[i]) for i in range(len(self.blocks))]
+        return self.norm_pre(x), _Position(grid, rotation, bias, terms)
 
-    def _run_block(self, block, x, grid, rotation, bias, attn_mask, is_causal) -> torch.Tensor:
+    def _objects(self, images: torch.Tensor, grid: Grid, object_index: Optional[torch.Tensor]) -> torch.Tensor:
+        if not self._finds_objects:
+            raise ValueError(f"object_index= is for encodings that use it, such as 'ope'; pos_enc={self.pos_enc!r}.")
+        if object_index is None:
+            found = [encoding.find_objects(images, grid, self.patch_embed.patch_size) for encoding in self._finds_objects]
+            return found[0]
+        shape = (images.shape[0], grid.num_patches)
+        if object_index.shape != shape or object_index.is_floating_point():
+            raise ValueError(
+                f'object_index must be integers of shape [B, H*W] = {list(shape)}, one for each patch in raster order, '
+                f'got {object_index.dtype} {list(object_index.shape)}.')
+        return object_index
+
+    def _run_block(self, i: int, x, position: '_Position', attn_mask, is_causal) -> torch.Tensor:
+        args = position.grid, position.rotation, position.bias, position.terms[i], attn_mask, is_causal
         if self.grad_checkpointing:
-            return checkpoint(block, x, grid, rotation, bias, attn_mask, is_causal)
-        return block(x, grid, rotation, bias, attn_mask, is_causal)
+            return checkpoint(self.blocks[i], x, *args)
+        return self.blocks[i](x, *args)
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+            object_index: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """Images `[B, C, height, width]` to logits; arguments as for `forward_features`."""
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index))
 
     def forward_features(
             self,
             x: torch.Tensor,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
+            object_index: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Images `[B, C, height, width]` to normalised tokens `[B, N, D]`.
 
@@ -313,11 +380,16 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]`, for all tokens of the grid (entries of dropped patches are left out).
             is_causal: Mask out all later tokens.
+            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`),
+                which derive it from the image if it is not given.
+
+        Raises:
+            ValueError: If `object_index` has the wrong shape, or no encoding uses it.
         """
-        x, grid, rotation, bias = self._embed(x)
-        attn_mask = None if attn_mask is None else grid.keep_pairs(attn_mask)
-        for block in self.blocks:
-            x = self._run_block(block, x, grid, rotation, bias, attn_mask, is_causal)
+        x, position = self._embed(x, object_index)
+        attn_mask = None if attn_mask is None else position.grid.keep_pairs(attn_mask)
+        for i in range(len(self.blocks)):
+            x = self._run_block(i, x, position, attn_mask, is_causal)
         return self.norm(x)
 
     def forward_intermediates(
@@ -332,6 +404,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             output_dict: bool = False,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
+            object_index: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
         """Features of several blocks in one forward pass; timm's contract.
 
@@ -346,6 +419,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
             attn_mask: As in `forward_features`.
             is_causal: Mask out all later tokens.
+            object_index: As in `forward_features`.
 
         Raises:
             ValueError: If maps are asked for while patches are being dropped.
@@ -353,14 +427,15 @@ class VisionTransformerPosEnc(VisionTransformer):
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        x, grid, rotation, bias = self._embed(x)
+        x, position = self._embed(x, object_index)
+        grid = position.grid
         if output_fmt == 'NCHW' and grid.keep_indices is not None:
             raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
         attn_mask = None if attn_mask is None else grid.keep_pairs(attn_mask)
 
         taken = []
-        for i, block in enumerate(self.blocks[:max_index + 1] if stop_early else self.blocks):
-            x = self._run_block(block, x, grid, rotation, bias, attn_mask, is_causal)
+        for i in range(max_index + 1 if stop_early else len(self.blocks)):
+            x = self._run_block(i, x, position, attn_mask, is_causal)
             if i in take_indices:
                 taken.append(self.norm(x) if norm else x)
         prefix = [y[:, :grid.num_prefix_tokens] for y in taken] if grid.num_prefix_tokens else None
@@ -453,8 +528,8 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
         )
 
 
-# Entrypoints: {size}_{encoding}, and {size}_{encoding}_ape for the encodings that act inside attention, where a learned
-# table on the tokens is a supplement. E.g. vit_small_sape2_k, vit_small_sape2_k_ape, vit_base_rope2d, test_vit_cope.
+# Entrypoints: {size}_{encoding}, and {size}_{encoding}_ape for the encodings that add nothing to the tokens themselves,
+# to which a learned table there is a supplement. E.g. vit_small_sape2_k, vit_small_sape2_k_ape, vit_base_rope2d.
 SIZES = {
     'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
     'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
@@ -468,8 +543,12 @@ def _entrypoints() -> Dict[str, Tuple[str, str]]:
     names = {}
     for size in SIZES:
         for encoding in list_encodings(aliases=True):
-            names[f'{size}_{encoding}'] = size, encoding
-            if 'tokens' not in get_encoding(encoding).acts_on() and encoding != 'nope':
+            cls = get_encoding(encoding)
+            if not cls.fits(SIZES[size]['embed_dim'], SIZES[size]['num_heads']):
+                continue
+            if cls.alone:
+                names[f'{size}_{encoding}'] = size, encoding
+            if not cls.overrides('embed') and encoding not in ('nope', 'lape'):
                 names[f'{size}_{encoding}_ape'] = size, f'{encoding}+ape'
     return names
 

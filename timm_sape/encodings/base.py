@@ -1,16 +1,31 @@
-"""What a position encoding is: a module with up to five hooks, one for each place where position can act.
+"""What a position encoding is: a module with hooks, one for each place where position can act.
 
 | hook | acts on | returns |
 |---|---|---|
 | `embed` | the tokens, after the patch embedding | a factor and a term for the tokens |
+| `mix` | the tokens and the sum of those terms | the tokens |
+| `layer_embed` | the input of each attention layer | a term for each layer |
+| `after_block` | the tokens after a block | a term for the tokens |
 | `rotation` | q and k | the table of angles that rotates them |
 | `position_bias` | the logits, by geometry alone | a bias between tokens |
 | `content_bias` | the logits, from q and k | a bias between tokens |
+| `channels` | the logits, from q, k and the tokens | further channels of q and k, whose product is the bias |
 | `values` | the values | what is added to the attention's output |
 
-An encoding overrides those that it needs. The first three see whole grids only: dropped patches are taken out of what
-they return by the caller. To add one: write it in a file of this folder, decorate it with `register_encoding`, import
-it in the folder's `__init__.py`.
+An encoding overrides those that it needs. All but `after_block`, `content_bias`, `channels` and `values` see whole grids
+only: dropped patches are taken out of what they return by the caller. To add one: write it in a file of this folder,
+decorate it with `register_encoding`, import it in the folder's `__init__.py`.
+
+Which base class?
+
+| base | for |
+|---|---|
+| `PositionEncoding` | parameters that mean the same on any grid |
+| `FixedEncoding` | no parameters: a table that the grid determines, kept in a buffer |
+| `RotaryEncoding`, `FixedRotaryEncoding` | rotations: define the angles |
+| `CoordinateEncoding` | functions of coordinates, which may go on or be rescaled on another grid |
+| `ReferenceGridEncoding` | parameters that belong to the trained grid and are never resized |
+| `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
 """
 from typing import Optional, Set, Tuple
 
@@ -19,7 +34,41 @@ import torch.nn as nn
 
 from ..grid import Grid
 
-__all__ = ['FixedEncoding', 'PositionEncoding', 'ReferenceGridEncoding', 'rotation_table']
+__all__ = [
+    'CoordinateEncoding',
+    'FixedEncoding',
+    'FixedRotaryEncoding',
+    'PositionEncoding',
+    'ReferenceGridEncoding',
+    'ResizedEncoding',
+    'RotaryEncoding',
+    'rotation_table',
+]
+
+
+class Gate(nn.Module):
+    """The learned scalar w of an `auto_` encoding (Auto-PE; Position-SHAP, Eq. 12 for its form on angles).
+
+    The paper trains w with 100 times the learning rate of the rest. Stored is w/100, on which an Adam-like optimizer
+    takes steps that are as long as its steps elsewhere, so w moves 100 times as far with any stock optimizer of that
+    kind. (SGD, whose steps grow with the gradient, would move it 10^4 times as far; and the gradient of w/100 is 100
+    times that of w wherever gradients are clipped by their norm.)
+
+    Args:
+        init: Initial value of w.
+    """
+
+    def __init__(self, init: float, device=None, dtype=None) -> None:
+        super().__init__()
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.init / 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 100 * self.weight.to(x.dtype) * x
 
 
 class PositionEncoding(nn.Module):
@@ -37,8 +86,16 @@ class PositionEncoding(nn.Module):
         depth: Number of attention layers.
         ref_grid_size: (H, W) of the grid that the parameters were trained on, if it is not the model's own. Only
             encodings that keep one look at it.
+        gate: Initial value of the learned scalar that multiplies what the encoding contributes, for `auto_<name>`. None
+            for no such gate.
     """
     per_layer: bool = True  #: One instance per attention layer. Else one for the model, its geometry computed once.
+    first_layers: Optional[int] = None  #: Only so many layers have one, counted from the first.
+    #: Where the gate of `auto_<name>` starts. None: it cannot be gated. 1: all is zero at the start without it, where a
+    #: gate of 0 on top would never learn.
+    gate_init: Optional[float] = 0.5
+    alone: bool = True  #: Means something without other encodings.
+    prefix_rule: bool = True  #: Logits of prefix tokens have a bias of zero.
     relative: bool = False  #: Depends on differences of positions alone.
     adds: str = ''  #: Parameters added, for the tables of the documentation.
     resolution: str = ''  #: The rule for a grid that it was not trained on, in one phrase.
@@ -46,9 +103,13 @@ class PositionEncoding(nn.Module):
 
     HOOKS = {
         'embed': 'tokens',
+        'mix': 'tokens',
+        'layer_embed': 'tokens in each layer',
+        'after_block': 'tokens after the first block',
         'rotation': 'q and k',
         'position_bias': 'logits, by geometry',
         'content_bias': 'logits, from content',
+        'channels': 'logits, from content, as channels of q and k',
         'values': 'values',
     }
 
@@ -62,6 +123,7 @@ class PositionEncoding(nn.Module):
             layer: int = 0,
             depth: int = 1,
             ref_grid_size: Optional[Tuple[int, int]] = None,
+            gate: Optional[float] = None,
             device=None,
             dtype=None,
     ) -> None:
@@ -71,6 +133,16 @@ class PositionEncoding(nn.Module):
         self.head_dim = dim // num_heads
         self.grid_size = tuple(grid_size)
         self.num_prefix_tokens = num_prefix_tokens
+        self.gate = None if gate is None else Gate(gate, device=device, dtype=dtype)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """What the encoding contributes, times its gate if it has one. The callers of the hooks apply it, but for `channels`."""
+        return x if self.gate is None else self.gate(x)
+
+    @classmethod
+    def fits(cls, dim: int, num_heads: int) -> bool:
+        """Whether it can be built for a model of this width and number of heads. It has entrypoints for those alone."""
+        return True
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
@@ -80,7 +152,22 @@ class PositionEncoding(nn.Module):
     @classmethod
     def acts_on(cls) -> Tuple[str, ...]:
         """The places where it acts, in words."""
-        return tuple(place for hook, place in cls.HOOKS.items() if cls.overrides(hook))
+        return tuple(dict.fromkeys(place for hook, place in cls.HOOKS.items() if cls.overrides(hook)))
+
+    def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> Optional[torch.Tensor]:
+        """Which object each patch belongs to, for an encoding that wants to know it in `embed`.
+
+        Asked only where the caller of the model does not say. Whoever overrides it finds the answer in `grid.objects`.
+
+        Args:
+            images: `[B, C, height, width]`, as the model gets them.
+            grid: The whole grid.
+            patch_size: Height and width of a patch.
+
+        Returns:
+            int64 `[B, H*W]`, None if it does not matter.
+        """
+        return None
 
     def embed(
             self,
@@ -96,9 +183,37 @@ class PositionEncoding(nn.Module):
             pos_embed: timm's own table at the model's root, `[1, H*W (+ P), D]`, None without `ape`.
 
         Returns:
-            Factor and term, each None or broadcastable to `[B, N, D]`.
+            Factor and term, each None or broadcastable to `[B, N, D]`. The term may be wider than x.
         """
         return None, None
+
+    def mix(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+        """Put tokens and positions together in another way than by adding them.
+
+        Args:
+            x: Tokens times the product of all factors, `[B, N, D]`.
+            term: Sum of all terms, broadcastable to `[B, N, D]`.
+
+        Returns:
+            `[B, N, D]`.
+        """
+        raise AssertionError('not overridden')
+
+    def layer_embed(self, grid: Grid) -> torch.Tensor:
+        """What is added to the normed tokens that each attention layer sees, `[L, N, D]`; the residual path is untouched."""
+        raise AssertionError('not overridden')
+
+    def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """What is added to the tokens after the block of this layer.
+
+        Args:
+            x: Tokens, `[B, N, D]`.
+            grid: The grid. With `keep_indices` its N is P + K.
+
+        Returns:
+            Broadcastable to `[B, N, D]`.
+        """
+        raise AssertionError('not overridden')
 
     def rotation(self, grid: Grid) -> torch.Tensor:
         """Angles by which pairs of neighbouring channels (0, 1), (2, 3), ... of q and k are turned.
@@ -127,6 +242,30 @@ class PositionEncoding(nn.Module):
         """
         raise AssertionError('not overridden')
 
+    def channels(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            x: torch.Tensor,
+            grid: Grid,
+            scale: float,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """A bias that is a product, as further channels of q and k, so that any attention kernel computes it.
+
+        The one hook that applies the gate itself: where rounding needs care, it has to come before it.
+
+        Args:
+            q: Queries after q_norm, before any rotation, unscaled, `[B, h, N, d]`.
+            k: Keys, likewise, `[B, h, N, d]`.
+            x: The tokens that q and k are made of, `[B, N, D]`.
+            grid: The grid. With `keep_indices` its N is P + K.
+            scale: Factor of q.k in the logits, and of these channels.
+
+        Returns:
+            a and b, `[B, h, N, C]` in the dtype of q: logits get scale * a_i.b_j. Rows of prefix tokens are zero.
+        """
+        raise AssertionError('not overridden')
+
     def values(self, attn: torch.Tensor, grid: Grid) -> torch.Tensor:
         """What is added to the output of the heads.
 
@@ -151,6 +290,9 @@ class PositionEncoding(nn.Module):
         """The model's own grid has changed (`set_input_size`). Parameters keep what they have learned."""
         self.grid_size = tuple(grid_size)
 
+    def set_depth(self, depth: int) -> None:
+        """The model has been cut down to its first layers."""
+
     def no_weight_decay(self) -> Set[str]:
         """Names of own parameters without weight decay: by default all, as timm does for `pos_embed`."""
         return {name for name, _ in self.named_parameters()}
@@ -166,7 +308,7 @@ class FixedEncoding(PositionEncoding):
     adds = 'none'
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:
-        super().__init__(**host)
+        super().__init__(device=device, dtype=dtype, **host)
         self._table_kwargs = {
             'device': device,
             'dtype': torch.promote_types(dtype or torch.get_default_dtype(), torch.float32),
@@ -207,28 +349,91 @@ class FixedEncoding(PositionEncoding):
         return self
 
 
-class ReferenceGridEncoding(PositionEncoding):
-    """An encoding whose parameters mean something on the grid that they were trained on, and are never resized.
+class RotaryEncoding(PositionEncoding):
+    """A rotation of q and k. A subclass defines `angles`; a gate multiplies them before their sine is taken."""
+    rotate_half: bool = False  #: Pairs of channels are t and t + d/2 instead of 2t and 2t + 1.
 
-    `ref_grid_size` is that grid. On any other one, the encoding rescales its positions instead. It is saved with the
-    parameters (as the module's extra state), so that it cannot get lost on any road that a checkpoint takes.
+    def angles(self, grid: Grid) -> torch.Tensor:
+        """Angle of each pair of channels, in radians, `[H*W, d/2]` or `[h, H*W, d/2]`, in at least float32."""
+        raise AssertionError('not overridden')
+
+    def rotation(self, grid: Grid) -> torch.Tensor:
+        return rotation_table(self.gated(self.angles(grid)), self.rotate_half)
+
+    def _require_head_dim(self, name: str, multiple: int) -> None:
+        if self.head_dim % multiple:
+            raise ValueError(
+                f'{name!r} needs a head dim that is a multiple of {multiple}, got {self.head_dim}. '
+                'Choose another num_heads.')
+
+
+class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
+    """A rotation without parameters. A subclass defines `compute_angles`."""
+
+    def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """`angles`, computed."""
+        raise AssertionError('not overridden')
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        angles = self.compute_angles(grid, device, dtype)
+        # sine and cosine are kept, but under a gate, which changes from step to step
+        return rotation_table(angles, self.rotate_half) if self.gate is None else angles
+
+    def angles(self, grid: Grid) -> torch.Tensor:
+        return self.compute_angles(grid, self.table.device, self.table.dtype)
+
+    def rotation(self, grid: Grid) -> torch.Tensor:
+        table = self.table_for(grid)
+        return table if self.gate is None else rotation_table(self.gated(table), self.rotate_half)
+
+
+class _SavesGrid(PositionEncoding):
+    """An encoding that saves a grid with its parameters, as extra state: on no road that a checkpoint takes can it get lost.
     """
 
-    def __init__(self, *, ref_grid_size: Optional[Tuple[int, int]] = None, **host) -> None:
-        super().__init__(**host)
-        self.ref_grid_size = tuple(ref_grid_size or self.grid_size)
+    def saved_grid_size(self) -> Optional[Tuple[int, int]]:
+        """(H, W) that the parameters belong to; None if that does not matter, and nothing is saved."""
+        raise AssertionError('not overridden')
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.tensor(self.ref_grid_size, device='cpu')
+        return torch.tensor(self.saved_grid_size() or (0, 0), device='cpu')
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        self.ref_grid_size = self.read_extra_state(state)
+        pass
 
     @staticmethod
     def read_extra_state(state: torch.Tensor) -> Tuple[int, int]:
         """The saved grid, also out of a file whose entries have all been averaged or cast to floats."""
         height, width = (round(size) for size in state.tolist())
         return height, width
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saved_grid_size() is None:
+            del destination[f'{prefix}_extra_state']
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
+        if self.saved_grid_size() is None and f'{prefix}_extra_state' in missing_keys:
+            missing_keys.remove(f'{prefix}_extra_state')
+
+
+class ReferenceGridEncoding(_SavesGrid):
+    """An encoding whose parameters mean something on the grid that they were trained on, and are never resized.
+
+    `ref_grid_size` is that grid. On any other one, the encoding rescales its positions instead. It is saved with the
+    parameters.
+    """
+
+    def __init__(self, *, ref_grid_size: Optional[Tuple[int, int]] = None, **host) -> None:
+        super().__init__(**host)
+        self.ref_grid_size = tuple(ref_grid_size or self.grid_size)
+
+    def saved_grid_size(self) -> Optional[Tuple[int, int]]:
+        return self.ref_grid_size
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.ref_grid_size = self.read_extra_state(state)
 
     def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
         """Make room for parameters trained on another grid, which are about to be loaded."""
@@ -239,14 +444,90 @@ class ReferenceGridEncoding(PositionEncoding):
         return None if grid.matches(self.ref_grid_size) else self.ref_grid_size
 
 
-def rotation_table(angles: torch.Tensor) -> torch.Tensor:
+class CoordinateEncoding(ReferenceGridEncoding):
+    """An encoding that is a function of coordinates.
+
+    Args:
+        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': coordinates go on,
+            0 ... H-1. 'rescale': they are squeezed or stretched to the trained range, y becomes
+            (y + 1/2) * H0/H - 1/2, x likewise.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+
+    def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
+        if resolution not in ('extrapolate', 'rescale'):
+            raise ValueError(
+                f"{type(self).__name__}: resolution must be 'extrapolate' or 'rescale', got {resolution!r}.")
+        self.rescales = resolution == 'rescale'
+        super().__init__(**host)
+
+    def saved_grid_size(self) -> Optional[Tuple[int, int]]:
+        return self.ref_grid_size if self.rescales else None
+
+    def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
+        super().set_ref_grid_size(ref_grid_size)
+        self.init_non_persistent_buffers()
+
+    def coordinates(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """(y, x) of each patch in patches of the trained grid, `[H*W, 2]`."""
+        coordinates = grid.coordinates(device, dtype)
+        if not self.rescales or self.rescaling(grid) is None:
+            return coordinates
+        scale = [ref / size for ref, size in zip(self.ref_grid_size, grid.size)]
+        return torch.stack([(c + 0.5) * s - 0.5 for c, s in zip(coordinates.unbind(-1), scale)], dim=-1)
+
+
+class ResizedEncoding(_SavesGrid):
+    """An encoding whose parameters belong to a grid, `grid_size`, and are resampled for another one.
+
+    The same function does it on every road: in a forward pass on images of another size, by `set_input_size`, and when
+    weights of another size are loaded.
+    """
+    RESIZED: Tuple[str, ...] = ('table',)  #: Names of those parameters.
+
+    def resample(
+            self,
+            name: str,
+            table: torch.Tensor,
+            old_size: Tuple[int, int],
+            new_size: Tuple[int, int],
+    ) -> torch.Tensor:
+        """The parameter `name`, whose value for a grid of `old_size` is `table`, for one of `new_size`."""
+        raise AssertionError('not overridden')
+
+    def resized(self, name: str, grid: Grid) -> torch.Tensor:
+        """The parameter `name` for `grid`."""
+        table = getattr(self, name)
+        return table if grid.matches(self.grid_size) else self.resample(name, table, self.grid_size, grid.size)
+
+    def saved_grid_size(self) -> Tuple[int, int]:
+        return self.grid_size
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        if tuple(grid_size) == self.grid_size:
+            return
+        for name in self.RESIZED:
+            table = getattr(self, name)
+            with torch.no_grad():
+                resampled = self.resample(name, table, self.grid_size, tuple(grid_size))
+            setattr(self, name, nn.Parameter(resampled, requires_grad=table.requires_grad))
+        super().set_grid_size(grid_size)
+
+
+def rotation_table(angles: torch.Tensor, rotate_half: bool = False) -> torch.Tensor:
     """Sine and cosine in the layout of timm's `apply_rot_embed_cat`.
 
     Args:
         angles: In radians, one for each pair of channels, `[..., H*W, d/2]`.
+        rotate_half: Pairs are the channels t and t + d/2 instead of 2t and 2t + 1.
 
     Returns:
-        Each sine twice, then each cosine twice, `[..., H*W, 2*d]`.
+        Sine of each channel's angle, then cosine, `[..., H*W, 2*d]`.
     """
-    angles = angles.repeat_interleave(2, dim=-1)  # [..., H*W, d]
+    if rotate_half:
+        angles = torch.cat([angles, angles], dim=-1)  # [..., H*W, d]
+    else:
+        angles = angles.repeat_interleave(2, dim=-1)  # [..., H*W, d]
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

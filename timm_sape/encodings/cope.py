@@ -22,18 +22,24 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
 
     Args:
         npos: Number of embeddings, 2 or more.
+        direction: 'literal' for the sum to the end of the raster, as in the paper, or 'between' for the sum from the one
+            patch to the other, p_ij = |S_ij - S_ii| with S the sum to the end: what CoPE is in a causal model.
 
     Raises:
-        ValueError: If npos is too small.
+        ValueError: If a value is none of these.
     """
+    gate_init = 1.0
     adds = 'L * npos * d'
     resolution = 'positions are scaled to the trained grid'
     paper = 'https://arxiv.org/abs/2405.18719'
 
-    def __init__(self, *, npos: int = 64, device=None, dtype=None, **host) -> None:
-        super().__init__(**host)
+    def __init__(self, *, npos: int = 64, direction: str = 'literal', device=None, dtype=None, **host) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
         if not isinstance(npos, int) or npos < 2:
             raise ValueError(f"'cope' needs npos of 2 or more, got {npos!r}.")
+        if direction not in ('literal', 'between'):
+            raise ValueError(f"'cope' needs direction 'literal' or 'between', got {direction!r}.")
+        self.direction = direction
         self.table = nn.Parameter(torch.empty(npos, self.head_dim, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -46,5 +52,6 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
         return scale * ops.contextual_bias(
             q, k, self.table, grid,
             gate_scale=scale,
+            between=self.direction == 'between',
             ref_num_patches=ref and ref[0] * ref[1],
         )

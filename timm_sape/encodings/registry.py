@@ -1,19 +1,32 @@
-"""The names that users type: `pos_enc='ape+sape2_k'`."""
+"""The names that users type: `pos_enc='ape+sape2_k'`, `pos_enc='ape+auto_rope2d'`."""
 import difflib
 import fnmatch
 import inspect
 import json
+import math
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
-from .base import PositionEncoding
+from .base import PositionEncoding, RotaryEncoding
 
-__all__ = ['register_encoding', 'create_encoding', 'list_encodings', 'get_encoding', 'parse_pos_enc']
+__all__ = [
+    'create_encoding',
+    'encoding_keywords',
+    'encodings_table',
+    'get_encoding',
+    'is_auto',
+    'is_per_layer',
+    'list_encodings',
+    'parse_pos_enc',
+    'register_encoding',
+]
 
 EncodingT = TypeVar('EncodingT', bound=PositionEncoding)
 
 _encodings: Dict[str, Type[PositionEncoding]] = {}
 _aliases: Dict[str, str] = {}
+
+AUTO = 'auto_'  # before the name of any encoding: multiplied by a learned scalar
 
 
 def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Type[EncodingT]], Type[EncodingT]]:
@@ -33,7 +46,8 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
     def register(cls: Type[EncodingT]) -> Type[EncodingT]:
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
             raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
-        for hook, per_layer in (('embed', False), ('content_bias', True), ('values', True)):
+        shared_hooks, layer_hooks = ('embed', 'mix', 'layer_embed'), ('after_block', 'content_bias', 'channels', 'values')
+        for hook, per_layer in [*((hook, False) for hook in shared_hooks), *((hook, True) for hook in layer_hooks)]:
             if cls.overrides(hook) and cls.per_layer is not per_layer:
                 raise ValueError(f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
         if isinstance(aliases, str):
@@ -42,6 +56,8 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         for new in names:
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
                 raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')
+            if new.startswith(AUTO):
+                raise ValueError(f'Encoding name {new!r}: {AUTO!r} stands for a gate before any encoding. Leave it out.')
             if names.count(new) > 1:
                 raise ValueError(f'Encoding {name!r}: {new!r} is given more than once.')
             if new in _encodings or new in _aliases:
@@ -79,42 +95,71 @@ def encodings_table() -> str:
     return '\n'.join(rows)
 
 
+def is_auto(name: str) -> bool:
+    """Whether a name asks for a gate, as `auto_rope2d` does."""
+    return name.startswith(AUTO)
+
+
 def _resolve(name: str) -> str:
-    """The name that an alias stands for.
+    """The name that an alias stands for, with or without a gate.
 
     Raises:
-        ValueError: If it is unknown.
+        ValueError: If it is unknown, or cannot be gated.
     """
-    name = _aliases.get(name, name)
-    if name not in _encodings:
+    plain = name.removeprefix(AUTO)
+    plain = _aliases.get(plain, plain)
+    if plain not in _encodings:
         close = difflib.get_close_matches(name.lower(), list_encodings(aliases=True))
         hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
         raise ValueError(f'Unknown position encoding {name!r}. {hint}')
-    return name
+    if not is_auto(name):
+        return plain
+    cls = _encodings[plain]
+    if cls.gate_init is None:
+        raise ValueError(f'{name!r}: {plain!r} has no neutral form that a gate could fade in from. Use it without auto_.')
+    if cls.overrides('rotation') and not issubclass(cls, RotaryEncoding):
+        raise ValueError(f'{name!r}: the gate of a rotation acts on its angles; derive {cls.__name__} from RotaryEncoding.')
+    return AUTO + plain
 
 
 def get_encoding(name: str) -> Type[PositionEncoding]:
-    """The class behind a name.
+    """The class behind a name; that of `auto_<name>` is the one of `<name>`.
 
     Raises:
-        ValueError: If it is unknown.
+        ValueError: If it is unknown, or cannot be gated.
     """
-    return _encodings[_resolve(name)]
+    return _encodings[_resolve(name).removeprefix(AUTO)]
+
+
+def is_per_layer(name: str) -> bool:
+    """Whether each attention layer has an instance of its own. A gated rotation always does: it has a gate per layer."""
+    cls = get_encoding(name)
+    return cls.per_layer or is_auto(name) and cls.overrides('rotation')
 
 
 def create_encoding(name: str, **kwargs) -> PositionEncoding:
     """Build one encoding.
 
     Args:
-        name: Name of the encoding.
+        name: Name of the encoding, with `auto_` before it for one with a learned gate.
         kwargs: What the host model tells (`dim`, `num_heads`, `grid_size`, ..., see `PositionEncoding`), `device`,
-            `dtype`, and the encoding's own keywords.
+            `dtype`, and the encoding's own keywords; of a gated one also `init`.
 
     Raises:
         ValueError: If the name, a keyword or a value is not accepted.
     """
     _check_keywords(name, kwargs.keys() - _host_keywords())
-    return get_encoding(name)(**kwargs)
+    cls = get_encoding(name)
+    if is_auto(name):
+        init = kwargs.pop('init', cls.gate_init)
+        if isinstance(init, bool) or not isinstance(init, (int, float)) or not math.isfinite(init):
+            raise ValueError(f'{name!r}: init must be a finite number, got {init!r}.')
+        if cls.gate_init == 1 and init == 0:
+            raise ValueError(
+                f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with its default of 1 '
+                'the encoding is neutral at the start already.')
+        kwargs['gate'] = init
+    return cls(**kwargs)
 
 
 def _host_keywords() -> set:
@@ -123,8 +168,9 @@ def _host_keywords() -> set:
 
 def encoding_keywords(name: str) -> Dict[str, Any]:
     """Default values of the keywords that an encoding accepts."""
-    defaults = {}
-    for cls in reversed(get_encoding(name).__mro__):
+    base = get_encoding(name)
+    defaults = {'init': base.gate_init} if is_auto(name) else {}
+    for cls in reversed(base.__mro__):
         if issubclass(cls, PositionEncoding):
             parameters = inspect.signature(cls.__init__).parameters.values()
             defaults.update({p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY})
@@ -161,14 +207,7 @@ def parse_pos_enc(
     if not all(names):
         raise ValueError(f"pos_enc={pos_enc!r} has an empty part. Write e.g. 'ape+sape2_k', or 'nope' for none.")
     resolved = [_resolve(name) for name in names]
-    for name in resolved:
-        if resolved.count(name) > 1:
-            raise ValueError(f'pos_enc={pos_enc!r} names {name!r} more than once.')
-    if 'nope' in resolved and len(resolved) > 1:
-        raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
-    rotations = [name for name in resolved if get_encoding(name).overrides('rotation')]
-    if len(rotations) > 1:
-        raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
+    _check_composition(pos_enc, resolved)
 
     keywords: Dict[str, Dict[str, Any]] = {name: {} for name in sorted(resolved)}
     given = _plain_json(pos_enc_kwargs or {})
@@ -187,6 +226,26 @@ def parse_pos_enc(
         _check_keywords(part, values)
         keywords[part] = values
     return keywords
+
+
+def _check_composition(pos_enc: str, resolved: List[str]) -> None:
+    plain = [name.removeprefix(AUTO) for name in resolved]
+    for name in plain:
+        if plain.count(name) > 1:
+            raise ValueError(f'pos_enc={pos_enc!r} names {name!r} more than once.')
+    if 'nope' in plain and len(plain) > 1:
+        raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
+    if {'ape', 'lape'} <= set(plain):
+        raise ValueError(
+            f"pos_enc={pos_enc!r}: 'lape' is 'ape' carried from layer to layer instead of added once. Keep one of them.")
+    for hook, what in (('rotation', 'rotations'), ('mix', 'ways to mix tokens and positions')):
+        names = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides(hook)]
+        if len(names) > 1:
+            raise ValueError(f'pos_enc={pos_enc!r} has two {what}, {" and ".join(names)}. Keep one of them.')
+    classes = [_encodings[name] for name in plain]
+    if any(cls.overrides('mix') for cls in classes) and not any(cls.overrides('embed') for cls in classes):
+        raise ValueError(
+            f"pos_enc={pos_enc!r} mixes tokens with positions but has none for the tokens. Add one, e.g. 'pemix+sincos2d'.")
 
 
 def _plain_json(value: Any) -> Any:

@@ -7,12 +7,12 @@ import torch.nn as nn
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 
 from ..grid import Grid
-from .base import PositionEncoding, rotation_table
+from .base import CoordinateEncoding, RotaryEncoding
 from .registry import register_encoding
 
 
 @register_encoding('rope2d_mixed')
-class MixedRotaryEncoding(PositionEncoding):
+class MixedRotaryEncoding(RotaryEncoding, CoordinateEncoding):
     """RoPE-Mixed: pair t of head h turns by x * freqs[0, h, t] + y * freqs[1, h, t], learned in each layer.
 
     The frequencies start as 10^(-4t/d) in a random direction per head, and in the one at right angles to it. Angles are
@@ -23,15 +23,12 @@ class MixedRotaryEncoding(PositionEncoding):
     """
     relative = True
     adds = 'L * D'
-    resolution = 'angles go on for further patches'
+    resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2403.13298'
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:
-        super().__init__(**host)
-        if self.head_dim % 4:
-            raise ValueError(
-                f"'rope2d_mixed' needs a head dim that is a multiple of 4, got {self.head_dim}. "
-                'Choose another num_heads.')
+        super().__init__(device=device, dtype=dtype, **host)
+        self._require_head_dim('rope2d_mixed', 4)
         self.freqs = nn.Parameter(torch.empty(2, self.num_heads, self.head_dim // 2, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -40,8 +37,7 @@ class MixedRotaryEncoding(PositionEncoding):
         with torch.no_grad():
             self.freqs.copy_(freqs[:, 0])
 
-    def rotation(self, grid: Grid) -> torch.Tensor:
+    def angles(self, grid: Grid) -> torch.Tensor:
         freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
-        y, x = grid.coordinates(freqs.device, freqs.dtype).unbind(-1)  # [H*W]
-        angles = x[:, None] * freqs[0, :, None] + y[:, None] * freqs[1, :, None]  # [h, H*W, d/2]
-        return rotation_table(angles)
+        y, x = self.coordinates(grid, freqs.device, freqs.dtype).unbind(-1)  # [H*W]
+        return x[:, None] * freqs[0, :, None] + y[:, None] * freqs[1, :, None]  # [h, H*W, d/2]

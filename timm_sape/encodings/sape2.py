@@ -65,7 +65,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
             dtype=None,
             **host,
     ) -> None:
-        super().__init__(**host)
+        super().__init__(device=device, dtype=dtype, **host)
         name = f'sape2_{self.mode}'
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')

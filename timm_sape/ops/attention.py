@@ -61,12 +61,14 @@ def attend(
 ) -> torch.Tensor:
     """softmax(scale * q.k + mask) v by PyTorch's scaled_dot_product_attention.
 
+    q and k may have more channels than v. PyTorch's fused kernels want as many, so v is padded.
+
     Where an additive mask is wider than q, the whole runs in its dtype, also under autocast: a bias that was computed
     in float32 would lose to rounding what it is there for.
 
     Args:
-        q: `[B, h, N, d]`.
-        k: `[B, h, N, d]`.
+        q: `[B, h, N, d+C]`.
+        k: `[B, h, N, d+C]`.
         v: `[B, h, N, d]`.
         mask: As `merge_masks` gives it.
         scale: Factor of q.k.
@@ -75,6 +77,9 @@ def attend(
     Returns:
         `[B, h, N, d]` in the dtype of v.
     """
+    if q.shape[-1] != v.shape[-1]:
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        return attend(q, k, padded, mask, scale=scale, dropout_p=dropout_p)[..., :v.shape[-1]]
     if mask is None or mask.dtype == torch.bool:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     dtype = torch.promote_types(q.dtype, mask.dtype)

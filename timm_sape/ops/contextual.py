@@ -60,6 +60,7 @@ def contextual_bias(
         grid: Grid,
         *,
         gate_scale: Union[float, torch.Tensor],
+        between: bool = False,
         ref_num_patches: Optional[int] = None,
 ) -> torch.Tensor:
     """CoPE's z_i[p_ij] over the patches in raster order (Golovneva et al. 2024, Eq. 3 to 5).
@@ -70,6 +71,7 @@ def contextual_bias(
         table: Embeddings of the positions 0 ... npos-1, `[npos, d]`.
         grid: The grid.
         gate_scale: The gates are sigmoid(gate_scale * q.k).
+        between: Positions are |p_ij - p_ii|, what was counted between i and j.
         ref_num_patches: Patches of the trained grid, to whose count positions are scaled; None for no rescaling.
 
     Returns:
@@ -83,6 +85,8 @@ def contextual_bias(
         if grid.keep_indices is not None:
             gates = gates * _is_kept(grid, gates)[:, None, None, :]
         pos = _suffix_sum(gates)
+        if between:
+            pos = (pos - pos.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).abs()
         if ref_num_patches is not None:
             pos = pos * (ref_num_patches / grid.num_patches)
         bias = _interpolate(q @ table.T, pos)  # [B, h, H*W, H*W]
