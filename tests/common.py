@@ -12,11 +12,18 @@ from timm_sape.encodings import registry
 
 PATCH = 8
 GRIDS = [(3, 5), (1, 7), (14, 14)]
-COMPOSITIONS = ['ape+sape2_k', 'ape+rope2d_mixed', 'cope+rope2d+sape2_qk', 'ape+toy_layer+toy_shared']
+COMPOSITIONS = [
+    'ape+sape2_k', 'ape+rope2d_mixed', 'ape+auto_rope2d+auto_sape2_k', 'cope+rope2d+sape2_qk',
+    'ape+toy_layer+toy_shared']
 # What the registry holds before any test adds to it, and compositions that bring two encodings from outside.
 torch.set_num_threads(1)  # these models are too small for more
 
-POS_ENCS = timm_sape.list_encodings() + COMPOSITIONS
+# Each encoding alone, or with what it cannot do without.
+POS_ENCS = [
+    name if timm_sape.get_encoding(name).alone else f'ape+{name}' for name in timm_sape.list_encodings()
+] + COMPOSITIONS
+# Keywords for models that are compared in training: without random changes to positions.
+KEYWORDS = {'cape': {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1}}
 
 
 def images(grid, batch=2, seed=0):
@@ -34,7 +41,9 @@ def awaken(model):
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.removeprefix('model.').encode()))
         noise = torch.randn(p.shape, generator=generator).to(p)
-        if p.min() == p.max():  # gains, norms, biases and tables that start as a constant
+        if name.endswith('gate.weight'):  # of 100 times this value
+            p.copy_(0.01 + 0.002 * noise)
+        elif p.min() == p.max():  # gains, norms, biases and tables that start as a constant
             p.add_(noise, alpha=0.2)
         elif 'encodings.' in name:
             p.copy_(0.3 * noise)
@@ -63,6 +72,8 @@ class Maker:
         defaults = dict(
             pos_enc=self.pos_enc, img_size=self.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=2,
             num_classes=3, reg_tokens=4, global_pool='avg', fc_norm=False)
+        parts = self.pos_enc.split('+')
+        defaults['pos_enc_kwargs'] = {name: KEYWORDS[name] for name in parts if name in KEYWORDS}
         # Any entrypoint does, pos_enc= overrides its encoding. Patches are pooled because the logits of a class token
         # say nothing about the last layer's bias, which is zero in its row.
         model = timm.create_model('test_vit_nope', **{**defaults, **kwargs, **self.fixed}).eval()

@@ -31,7 +31,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 from common import GRIDS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, registered
-from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ops, vit_pos_enc
+from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ResizedEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
 
@@ -91,34 +91,46 @@ def embedded(model, x):
     return seen[0]
 
 
-def rotated(x, table, num_prefix_tokens):
-    """Neighbouring channels of the patches turned by the angles of a table, prefix tokens left alone."""
+def rotated(x, table, num_prefix_tokens, rotate_half):
+    """Pairs of channels of the patches turned by the angles of a table, prefix tokens left alone."""
     sin, cos = table.chunk(2, dim=-1)
+    patches = x[:, :, num_prefix_tokens:]
+    if rotate_half:  # bring partners side by side
+        sin, cos, patches = (t.unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2) for t in (sin, cos, patches))
     sin, cos = sin[..., ::2], cos[..., ::2]
-    patches = torch.view_as_complex(x[:, :, num_prefix_tokens:].unflatten(-1, (-1, 2)).contiguous())
+    patches = torch.view_as_complex(patches.unflatten(-1, (-1, 2)).contiguous())
     patches = torch.view_as_real(patches * torch.complex(cos, sin)).flatten(-2)
+    if rotate_half:
+        patches = patches.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
     return torch.cat([x[:, :, :num_prefix_tokens], patches], dim=2)
 
 
-def attention_by_hand(attn, x, grid, rotation, bias, mask=None):
+def attention_by_hand(attn, x, grid, rotation, bias, pos, mask=None):
     """One layer without dropout, in plain steps, the prefix rule enforced."""
+    x = x if pos is None else x + pos
     B, N, _ = x.shape
     q, k, v = attn.qkv(x).view(B, N, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4)
     q, k = attn.q_norm(q), attn.k_norm(k)
-    total = torch.zeros(B, attn.num_heads, N, N)
-    total = total if bias is None else total + bias
-    for encoding in attn.encodings.values():
-        if encoding.overrides('position_bias'):
-            total = total + encoding.position_bias(grid)
-        if encoding.overrides('content_bias'):
-            total = total + encoding.content_bias(q, k, grid)
-        if encoding.overrides('rotation'):
-            rotation = encoding.rotation(grid)
     p = grid.num_prefix_tokens
     patch = torch.arange(N) >= p
-    total = total * (patch[:, None] & patch)
+    total = torch.zeros(B, attn.num_heads, N, N)
+    total = total if bias is None else total.where(~(patch[:, None] & patch), total + bias)
+    for encoding in attn.encodings.values():
+        own = torch.zeros(())
+        if encoding.overrides('position_bias'):
+            own = own + encoding.gated(encoding.position_bias(grid))
+        if encoding.overrides('content_bias'):
+            own = own + encoding.gated(encoding.content_bias(q, k, grid))
+        if encoding.overrides('channels'):
+            a, b = encoding.channels(q, k, x, grid, attn.scale)
+            own = own + attn.scale * a @ b.transpose(-2, -1)
+        if encoding.overrides('rotation'):
+            rotation = encoding.rotation(grid)
+        if encoding.prefix_rule:
+            own = torch.zeros(()).where(~(patch[:, None] & patch), own)
+        total = total + own
     if rotation is not None:
-        q, k = rotated(q, rotation, p), rotated(k, rotation, p)
+        q, k = rotated(q, rotation, p, attn.rotate_half), rotated(k, rotation, p, attn.rotate_half)
     logits = q @ k.transpose(-2, -1) / attn.head_dim ** 0.5 + total
     if mask is not None:
         logits = logits.masked_fill(~mask, float('-inf')) if mask.dtype == torch.bool else logits + mask
@@ -126,7 +138,7 @@ def attention_by_hand(attn, x, grid, rotation, bias, mask=None):
     out = weights @ v
     for encoding in attn.encodings.values():
         if encoding.overrides('values'):
-            out = out + encoding.values(weights, grid)
+            out = out + encoding.gated(encoding.values(weights, grid))
     return attn.proj(attn.norm(out.transpose(1, 2).flatten(2)))
 
 
@@ -140,8 +152,8 @@ def check_layers(model, x, mask=None, **kwargs):
     for handle in handles:
         handle.remove()
     assert len(calls) == len(model.blocks)
-    for attn, (tokens, grid, rotation, bias), out in calls:
-        same(out, attention_by_hand(attn, tokens, grid, rotation, bias, mask), 'attention')
+    for attn, args, out in calls:
+        same(out, attention_by_hand(attn, *args, mask), 'attention')
 
 
 # Prefix tokens and pooling
@@ -346,6 +358,8 @@ def rectangular(make):
     tokens = model.forward_intermediates(x, output_fmt='NLC', intermediates_only=True)
     for i, j in {(0, width - 1), (height - 1, 0), (height // 2, width // 2)}:
         same(maps[-1][:, :, i, j], tokens[-1][:, i * width + j], 'raster order')
+        if any(encoding.finds_objects for encoding in model.encodings.values()):
+            continue  # what a patch is next to says where it belongs
         changed = x.clone()
         changed[:, :, i * PATCH:(i + 1) * PATCH, j * PATCH:(j + 1) * PATCH] += 1
         rows = (embedded(model, changed) - embedded(model, x)).abs().amax((0, 2)) > 1e-6
@@ -365,12 +379,16 @@ def relative(make):
         q = k = token.expand(1, 2, p + grid.num_patches, 16)
         logits = torch.zeros(1, 2, *2 * (p + grid.num_patches,))
         if encoding.overrides('rotation'):
-            table = encoding.rotation(grid)
-            logits = rotated(q, table, p) @ rotated(k, table, p).transpose(-2, -1)
+            table, half = encoding.rotation(grid), encoding.rotate_half
+            logits = rotated(q, table, p, half) @ rotated(k, table, p, half).transpose(-2, -1)
         if encoding.overrides('position_bias'):
             logits = logits + encoding.position_bias(grid)
         if encoding.overrides('content_bias'):
             logits = logits + encoding.content_bias(q, k, grid)
+        if encoding.overrides('channels'):
+            tokens = token.flatten().expand(1, q.shape[2], 32)
+            a, b = encoding.channels(q, k, tokens, grid, 1.0)
+            logits = logits + a @ b.transpose(-2, -1)
         logits = logits[:, :, p:, p:].unflatten(-1, make.grid).unflatten(-3, make.grid)  # [1, h, H, W, H, W]
         if make.grid[0] > 1:
             same(logits[:, :, 1:, :, 1:], logits[:, :, :-1, :, :-1], f'{path}, moved along y')
@@ -408,9 +426,15 @@ def dynamic_img_pad(make):
     assert model.forward_intermediates(x)[1][0].shape == (2, 32, *make.grid)
 
 
+def resampled(model):
+    """Whether it has tables that another size changes for good."""
+    resized = [encoding for encoding in model.position_encodings().values() if isinstance(encoding, ResizedEncoding)]
+    return resized or model.pos_embed is not None
+
+
 @contract
 def set_input_size(make):
-    """The same logits as by `dynamic_img_size`; the way back is exact, but for `ape`, whose table is resampled."""
+    """The same logits as by `dynamic_img_size`; the way back is exact, but for tables that are resampled."""
     x = make.images()
     for grid in ((4, 6), (2, 2), (make.grid[1], make.grid[0] + 1)):
         y = make.images(grid=grid)
@@ -420,7 +444,7 @@ def set_input_size(make):
         same(model(y), make(dynamic_img_size=True)(y), 'new size')
         gradients(model, model(y).square().sum())
         model.set_input_size(img_size=make.img_size())
-        if model.pos_embed is None:
+        if not resampled(model):
             same(model(x), own, 'size set back', tol=1e-6)
 
 
@@ -463,7 +487,7 @@ def three_roads(make):
                     save_for_hf(step, again, safe_serialization=True)
                     copied = timm.create_model(f'local-dir:{again}', pretrained=True).eval()
                     same(copied(y), expected, f'saved again at {grid}')
-                    if step.pos_embed is None:
+                    if not resampled(step):
                         back = timm.create_model(
                             f'local-dir:{again}', pretrained=True, img_size=make.img_size(), dynamic_img_size=False)
                         same(back.eval()(make.images()), model(make.images()), f'loaded back from {grid}')
@@ -524,7 +548,10 @@ def patch_dropout(make):
         same(model.forward_features(x[i:i + 1]), features[i:i + 1], 'one image of the batch')
 
     # A dropped patch is a masked one, where no content of it is counted.
-    if not any(encoding.overrides('content_bias') for encoding in model.position_encodings().values()):
+    looks = [
+        encoding.overrides(hook) for encoding in model.position_encodings().values()
+        for hook in ('content_bias', 'channels', 'after_block')]
+    if not any(looks):
         kept = torch.zeros(2, 5 + num_patches, dtype=torch.bool).scatter(1, 5 + index, True)
         kept[:, :5] = True
         masked = make().forward_features(x, attn_mask=kept[:, None, None])
@@ -1218,11 +1245,11 @@ class BiasesPrefix(PositionEncoding):
 
 @broken_code('prefix_rule', 'attention: differs', pos_enc='rope2d')
 def rotates_prefix(patch):
-    def rotate(x, table, grid):
+    def rotate(self, x, table, grid):
         table = torch.cat([table[-grid.num_prefix_tokens:], table])
         return apply_rot_embed_cat(x, table)
 
-    patch.setattr(PosEncAttention, '_rotate', staticmethod(rotate))
+    patch.setattr(PosEncAttention, '_rotate', rotate)
 
 
 @broken_code('pooling', "pooling 'avg': differs")
@@ -1285,8 +1312,8 @@ def keeps_path(model):
 
 @broken_code('layer_scale', 'no gradient for .*ls1.gamma')
 def forgets_layer_scale(patch):
-    def forward(self, x, grid, rotation=None, bias=None, attn_mask=None, is_causal=False):
-        x = x + self.attn(self.norm1(x), grid, rotation, bias, attn_mask=attn_mask, is_causal=is_causal)
+    def forward(self, x, grid, rotation=None, bias=None, pos=None, attn_mask=None, is_causal=False):
+        x = x + self.attn(self.norm1(x), grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
         return x + self.ls2(self.mlp(self.norm2(x)))
 
     patch.setattr(PosEncBlock, 'forward', forward)

@@ -264,13 +264,13 @@ def columns_alike(self, device=None, dtype=None):
     return coordinates(self, device, dtype) * torch.tensor([1, 0])
 
 
-def half_layout(angles):
+def half_layout(angles, rotate_half):
     angles = torch.cat([angles, angles], dim=-1)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def turned_back(angles):
-    return rotation_table(-angles)
+def turned_back(angles, rotate_half):
+    return rotation_table(-angles, rotate_half)
 
 
 coordinates = Grid.coordinates
@@ -303,8 +303,8 @@ MUTANTS = {  # encoding, case, [(owner, attribute, replacement)]
     'cope, trained grid ignored': ('cope', '3x5 trained on 6x2', [
         (ops, 'contextual_bias', without(ops.contextual_bias, 'ref_num_patches'))]),
     'rope2d, x and y swapped': ('rope2d', '3x5', [(Grid, 'coordinates', transposed_coordinates)]),
-    'rope2d, pairs d/2 apart': ('rope2d', '3x5', [(timm_sape.encodings.rope2d, 'rotation_table', half_layout)]),
-    'rope2d, turned back': ('rope2d', '3x5', [(timm_sape.encodings.rope2d, 'rotation_table', turned_back)]),
+    'rope2d, pairs d/2 apart': ('rope2d', '3x5', [(timm_sape.encodings.base, 'rotation_table', half_layout)]),
+    'rope2d, turned back': ('rope2d', '3x5', [(timm_sape.encodings.base, 'rotation_table', turned_back)]),
     'rope2d, columns not counted': ('rope2d', '4x4', [(Grid, 'coordinates', columns_alike)]),
     'rope2d_mixed, x and y swapped': ('rope2d_mixed', '3x5', [(Grid, 'coordinates', transposed_coordinates)]),
     'rope2d_mixed, rows of kept patches in raster order': ('rope2d_mixed', '3x5, 8 kept', [

@@ -143,8 +143,10 @@ def test_unknown_names(name, text):
 @pytest.mark.parametrize('name, keyword, text', [
     ('sape2_k', 'gate', "'sape2_k' has no keyword 'gate'. It accepts: "
         'bias_init, bias_scale, gate_scale, npos, preset, table_std'),
-    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: npos"),
-    ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts no keywords"),
+    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: direction, npos"),
+    ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts: resolution"),
+    ('ape', 'init', "'ape' has no keyword 'init'. It accepts no keywords"),
+    ('auto_ape', 'gate', "'auto_ape' has no keyword 'gate'. It accepts: init"),
     ('nope', 'npos', "'nope' has no keyword 'npos'. It accepts no keywords"),
 ])
 def test_unknown_keywords(name, keyword, text):
@@ -156,7 +158,7 @@ def test_unknown_keywords(name, keyword, text):
 
 @pytest.mark.parametrize('keyword', ['dim', 'grid_size', 'layer', 'ref_grid_size', 'device'])
 def test_keywords_of_the_host_are_not_for_users(keyword):
-    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: npos"):
+    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: direction, npos"):
         build('cope', {'cope': {keyword: 1}})
 
 

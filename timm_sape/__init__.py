@@ -12,6 +12,7 @@ from .encodings import (
     ResizedEncoding,
     RotaryEncoding,
     create_encoding,
+    get_encoding,
     list_encodings,
     register_encoding,
 )
@@ -32,6 +33,7 @@ __all__ = [
     'VisionTransformerPosEnc',
     'create_encoding',
     'functional',
+    'get_encoding',
     'list_encodings',
     'register_encoding',
 ]

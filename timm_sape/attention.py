@@ -51,6 +51,7 @@ class PosEncAttention(Attention):
             grid: Grid,
             rotation: Optional[torch.Tensor] = None,
             bias: Optional[torch.Tensor] = None,
+            pos: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
     ) -> torch.Tensor:
@@ -60,12 +61,14 @@ class PosEncAttention(Attention):
             grid: The grid.
             rotation: Table of the model's rotation, if all layers share one, `[(B, 1, | h,) N-P, 2*d]`.
             bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
+            pos: Added to x, `[(B,) N, D]`.
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable likewise.
             is_causal: Mask out all later tokens.
 
         Returns:
             `[B, N, D]`.
         """
+        x = x if pos is None else x + pos
         B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
@@ -123,10 +126,8 @@ class PosEncBlock(Block):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
     ) -> torch.Tensor:
-        """`[B, N, D]` to `[B, N, D]`; `pos` is added to the input of attention, the rest is as for `PosEncAttention`."""
-        y = self.norm1(x)
-        y = y if pos is None else y + pos
-        y = self.attn(y, grid, rotation, bias, attn_mask=attn_mask, is_causal=is_causal)
+        """Arguments as for `PosEncAttention`; `[B, N, D]` to `[B, N, D]`."""
+        y = self.attn(self.norm1(x), grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         for encoding in self.attn.acting_on('after_block'):

@@ -36,6 +36,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     commands = parser.add_subparsers(metavar='COMMAND', required=True)
     _add_run(commands)
     _add_configs(commands)
+    _add_bench(commands)
 
     args = parser.parse_args(argv)
     try:
@@ -141,3 +142,62 @@ def _configs_source() -> Path:
     raise CommandError(
         f'this installation has no training recipes at {package}; reinstall it with `pip install --force-reinstall '
         'timm-sape`')
+
+
+def _add_bench(commands) -> None:
+    parser = _add_command(
+        commands, 'bench', _bench,
+        summary='Measure what encodings cost, beside APE in the same run: time, peak memory, parameters.',
+        epilog="""\
+examples:
+  timm-sape bench --output cost.csv
+  timm-sape bench --pos-enc rope2d ape+sape2_k --settings 224/16 --device cuda --amp --batch-size 128
+
+Each model is checked against float64 before it is timed. The table is printed, figures are ratios to `ape`.""",
+    )
+    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='what to measure (default: every encoding)')
+    parser.add_argument('--settings', nargs='+', metavar='SIZE/PATCH', help='32/4, 224/16 (default: both)')
+    parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
+    parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
+    parser.add_argument('--repeats', type=int, default=5, help='steps of each, medians count (default: %(default)s)')
+    parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
+    parser.add_argument('--model', default='vit_small_nope', help='one of our entrypoints (default: %(default)s)')
+    parser.add_argument('--output', type=Path, metavar='FILE', help='write a CSV file')
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import timm
+    import torch
+
+    from . import __version__, bench
+    from .encodings import parse_pos_enc
+
+    settings = args.settings or list(bench.SETTINGS)
+    unknown = [s for s in settings if s not in bench.SETTINGS]
+    if unknown:
+        raise CommandError(f'unknown setting {unknown[0]!r}; choose of {", ".join(bench.SETTINGS)}')
+    if min(args.batch_size, args.repeats) < 1:
+        raise CommandError('--batch-size and --repeats must be at least 1')
+    if not timm.list_models(args.model, module='vit_pos_enc'):
+        raise CommandError(f'{args.model!r} is none of our models; see timm.list_models(module="vit_pos_enc")')
+    try:
+        device = torch.device(args.device)
+        torch.empty(1, device=device)
+        pos_encs = args.pos_enc or bench.default_pos_encs()
+        for pos_enc in pos_encs:
+            parse_pos_enc(pos_enc)
+    except (AssertionError, RuntimeError, ValueError) as e:
+        raise CommandError(str(e)) from e
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise CommandError(f'there is no directory {args.output.absolute().parent} to write {args.output.name} to')
+    rows = bench.bench_encodings(
+        pos_encs, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
+    dtype = 'bfloat16 autocast' if args.amp else 'float32'
+    notes = (
+        f'{args.model}, ratios to ape, batch {args.batch_size}, {dtype}, medians of {args.repeats}; '
+        f'{bench.hardware(device)}; torch {torch.__version__}, timm {timm.__version__}, timm-sape {__version__}')
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.output or Path(folder, 'cost.csv')
+        bench.write_csv(rows, path, notes)
+        print(bench.cost_table(path))
+    return 0

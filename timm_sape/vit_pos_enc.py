@@ -50,18 +50,30 @@ class SharedEncodings(nn.ModuleDict):
             x: torch.Tensor,
             grid: Grid,
             pos_embed: Optional[torch.Tensor],
+            images: torch.Tensor,
+            patch_size: Tuple[int, int],
+            object_index: Optional[torch.Tensor],
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
         """
         Args:
             x: Tokens without position, `[B, N, D]`.
             grid: The whole grid.
             pos_embed: timm's table, None without `ape`.
+            images: `[B, C, height, width]`.
+            patch_size: Height and width of a patch.
+            object_index: Which object each patch belongs to, `[B, H*W]`, if the caller says.
 
         Returns:
             The tokens, `[B, N, D]`, and what the layers share, each None if there is none: the rotation,
             `[(h,) H*W, 2*d]`; the sum of the biases, `[(h,) N, N]`; the sum of the terms for the input of each
             attention layer, `[L, N, D]`.
         """
+        finders = [encoding for encoding in self.values() if encoding.finds_objects]
+        if finders and object_index is None:
+            grid = replace(grid, objects=finders[0].find_objects(images, grid, patch_size))
+        elif object_index is not None:
+            _check_objects(object_index, x.shape[0], grid, bool(finders))
+            grid = replace(grid, objects=object_index)
         rotation = None
         factors, terms, biases, layer_terms = [], [], [], []
         for encoding in self.values():
@@ -222,11 +234,6 @@ class VisionTransformerPosEnc(VisionTransformer):
         checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
-    @property
-    def _finds_objects(self) -> List[PositionEncoding]:
-        asked = PositionEncoding.find_objects
-        return [encoding for encoding in self.encodings.values() if type(encoding).find_objects is not asked]
-
     def position_encodings(self) -> Dict[str, PositionEncoding]:
         """All encodings of the model by their path in it."""
         return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
@@ -320,13 +327,12 @@ class VisionTransformerPosEnc(VisionTransformer):
             pad=patch_embed.dynamic_img_pad,
         )
         grid = Grid(height, width, self.num_prefix_tokens)
-        if self._finds_objects or object_index is not None:
-            grid = replace(grid, objects=self._objects(images, grid, object_index))
         x = patch_embed(x)
         x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
-        x, rotation, bias, layer_terms = self.encodings(x, grid, self.pos_embed)
+        x, rotation, bias, layer_terms = self.encodings(
+            x, grid, self.pos_embed, images, patch_embed.patch_size, object_index)
         x = self.pos_drop(x)
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
             x, keep_indices = self.patch_drop(x)
@@ -334,21 +340,8 @@ class VisionTransformerPosEnc(VisionTransformer):
                 grid = replace(grid, keep_indices=keep_indices)
                 rotation = None if rotation is None else grid.keep_rows(rotation)
                 bias = None if bias is None else grid.keep_pairs(bias)
-        terms = [None if layer_terms is None else grid.keep_tokens(layer_terms[i]) for i in range(len(self.blocks))]
+        terms = [_layer_term(layer_terms, i, grid) for i in range(len(self.blocks))]
         return self.norm_pre(x), _Position(grid, rotation, bias, terms)
-
-    def _objects(self, images: torch.Tensor, grid: Grid, object_index: Optional[torch.Tensor]) -> torch.Tensor:
-        if not self._finds_objects:
-            raise ValueError(f"object_index= is for encodings that use it, such as 'ope'; pos_enc={self.pos_enc!r}.")
-        if object_index is None:
-            found = [encoding.find_objects(images, grid, self.patch_embed.patch_size) for encoding in self._finds_objects]
-            return found[0]
-        shape = (images.shape[0], grid.num_patches)
-        if object_index.shape != shape or object_index.is_floating_point():
-            raise ValueError(
-                f'object_index must be integers of shape [B, H*W] = {list(shape)}, one for each patch in raster order, '
-                f'got {object_index.dtype} {list(object_index.shape)}.')
-        return object_index
 
     def _run_block(self, i: int, x, position: '_Position', attn_mask, is_causal) -> torch.Tensor:
         args = position.grid, position.rotation, position.bias, position.terms[i], attn_mask, is_causal
@@ -466,6 +459,22 @@ def _check_sizes(img_size, patch_size) -> None:
         raise ValueError(
             f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
             'patch_size. Images of any size are padded with dynamic_img_size=True, dynamic_img_pad=True.')
+
+
+def _check_objects(object_index: torch.Tensor, batch: int, grid: Grid, wanted: bool) -> None:
+    if not wanted:
+        raise ValueError("object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
+    shape = [batch, grid.num_patches]
+    if list(object_index.shape) != shape or object_index.is_floating_point():
+        raise ValueError(
+            f'object_index must be integers of shape [B, H*W] = {shape}, one for each patch in raster order, got '
+            f'{object_index.dtype} {list(object_index.shape)}.')
+
+
+@register_notrace_function
+@torch.fx.wrap
+def _layer_term(terms: Optional[torch.Tensor], layer: int, grid: Grid) -> Optional[torch.Tensor]:
+    return None if terms is None else grid.keep_tokens(terms[layer])
 
 
 @register_notrace_function

@@ -12,9 +12,10 @@
 | `channels` | the logits, from q, k and the tokens | further channels of q and k, whose product is the bias |
 | `values` | the values | what is added to the attention's output |
 
-An encoding overrides those that it needs. All but `after_block`, `content_bias`, `channels` and `values` see whole grids
-only: dropped patches are taken out of what they return by the caller. To add one: write it in a file of this folder,
-decorate it with `register_encoding`, import it in the folder's `__init__.py`.
+An encoding overrides those that it needs. `after_block`, `content_bias`, `channels` and `values` act where patches may
+have been dropped; all others see whole grids, and the caller takes the dropped ones out of what they return. To add an
+encoding: write it in a file of this folder, decorate it with `register_encoding`, import it in the folder's
+`__init__.py`.
 
 Which base class?
 
@@ -136,7 +137,10 @@ class PositionEncoding(nn.Module):
         self.gate = None if gate is None else Gate(gate, device=device, dtype=dtype)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """What the encoding contributes, times its gate if it has one. The callers of the hooks apply it, but for `channels`."""
+        """What the encoding contributes, times its gate if it has one.
+
+        Called by the callers of the hooks; only `rotation` and `channels` apply it themselves.
+        """
         return x if self.gate is None else self.gate(x)
 
     @classmethod
@@ -154,7 +158,12 @@ class PositionEncoding(nn.Module):
         """The places where it acts, in words."""
         return tuple(dict.fromkeys(place for hook, place in cls.HOOKS.items() if cls.overrides(hook)))
 
-    def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> Optional[torch.Tensor]:
+    @property
+    def finds_objects(self) -> bool:
+        """Whether it wants to know the objects."""
+        return type(self).find_objects is not PositionEncoding.find_objects
+
+    def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
         """Which object each patch belongs to, for an encoding that wants to know it in `embed`.
 
         Asked only where the caller of the model does not say. Whoever overrides it finds the answer in `grid.objects`.
@@ -165,9 +174,9 @@ class PositionEncoding(nn.Module):
             patch_size: Height and width of a patch.
 
         Returns:
-            int64 `[B, H*W]`, None if it does not matter.
+            int64 `[B, H*W]`.
         """
-        return None
+        raise AssertionError('not overridden')
 
     def embed(
             self,
@@ -200,7 +209,7 @@ class PositionEncoding(nn.Module):
         raise AssertionError('not overridden')
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
-        """What is added to the normed tokens that each attention layer sees, `[L, N, D]`; the residual path is untouched."""
+        """What is added to the normed tokens that each attention layer sees, not to the residual path, `[L, N, D]`."""
         raise AssertionError('not overridden')
 
     def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -388,8 +397,7 @@ class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
 
 
 class _SavesGrid(PositionEncoding):
-    """An encoding that saves a grid with its parameters, as extra state: on no road that a checkpoint takes can it get lost.
-    """
+    """An encoding that saves a grid with its parameters (as extra state), so that no road can lose it."""
 
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
         """(H, W) that the parameters belong to; None if that does not matter, and nothing is saved."""

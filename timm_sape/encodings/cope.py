@@ -22,8 +22,8 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
 
     Args:
         npos: Number of embeddings, 2 or more.
-        direction: 'literal' for the sum to the end of the raster, as in the paper, or 'between' for the sum from the one
-            patch to the other, p_ij = |S_ij - S_ii| with S the sum to the end: what CoPE is in a causal model.
+        direction: 'literal' for the sum to the end of the raster, as in the paper; 'between' for the sum between the two
+            patches, p_ij = |S_ij - S_ii| with S the sum to the end, which is symmetric about i.
 
     Raises:
         ValueError: If a value is none of these.

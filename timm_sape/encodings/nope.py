@@ -9,3 +9,4 @@ class NoPositionEncoding(PositionEncoding):
     relative = True
     adds = 'none'
     resolution = 'nothing to adapt'
+    gate_init = None

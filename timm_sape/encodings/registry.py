@@ -46,10 +46,13 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
     def register(cls: Type[EncodingT]) -> Type[EncodingT]:
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
             raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
-        shared_hooks, layer_hooks = ('embed', 'mix', 'layer_embed'), ('after_block', 'content_bias', 'channels', 'values')
-        for hook, per_layer in [*((hook, False) for hook in shared_hooks), *((hook, True) for hook in layer_hooks)]:
-            if cls.overrides(hook) and cls.per_layer is not per_layer:
-                raise ValueError(f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
+        for per_layer, hooks in (
+                (False, ('embed', 'mix', 'layer_embed')),
+                (True, ('after_block', 'content_bias', 'channels', 'values'))):
+            for hook in hooks:
+                if cls.overrides(hook) and cls.per_layer is not per_layer:
+                    raise ValueError(
+                        f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
         if isinstance(aliases, str):
             raise ValueError(f'Encoding {name!r}: aliases must be a sequence of names, got the string {aliases!r}.')
         names = [name, *aliases]
@@ -57,7 +60,8 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
                 raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')
             if new.startswith(AUTO):
-                raise ValueError(f'Encoding name {new!r}: {AUTO!r} stands for a gate before any encoding. Leave it out.')
+                raise ValueError(
+                    f'Encoding name {new!r}: {AUTO!r} stands for a gate before any encoding. Leave it out.')
             if names.count(new) > 1:
                 raise ValueError(f'Encoding {name!r}: {new!r} is given more than once.')
             if new in _encodings or new in _aliases:
@@ -116,9 +120,10 @@ def _resolve(name: str) -> str:
         return plain
     cls = _encodings[plain]
     if cls.gate_init is None:
-        raise ValueError(f'{name!r}: {plain!r} has no neutral form that a gate could fade in from. Use it without auto_.')
+        raise ValueError(f'{name!r}: {plain!r} has no neutral form that a gate could fade in from. Leave auto_ out.')
     if cls.overrides('rotation') and not issubclass(cls, RotaryEncoding):
-        raise ValueError(f'{name!r}: the gate of a rotation acts on its angles; derive {cls.__name__} from RotaryEncoding.')
+        raise ValueError(
+            f'{name!r}: the gate of a rotation acts on its angles; derive {cls.__name__} from RotaryEncoding.')
     return AUTO + plain
 
 
@@ -132,7 +137,7 @@ def get_encoding(name: str) -> Type[PositionEncoding]:
 
 
 def is_per_layer(name: str) -> bool:
-    """Whether each attention layer has an instance of its own. A gated rotation always does: it has a gate per layer."""
+    """Whether each attention layer has an instance of its own, as every gated rotation has, for a gate per layer."""
     cls = get_encoding(name)
     return cls.per_layer or is_auto(name) and cls.overrides('rotation')
 
@@ -148,7 +153,7 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     Raises:
         ValueError: If the name, a keyword or a value is not accepted.
     """
-    _check_keywords(name, kwargs.keys() - _host_keywords())
+    _check_keywords(name, kwargs.keys() - (_host_keywords() - {'gate'}))  # gates are made here
     cls = get_encoding(name)
     if is_auto(name):
         init = kwargs.pop('init', cls.gate_init)
@@ -156,7 +161,7 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
             raise ValueError(f'{name!r}: init must be a finite number, got {init!r}.')
         if cls.gate_init == 1 and init == 0:
             raise ValueError(
-                f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with its default of 1 '
+                f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with the default of 1 '
                 'the encoding is neutral at the start already.')
         kwargs['gate'] = init
     return cls(**kwargs)
@@ -237,7 +242,7 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
         raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
     if {'ape', 'lape'} <= set(plain):
         raise ValueError(
-            f"pos_enc={pos_enc!r}: 'lape' is 'ape' carried from layer to layer instead of added once. Keep one of them.")
+            f"pos_enc={pos_enc!r}: 'lape' is 'ape' carried from layer to layer, not added once. Keep one of them.")
     for hook, what in (('rotation', 'rotations'), ('mix', 'ways to mix tokens and positions')):
         names = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides(hook)]
         if len(names) > 1:
@@ -245,7 +250,8 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
     classes = [_encodings[name] for name in plain]
     if any(cls.overrides('mix') for cls in classes) and not any(cls.overrides('embed') for cls in classes):
         raise ValueError(
-            f"pos_enc={pos_enc!r} mixes tokens with positions but has none for the tokens. Add one, e.g. 'pemix+sincos2d'.")
+            f'pos_enc={pos_enc!r} mixes tokens with positions but has none for the tokens. '
+            "Add one, e.g. 'pemix+sincos2d'.")
 
 
 def _plain_json(value: Any) -> Any:

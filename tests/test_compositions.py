@@ -1,0 +1,100 @@
+"""Every encoding with every other: they work together, or say why not."""
+import itertools
+
+import pytest
+import timm
+import torch
+
+import timm_sape
+from common import PATCH, awaken
+
+NAMES = [name for name in timm_sape.list_encodings() if name != 'nope']
+
+
+def hooks(name):
+    return {hook for hook in timm_sape.PositionEncoding.HOOKS if timm_sape.get_encoding(name).overrides(hook)}
+
+
+def refusal(a, b):
+    """The reason not to combine two encodings, None if there is none."""
+    if {a, b} == {'ape', 'lape'}:
+        return "'lape' is 'ape' carried from layer to layer"
+    if 'rotation' in hooks(a) & hooks(b):
+        return 'two rotations'
+    if 'mix' in hooks(a) | hooks(b) and 'embed' not in hooks(a) | hooks(b):
+        return 'mixes tokens with positions but has none for the tokens'
+    return None
+
+
+def build(pos_enc):
+    torch.manual_seed(0)
+    return awaken(timm.create_model(
+        'test_vit_nope', pos_enc=pos_enc, img_size=(2 * PATCH, 3 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
+        num_heads=4, mlp_ratio=1, num_classes=3, reg_tokens=1, global_pool='avg', fc_norm=False))
+
+
+@pytest.mark.parametrize('a', NAMES)
+def test_pairs(a):
+    """Both act, and both learn."""
+    x = torch.randn(2, 3, 2 * PATCH, 3 * PATCH, generator=torch.Generator().manual_seed(0))
+    for b in NAMES[NAMES.index(a) + 1:]:
+        pos_enc, reason = f'{a}+{b}', refusal(a, b)
+        if reason is not None:
+            with pytest.raises(ValueError, match=reason):
+                build(pos_enc)
+            continue
+        model = build(pos_enc).eval()
+        out = model(x)
+        assert out.isfinite().all(), pos_enc
+        out.square().sum().backward()
+        silent = [
+            name for name, p in model.named_parameters()
+            if ('encodings.' in name or name == 'pos_embed') and not p.grad.abs().max() > 0]
+        assert not silent, f'{pos_enc}: no gradient for {silent}'
+        for name in (a, b):
+            if not timm_sape.get_encoding(name).alone:
+                continue
+            alone = build(name).eval()
+            alone.load_state_dict({k: v for k, v in model.state_dict().items() if k in alone.state_dict()})
+            assert (alone(x) - out).abs().max() > 1e-5, f'{pos_enc} is {name} alone'
+
+
+def test_all_at_once():
+    """One rotation, one mixer, and all else together; twice with gates."""
+    everything = [
+        name for name in NAMES if name not in ('lape',) and ('rotation' not in hooks(name) or name == 'rope2d_mixed')]
+    gated = [
+        f'auto_{name}' if timm_sape.get_encoding(name).gate_init is not None else name for name in everything]
+    x = torch.randn(2, 3, 2 * PATCH, 3 * PATCH, generator=torch.Generator().manual_seed(0))
+    for names in (everything, gated):
+        model = build('+'.join(names))
+        assert model.pos_enc == '+'.join(sorted(names))
+        model.train()(x).square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        order = list(itertools.islice(reversed(sorted(names)), len(names)))
+        assert build('+'.join(order)).pos_enc == model.pos_enc
+
+
+def test_refused_alone():
+    alone = {name: timm_sape.get_encoding(name).alone for name in NAMES}
+    for name in NAMES:
+        if alone[name]:
+            build(name)
+        else:
+            with pytest.raises(ValueError, match='Add one, e.g.'):
+                build(name)
+
+
+def test_entrypoints_of_every_encoding():
+    """All sizes, alone and with `ape` where that adds something; each with a default cfg."""
+    for name in timm_sape.list_encodings():
+        cls = timm_sape.get_encoding(name)
+        for size, (dim, heads) in {
+                'vit_tiny': (192, 3), 'vit_small': (384, 6), 'vit_base': (768, 12), 'test_vit': (64, 4)}.items():
+            fits = cls.fits(dim, heads)
+            with_ape = fits and name != 'nope' and refusal(name, 'ape') is None and 'embed' not in hooks(name)
+            assert timm.is_model(f'{size}_{name}') == (fits and cls.alone)
+            assert timm.is_model(f'{size}_{name}_ape') == with_ape
+            for model in timm.list_models(f'{size}_{name}') + timm.list_models(f'{size}_{name}_ape'):
+                cfg = timm.get_pretrained_cfg(model)
+                assert cfg.input_size[0] == 3 and cfg.classifier == 'head' and not cfg.has_weights

@@ -1,0 +1,233 @@
+"""What an encoding costs: time, memory and parameters of a whole model beside those of APE, measured in the same run.
+
+Each model is checked before it is timed. The models take turns with the APE model, step by step, so that what else the
+machine does falls on both.
+"""
+import csv
+import ctypes
+import gc
+import platform
+import re
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Sequence
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.optim import create_optimizer_v2
+
+from .encodings import get_encoding, list_encodings
+from .vit_pos_enc import VisionTransformerPosEnc
+
+__all__ = ['SETTINGS', 'bench_encodings', 'cost_table', 'default_pos_encs', 'hardware', 'write_csv']
+
+SETTINGS = {  # ViT-S
+    '32/4': dict(img_size=32, patch_size=4),
+    '224/16': dict(img_size=224, patch_size=16),
+}
+BASELINE = 'ape'
+TOLERANCE = 1e-3  # of float32 against float64, relative to the largest entry
+
+
+def default_pos_encs() -> List[str]:
+    """Each encoding alone, or with `ape` if it means nothing alone."""
+    return [name if get_encoding(name).alone else f'ape+{name}' for name in list_encodings()]
+
+
+def hardware(device: torch.device) -> str:
+    """What the figures were measured on, in one line."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path('/proc/cpuinfo')
+    found = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f'{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads'
+
+
+def _create(pos_enc: str, setting: str, device: torch.device, model: str) -> VisionTransformerPosEnc:
+    torch.manual_seed(0)
+    return timm.create_model(model, pos_enc=pos_enc, num_classes=10, device=device, **SETTINGS[setting])
+
+
+def _check(pos_enc: str, setting: str, device: torch.device, model: str) -> float:
+    """Largest deviation of logits and gradients from float64 with explicit attention, which the tests hold to the
+    equations of each encoding.
+
+    Raises:
+        RuntimeError: If it is more than rounding.
+    """
+    fast = _create(pos_enc, setting, device, model).eval()
+    exact = _create(pos_enc, setting, device, model).eval()
+    exact.load_state_dict(fast.state_dict())
+    exact.double()
+    for block in exact.blocks:
+        block.attn.fused_attn = False
+    size = fast.patch_embed.img_size
+    x = torch.randn(2, 3, *size, device=device, generator=torch.Generator(device).manual_seed(0))
+    worst = 0.0
+    outs = fast(x), exact(x.double())
+    for out in outs:
+        out.square().sum().backward()
+    pairs = [(outs[0], outs[1]), *((p.grad, q.grad) for p, q in zip(fast.parameters(), exact.parameters()))]
+    for a, b in pairs:
+        if a is None and b is None:
+            continue
+        worst = max(worst, ((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() if b.any() else 0.0)
+    if not worst < TOLERANCE:
+        raise RuntimeError(f'pos_enc={pos_enc!r} at {setting} is off by {worst:.1e} of float64, so it was not timed.')
+    return worst
+
+
+class _Runner:
+    """Forward passes and training steps of one model."""
+
+    def __init__(self, model: VisionTransformerPosEnc, batch_size: int, amp: bool) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.amp = amp
+        self.optimizer = create_optimizer_v2(model, 'adamw', lr=1e-4, weight_decay=0.05)
+        self.x = torch.randn(batch_size, 3, *model.patch_embed.img_size, device=self.device)
+        self.y = torch.randint(10, (batch_size,), device=self.device)
+
+    def _autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if self.amp else nullcontext()
+
+    def forward(self) -> None:
+        self.model.eval()
+        with torch.inference_mode(), self._autocast():
+            self.model(self.x)
+
+    def step(self) -> None:
+        self.model.train()
+        with self._autocast():
+            loss = F.cross_entropy(self.model(self.x).float(), self.y)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+
+def _seconds(fn: Callable[[], None], device: torch.device) -> float:
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    fn()
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _proc_status(field: str) -> float:
+    return int(re.search(rf'{field}:\s+(\d+) kB', Path('/proc/self/status').read_text())[1]) / 1024
+
+
+def _peak_megabytes(fn: Callable[[], None], device: torch.device) -> Optional[float]:
+    """Memory that `fn` needs on top of what is there, None where the system does not tell."""
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        fn()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / 2 ** 20
+    try:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, or the step would find it there
+        Path('/proc/self/clear_refs').write_text('5')  # the peak starts from the present size
+        before = _proc_status('VmRSS')
+        fn()
+        return _proc_status('VmHWM') - before
+    except (OSError, AttributeError):  # not Linux, or not glibc
+        fn()
+        return None
+
+
+def bench_encodings(
+        pos_encs: Sequence[str],
+        settings: Sequence[str] = tuple(SETTINGS),
+        device: str = 'cpu',
+        batch_size: int = 8,
+        repeats: int = 5,
+        amp: bool = False,
+        model: str = 'vit_small_nope',
+        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> List[Dict[str, object]]:
+    """Measure whole models against the APE model.
+
+    Args:
+        pos_encs: What to measure.
+        settings: Keys of `SETTINGS`: image size / patch size.
+        device: Where.
+        batch_size: Images in a step.
+        repeats: Steps of each model; the medians count.
+        amp: bfloat16 autocast.
+        model: Entrypoint whose `pos_enc` is replaced.
+        report: Called with one line for each row.
+
+    Returns:
+        One row for each setting and encoding: parameters added, seconds, and ratios to APE of forward pass, training
+        step and peak memory of the step.
+
+    Raises:
+        RuntimeError: If a model is off by more than rounding.
+    """
+    device = torch.device(device)
+    rows = []
+    for setting in settings:
+        base = _Runner(_create(BASELINE, setting, device, model), batch_size, amp)
+        plain = sum(p.numel() for p in _create('nope', setting, device, model).parameters())
+        for pos_enc in pos_encs:
+            error = _check(pos_enc, setting, device, model)
+            runner = _Runner(_create(pos_enc, setting, device, model), batch_size, amp)
+            row = {
+                'setting': setting,
+                'pos_enc': pos_enc,
+                'params_added': sum(p.numel() for p in runner.model.parameters()) - plain,
+                'error': f'{error:.1e}',
+            }
+            for what in ('forward', 'step'):
+                ours, theirs = getattr(runner, what), getattr(base, what)
+                ours(), theirs()  # the first time is different
+                times = [(_seconds(ours, device), _seconds(theirs, device)) for _ in range(repeats)]
+                row[f'{what}_s'] = f'{statistics.median(a for a, _ in times):.4f}'
+                row[f'{what}_ratio'] = f'{statistics.median(a / b for a, b in times):.3f}'
+            peaks = [_peak_megabytes(r.step, device) for r in (runner, base)]
+            known = None not in peaks and peaks[1] > 0
+            row['step_peak_mb'] = f'{peaks[0]:.0f}' if known else ''
+            row['step_peak_ratio'] = f'{peaks[0] / peaks[1]:.3f}' if known else ''
+            rows.append(row)
+            report(f'{setting:>7} {pos_enc:<16} forward x{row["forward_ratio"]}  step x{row["step_ratio"]}  '
+                   f'peak x{row["step_peak_ratio"]}  +{row["params_added"]} parameters')
+            del runner
+    return rows
+
+
+def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str) -> None:
+    """One row a line, behind a comment line that says what, where and when."""
+    with open(path, 'w', newline='') as f:
+        f.write(f'# {notes}\n')
+        writer = csv.DictWriter(f, fieldnames=list(rows[0]), lineterminator='\n')
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def cost_table(path: Path) -> str:
+    """A file of `write_csv` as a Markdown table, one line for each encoding."""
+    lines = path.read_text().splitlines()
+    rows = list(csv.DictReader(lines[1:]))
+    settings = list(dict.fromkeys(row['setting'] for row in rows))
+    head = [f'{s}: {what}' for s in settings for what in ('parameters', 'forward', 'step', 'memory')]
+    table = [f'| encoding | {" | ".join(head)} |', '|---|' + '---|' * len(head)]
+    for pos_enc in dict.fromkeys(row['pos_enc'] for row in rows):
+        cells = [f'`{pos_enc}`']
+        for setting in settings:
+            row = next((r for r in rows if (r['pos_enc'], r['setting']) == (pos_enc, setting)), None)
+            if row is None:
+                cells += [''] * 4
+                continue
+            names = ('forward_ratio', 'step_ratio', 'step_peak_ratio')
+            ratios = [f'{float(row[name]):.2f}' if row[name] else '' for name in names]
+            cells += [f'{int(row["params_added"]):,}', *ratios]
+        table.append(f'| {" | ".join(cells)} |')
+    return '\n'.join([*table, '', lines[0].removeprefix('# ')])
