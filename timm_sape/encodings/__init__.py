@@ -1,5 +1,5 @@
 """One file per encoding; importing it registers it."""
-from . import ape, cope, nope, rope2d, rope2d_mixed, sape2
+from . import ape, ape2d, cape, cope, fourier, nope, rope2d, rope2d_mixed, sape2, sincos1d, sincos2d
 from .base import (
     CoordinateEncoding,
     FixedEncoding,

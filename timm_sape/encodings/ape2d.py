@@ -1,0 +1,75 @@
+"""Factored absolute position encoding: a learned vector for each row and one for each column.
+
+The table of 'ape' taken apart (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023): 2-D in that
+y and x are learned apart, so that a row means the same in each column. Costs one addition per token entry.
+"""
+from typing import Optional, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from .. import ops
+from ..grid import Grid
+from .base import ResizedEncoding
+from .registry import register_encoding
+
+
+@register_encoding('ape2d')
+class FactoredPositionEncoding(ResizedEncoding):
+    """The patch at (y, x) gets table_y[y] + table_x[x] ('sum'), or the two side by side ('concat').
+
+    The tables start as a normal distribution with std .02 and have no weight decay. Prefix tokens have no rows and get
+    nothing. On another grid each table is resampled along its axis, linearly and without antialiasing. All this is as
+    in timm's NaFlexVit (`pos_embed='factorized'`), which has the sum only.
+
+    Args:
+        combine: 'sum' of two tables of D channels, or 'concat' of two of D/2: those of y first.
+
+    Raises:
+        ValueError: If it is neither, or on 'concat' with an odd embed dim.
+    """
+    RESIZED = ('table_y', 'table_x')
+    per_layer = False
+    adds = '(H + W) * D'
+    resolution = 'each table is resampled (linear)'
+    paper = 'https://arxiv.org/abs/2307.06304'
+
+    def __init__(self, *, combine: str = 'sum', device=None, dtype=None, **host) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
+        if combine not in ('sum', 'concat'):
+            raise ValueError(f"'ape2d': combine must be 'sum' or 'concat', got {combine!r}.")
+        if combine == 'concat' and self.dim % 2:
+            raise ValueError(f"'ape2d' with combine='concat' needs an even embed dim, got {self.dim}. Use 'sum'.")
+        self.combine = combine
+        channels = self.dim if combine == 'sum' else self.dim // 2
+        height, width = self.grid_size
+        self.table_y = nn.Parameter(torch.empty(height, channels, device=device, dtype=dtype))
+        self.table_x = nn.Parameter(torch.empty(width, channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table_y, std=0.02)
+        nn.init.normal_(self.table_x, std=0.02)
+
+    def resample(
+            self,
+            name: str,
+            table: torch.Tensor,
+            old_size: Tuple[int, int],
+            new_size: Tuple[int, int],
+    ) -> torch.Tensor:
+        (wide,) = ops.upcast(table)
+        wide = F.interpolate(wide.T[None], size=new_size[self.RESIZED.index(name)], mode='linear')  # [1, C, H or W]
+        return wide[0].T.to(table.dtype).contiguous()  # [H or W, C]
+
+    def embed(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            pos_embed: Optional[torch.Tensor],
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        rows, columns = ops.upcast(self.resized('table_y', grid), self.resized('table_x', grid))
+        rows, columns = torch.broadcast_tensors(rows[:, None], columns)  # [H, W, C]
+        table = rows + columns if self.combine == 'sum' else torch.cat([rows, columns], dim=-1)  # [H, W, D]
+        return None, grid.pad_tokens(table.flatten(0, 1))  # [N, D]

@@ -1,0 +1,111 @@
+"""CAPE (Likhomanenko et al., 'CAPE: Encoding Relative Positions with Continuous Augmented Positional Embeddings',
+NeurIPS 2021), its form for images.
+
+Sinusoids of positions that are moved and scaled at random in training, so that a model learns to rely on what stays:
+relative positions. 2-D in that the waves have directions all around the circle. Costs one multiplication and one
+addition per token entry, and in training a table for each image.
+"""
+import math
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+
+from ..grid import Grid
+from .base import FixedEncoding
+from .registry import register_encoding
+
+
+@register_encoding('cape')
+class ContinuousAugmentedPositionEncoding(FixedEncoding):
+    """CAPE2d: tokens t become sqrt(D) * t + [cos(pi w.p), sin(pi w.p)], where w_k = rho_k * (cos k, sin k), k < D/2.
+
+    rho goes from 1 to 10 in equal ratios, and p = (y, x) from -1 to 1 along each axis, whatever the grid; where an axis
+    has one patch alone, p is 0. Only in training, and anew for each image, p becomes (p + global shift + local shift) *
+    scale. Shifts are drawn for each axis, the local one for each patch too, the scale for both axes together, all from
+    torch's default generator.
+
+    Prefix tokens have no position and stay as they are, with a factor of 1: the authors' module sees patches alone.
+    There is no `auto_cape`, as the factor is never neutral.
+
+    Args:
+        max_global_shift: Half the range of the global shift, 0 or more.
+        max_local_shift: Half the range of the local shift, in distances of neighbours, 0 or more. Beyond .5 they may
+            change places.
+        max_scale: Largest scale, 1 or more; the smallest is its inverse, and the logarithm is drawn.
+
+    Raises:
+        ValueError: If a value is none of these, or the embed dim is odd.
+    """
+    gate_init = None
+    resolution = 'nothing to do: positions go from -1 to 1'
+    paper = 'https://arxiv.org/abs/2106.03143'
+
+    def __init__(
+            self,
+            *,
+            max_global_shift: float = 0.5,
+            max_local_shift: float = 0.5,
+            max_scale: float = 1.4,
+            **host,
+    ) -> None:
+        super().__init__(**host)
+        if self.dim % 2:
+            raise ValueError(f"'cape' needs an even embed dim, got {self.dim}. Choose another embed_dim.")
+        for name, value, least in (
+                ('max_global_shift', max_global_shift, 0), ('max_local_shift', max_local_shift, 0),
+                ('max_scale', max_scale, 1)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+                raise ValueError(f"'cape' needs {name} to be a number of at least {least}, got {value!r}.")
+        self.max_global_shift = max_global_shift
+        self.max_local_shift = max_local_shift
+        self.max_scale = max_scale
+        self.make_table()
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        return self._waves(self._positions(grid, device, dtype)[0])
+
+    def _positions(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
+        """(y, x) of each patch, `[H*W, 2]`, and the distances of neighbours, `[2]`."""
+        index = grid.coordinates(device, dtype)  # [H*W, 2]
+        last = index.amax(0)  # [2]
+        end = last.clamp(max=1)  # 0 where there is one patch alone, which has no neighbour
+        step = 2 * end / last.clamp(min=1)
+        return index * step - end, step
+
+    def _waves(self, position: torch.Tensor) -> torch.Tensor:
+        """`[..., 2]` to `[..., D]`."""
+        like = {'device': position.device, 'dtype': position.dtype}
+        k = torch.arange(self.dim // 2, **like)
+        rho = 10 ** torch.linspace(0, 1, self.dim // 2, **like)
+        y, x = position.unsqueeze(-2).unbind(-1)  # [..., 1]
+        phase = math.pi * (y * (rho * k.cos()) + x * (rho * k.sin()))  # [..., D/2]
+        return torch.cat([phase.cos(), phase.sin()], dim=-1)
+
+    def _augmented(self, grid: Grid, batch: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Positions as drawn for each image, `[B, H*W, 2]`."""
+        def draw(*size: int) -> torch.Tensor:
+            return 2 * torch.rand(batch, *size, device=device, dtype=dtype) - 1  # from -1 to 1
+
+        position, step = self._positions(grid, device, dtype)
+        if self.max_global_shift > 0:
+            position = position + self.max_global_shift * draw(1, 2)
+        if self.max_local_shift > 0:
+            position = position + self.max_local_shift * step * draw(grid.num_patches, 2)
+        if self.max_scale > 1:
+            position = position * (math.log(self.max_scale) * draw(1, 1)).exp()
+        return position
+
+    def embed(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            pos_embed: Optional[torch.Tensor],
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        factor = x.new_full((grid.num_patches, 1), self.dim ** 0.5)
+        factor = F.pad(factor, (0, 0, grid.num_prefix_tokens, 0), value=1.0)  # [N, 1]
+        if self.training and (self.max_global_shift > 0 or self.max_local_shift > 0 or self.max_scale > 1):
+            table = self._waves(self._augmented(grid, x.shape[0], x.device, self.table.dtype))  # [B, H*W, D]
+        else:
+            table = self.table_for(grid)  # [H*W, D]
+        return factor, grid.pad_tokens(table)  # [(B,) N, D]

@@ -1,0 +1,87 @@
+"""Learnable Fourier features (Li et al., 'Learnable Fourier Features for Multi-Dimensional Spatial Positional
+Encoding', NeurIPS 2021), as Position-SHAP compares them.
+
+2-D in that each feature is a wave in a direction of its own: at the start, the product of the features of two places is
+a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass whatever the
+batch, and one addition per token entry.
+"""
+import math
+from typing import Optional, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ..grid import Grid
+from ..ops.contextual import no_autocast, upcast
+from .base import CoordinateEncoding
+from .registry import register_encoding
+
+
+@register_encoding('fourier')
+class FourierPositionEncoding(CoordinateEncoding):
+    """The patch at p = (y, x) gets fc2(GELU(fc1([cos(p W), sin(p W)] / sqrt(F)))), coordinates in patches.
+
+    W starts as a normal distribution with variance gamma^-2, so features of places a distance r apart have the product
+    exp(-r^2 / (2 gamma^2)) / 2. The linear layers start as torch's do. The paper's groups are one group of both axes
+    here. (The code of Position-SHAP takes gamma^-2 for the standard deviation: its gamma of 2.5 is 6.25 here.) Computed
+    in float32 at least. No parameter has weight decay, and prefix tokens get nothing.
+
+    Args:
+        gamma: Width of that Gaussian in patches, positive.
+        features: F, Fourier features, an even number. Default: D.
+        hidden: Width of the hidden layer. Default: 4 * D.
+
+    Raises:
+        ValueError: If a value is none of these, or features is left out and D is odd.
+    """
+    per_layer = False
+    adds = '(8 * D + 6) * D'
+    resolution = 'coordinates go on for further patches, or `rescale`'
+    paper = 'https://arxiv.org/abs/2106.02795'
+
+    def __init__(
+            self,
+            *,
+            gamma: float = 2.5,
+            features: Optional[int] = None,
+            hidden: Optional[int] = None,
+            device=None,
+            dtype=None,
+            **host,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
+        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 < gamma < math.inf:
+            raise ValueError(f"'fourier' needs a positive gamma, got {gamma!r}.")
+        features = self.dim if features is None else features
+        hidden = 4 * self.dim if hidden is None else hidden
+        if isinstance(features, bool) or not isinstance(features, int) or features < 2 or features % 2:
+            raise ValueError(
+                f"'fourier' needs features (by default embed_dim) to be a positive even number, got {features!r}.")
+        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+            raise ValueError(f"'fourier' needs hidden to be a positive integer, got {hidden!r}.")
+        self.gamma = gamma
+        dd = {'device': device, 'dtype': dtype}
+        self.freqs = nn.Parameter(torch.empty(2, features // 2, **dd))  # W
+        self.fc1 = nn.Linear(features, hidden, **dd)
+        self.fc2 = nn.Linear(hidden, self.dim, **dd)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.freqs, std=1 / self.gamma)
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def embed(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            pos_embed: Optional[torch.Tensor],
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        with no_autocast(self.freqs):
+            freqs, *layers = upcast(self.freqs, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+            position = self.coordinates(grid, freqs.device, freqs.dtype)[..., None]  # [H*W, 2, 1]
+            phase = (position * freqs).sum(1)  # [H*W, F/2]
+            features = torch.cat([phase.cos(), phase.sin()], dim=-1) * self.fc1.in_features ** -0.5  # [H*W, F]
+            hidden = F.gelu(F.linear(features, *layers[:2]))
+            return None, grid.pad_tokens(F.linear(hidden, *layers[2:]))  # [N, D]

@@ -1,0 +1,52 @@
+"""Sinusoidal position encoding (Vaswani et al., 'Attention Is All You Need', 2017) along the raster.
+
+Nothing about it is 2-D: neighbours in a column are W positions apart, however near they are in the image. Costs one
+addition per token entry.
+"""
+from typing import Optional, Tuple
+
+import torch
+
+from ..grid import Grid
+from .base import CoordinateEncoding, FixedEncoding
+from .registry import register_encoding
+
+
+@register_encoding('sincos1d')
+class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
+    """Patch n of the raster gets sin(n * w_k) in channel 2k and cos(n * w_k) in channel 2k + 1, w_k = 10000^(-2k/D).
+
+    Prefix tokens are not counted and get nothing.
+
+    Args:
+        resolution: On a grid of N patches other than the N0 trained on, 'extrapolate' goes on counting, 'rescale'
+            squeezes or stretches n to n * N0/N.
+
+    Raises:
+        ValueError: If it is neither, or the embed dim is odd.
+    """
+    resolution = 'the raster index goes on, or `rescale`'
+    paper = 'https://arxiv.org/abs/1706.03762'
+
+    def __init__(self, **host) -> None:
+        super().__init__(**host)
+        if self.dim % 2:
+            raise ValueError(f"'sincos1d' needs an even embed dim, got {self.dim}. Choose another embed_dim.")
+        self.make_table()
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        index = torch.arange(grid.num_patches, device=device, dtype=dtype)  # [H*W]
+        if self.rescales and self.rescaling(grid) is not None:
+            ref_height, ref_width = self.ref_grid_size
+            index = index * (ref_height * ref_width / grid.num_patches)
+        k = torch.arange(self.dim // 2, device=device, dtype=dtype)
+        angles = index[:, None] * 10000 ** (-2 * k / self.dim)  # [H*W, D/2]
+        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)  # [H*W, D]
+
+    def embed(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            pos_embed: Optional[torch.Tensor],
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        return None, grid.pad_tokens(self.table_for(grid))  # [N, D]
