@@ -1,6 +1,8 @@
 """What the contract tests share: small models of any encoding on odd grids, and encodings of a third party."""
+import os
 import zlib
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import timm
 import torch
@@ -22,8 +24,13 @@ torch.set_num_threads(1)  # these models are too small for more
 POS_ENCS = [
     name if timm_sape.get_encoding(name).alone else f'ape+{name}' for name in timm_sape.list_encodings()
 ] + COMPOSITIONS
-# Keywords for models that are compared in training: without random changes to positions.
-KEYWORDS = {'cape': {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1}}
+# Keywords of the models of the contracts: no random changes to positions in training, and no logits so large (squares
+# of large codes) that low precision shows the rounding of q and k instead of mistakes.
+KEYWORDS = {
+    'cape': {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1},
+    'sape2sq_k': {'bias_scale': 0.1},
+    'sape2sq_q': {'bias_scale': 0.1},
+}
 
 
 def images(grid, batch=2, seed=0):
@@ -50,6 +57,13 @@ def awaken(model):
         else:
             p.copy_(noise * (0.5 if p.ndim == 3 else p[0].numel() ** -0.5))  # 3-D: tokens and pos_embed
     return model
+
+
+@contextmanager
+def backend(name):
+    """What users do with `TIMM_SAPE_BACKEND`."""
+    with patch.dict(os.environ, {'TIMM_SAPE_BACKEND': name}):
+        yield
 
 
 class Maker:

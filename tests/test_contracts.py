@@ -30,7 +30,7 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
-from common import GRIDS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, registered
+from common import GRIDS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, backend, registered
 from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ResizedEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
@@ -1002,11 +1002,8 @@ def float32_bias(make):
                     return bias
 
                 encoding.content_bias = recorded
-        if by_autocast:
-            with torch.autocast('cpu', dtype):
-                model(x)
-        else:
-            model(x.to(dtype))
+        with backend('reference'), torch.autocast('cpu', dtype, enabled=by_autocast):
+            model(x if by_autocast else x.to(dtype))
         for encoding, q, k, grid, bias in calls:
             assert q.dtype == dtype and bias.dtype == torch.float32, f'bias is {bias.dtype}'
             del encoding.content_bias
@@ -1273,7 +1270,7 @@ def biases_before_norm(patch):
         def forward(self, x, grid, *args, **kwargs):
             qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
             bias = self.encodings['sape2_k'].content_bias(qkv[0], qkv[1], grid)
-            with pytest.MonkeyPatch.context() as within:
+            with pytest.MonkeyPatch.context() as within, backend('reference'):
                 within.setattr(self.encodings['sape2_k'], 'content_bias', lambda q, k, grid: bias, raising=False)
                 return super().forward(x, grid, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """One attention layer: timm's, plus the encodings that act inside it."""
 import operator
 from functools import reduce
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -40,6 +40,8 @@ class PosEncAttention(Attention):
             hook: tuple(name for name, encoding in encodings.items() if encoding.overrides(hook))
             for hook in PositionEncoding.HOOKS
         }
+        others = [name for hook in ('position_bias', 'content_bias', 'channels', 'values') for name in self._names[hook]]
+        self._codes_alone = len(others) == 1
 
     def acting_on(self, hook: str) -> List[PositionEncoding]:
         """The encodings of this layer that override `hook`."""
@@ -75,6 +77,24 @@ class PosEncAttention(Attention):
         q, k, v = qkv.unbind(0)  # [B, h, N, d]
         q, k = self.q_norm(q), self.k_norm(k)
 
+        dropout_p = self.attn_drop.p if self.training else 0.
+        for encoding in self.acting_on('distances')[:1]:
+            # Where distances of codes are all that is added to the logits, nothing N x N need be stored.
+            needs = {
+                'a mask': attn_mask is not None or is_causal,
+                'dropout of the probabilities': dropout_p > 0,
+                'other biases beside it': bias is not None or not self._codes_alone,
+                'attention that is not fused': not self.fused_attn,
+            }
+            backend = ops.choose_backend(
+                None, q, encoding.code_widths(grid), ', '.join(what for what, needed in needs.items() if needed))
+            if backend != 'reference':
+                codes_x, codes_y, gain = encoding.distances(q, k, grid)
+                q, k = self._rotated(q, k, rotation, grid)
+                x = ops.distance_attention(
+                    q, k, v, codes_x, codes_y, encoding.gated(gain), grid, scale=self.scale, backend=backend)
+                return self._project(x, gate)
+
         # Geometry is rounded to the dtype of q, as everywhere in timm; what depends on content stays wide.
         biases = [] if bias is None else [bias.to(q.dtype)]
         for encoding in self.acting_on('position_bias'):
@@ -84,28 +104,41 @@ class PosEncAttention(Attention):
         bias = reduce(operator.add, biases) if biases else None
         mask = ops.merge_masks(bias, attn_mask, is_causal, N, x.device)
         channels = [encoding.channels(q, k, x, grid, self.scale) for encoding in self.acting_on('channels')]
-        for encoding in self.acting_on('rotation'):
-            rotation = grid.keep_rows(encoding.rotation(grid))
-        if rotation is not None:
-            q, k = self._rotate(q, rotation, grid), self._rotate(k, rotation, grid)
+        q, k = self._rotated(q, k, rotation, grid)
         if channels:
             q = torch.cat([q, *(a for a, _ in channels)], dim=-1)
             k = torch.cat([k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
 
         if self.fused_attn and not self._names['values']:
-            x = ops.attend(q, k, v, mask, scale=self.scale, dropout_p=self.attn_drop.p if self.training else 0.)
+            x = ops.attend(q, k, v, mask, scale=self.scale, dropout_p=dropout_p)
         else:
             attn = self.attn_drop(ops.probabilities(q, k, mask, scale=self.scale))  # [B, h, N, N]
             x = attn.to(v.dtype) @ v
             for encoding in self.acting_on('values'):
                 x = x + encoding.gated(encoding.values(attn, grid)).to(v.dtype)
 
-        x = x.transpose(1, 2).reshape(B, N, self.attn_dim)
+        return self._project(x, gate)
+
+    def _project(self, x: torch.Tensor, gate: Optional[torch.Tensor]) -> torch.Tensor:
+        x = x.transpose(1, 2).flatten(2)  # [B, N, D]
         x = self.norm(x)
         if gate is not None:
             x = x * gate
         x = self.proj(x)
         return self.proj_drop(x)
+
+    def _rotated(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            rotation: Optional[torch.Tensor],
+            grid: Grid,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        for encoding in self.acting_on('rotation'):
+            rotation = grid.keep_rows(encoding.rotation(grid))
+        if rotation is None:
+            return q, k
+        return self._rotate(q, rotation, grid), self._rotate(k, rotation, grid)
 
     def _rotate(self, x: torch.Tensor, table: torch.Tensor, grid: Grid) -> torch.Tensor:
         p = grid.num_prefix_tokens

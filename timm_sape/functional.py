@@ -20,7 +20,6 @@ from .grid import Grid
 __all__ = ['sape2_attention', 'sape2_bias']
 
 MODES = ('q', 'k', 'qk')
-BACKENDS = ('reference',)
 
 
 def sape2_bias(
@@ -69,20 +68,11 @@ def sape2_bias(
     Raises:
         ValueError: If shapes, sizes or the mode do not fit.
     """
-    if isinstance(gate_scale, torch.Tensor):
-        if gate_scale.numel() != 1:
-            raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')
-        gate_scale = gate_scale.view(())
-    grid = _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_size, keep_indices)
-    if ref_grid_size is not None and grid.matches(ref_grid_size):
-        ref_grid_size = None
-    code_x, code_y = ops.axis_codes(
-        q, k, table_x, table_y, grid,
-        mode=mode,
-        gate_scale=q.shape[-1] ** -0.5 if gate_scale is None else gate_scale,
-        ref_grid_size=ref_grid_size,
-    )
-    return grid.pad_prefix(ops.pairwise_distance(code_x) + ops.pairwise_distance(code_y))
+    grid, gate_scale, ref_grid_size = _check(
+        q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
+    codes_x, codes_y = ops.axis_codes(
+        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
+    return ops.distance_bias(codes_x, codes_y, grid)
 
 
 def sape2_attention(
@@ -121,36 +111,53 @@ def sape2_attention(
         attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to `[B, h, N, N]`.
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
-        backend: 'reference' (plain PyTorch), or None to choose.
+        backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'triton' (NVIDIA
+            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the quickest that can do it. A mask, causality and
+            dropout only the reference has, and in a graph that is exported it is always the reference.
 
     Returns:
         `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in float32 at least.
 
     Raises:
-        ValueError: If shapes, sizes, the mode or the backend do not fit.
+        ValueError: If shapes, sizes or the mode do not fit, or the backend that was asked for cannot do it.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f'Unknown backend {backend!r}. Use one of {", ".join(map(repr, BACKENDS))}, or None.')
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
-    if isinstance(bias_scale, torch.Tensor) and bias_scale.ndim:
-        if bias_scale.shape != (q.shape[1],):
-            raise ValueError(
-                f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
-        bias_scale = bias_scale.view(-1, 1, 1)
-    bias = bias_scale * sape2_bias(
-        q, k, table_x, table_y, grid_size,
-        mode=mode,
-        gate_scale=gate_scale,
-        num_prefix_tokens=num_prefix_tokens,
-        ref_grid_size=ref_grid_size,
-        keep_indices=keep_indices,
+    bias_scale = torch.as_tensor(bias_scale, device=q.device)
+    if bias_scale.ndim and bias_scale.shape != (q.shape[1],):
+        raise ValueError(
+            f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
+    grid, gate_scale, ref_grid_size = _check(
+        q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
+    only_reference = {
+        'attn_mask': attn_mask is not None,
+        'is_causal': is_causal,
+        'dropout_p': dropout_p > 0,
+        'q and k of different dtypes': not q.dtype == k.dtype == v.dtype,
+    }
+    backend = ops.choose_backend(
+        backend, q, [len(mode) * size for size in grid.size], ', '.join(what for what, given in only_reference.items() if given))
+    make_codes = ops.axis_codes if backend == 'reference' else ops.recomputed_axis_codes
+    codes_x, codes_y = make_codes(
+        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
+    return ops.distance_attention(
+        q, k, v, codes_x, codes_y, bias_scale.reshape(-1), grid,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        backend=backend,
     )
-    mask = ops.merge_masks(bias, attn_mask, is_causal, q.shape[2], q.device)
-    return ops.attend(q, k, v, mask, scale=q.shape[-1] ** -0.5 if scale is None else scale, dropout_p=dropout_p)
 
 
-def _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_size, keep_indices) -> Grid:
+def _check(
+        q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices,
+) -> Tuple[Grid, Union[float, torch.Tensor], Optional[Tuple[int, int]]]:
+    """The grid, the factor inside the gates, and the grid to rescale to, None if there is nothing to rescale."""
+    if isinstance(gate_scale, torch.Tensor):
+        if gate_scale.numel() != 1:
+            raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')
+        gate_scale = gate_scale.view(())
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f'q and k must have one shape [B, h, N, d], got {list(q.shape)} and {list(k.shape)}.')
     batch, _, num_tokens, dim = q.shape
@@ -178,4 +185,6 @@ def _check(q, k, table_x, table_y, grid_size, mode, num_prefix_tokens, ref_grid_
         raise ValueError(
             f'q has {num_tokens} tokens, but {num_prefix_tokens} prefix tokens and {kept} make '
             f'{num_prefix_tokens + num_patches}. Check grid_size=(H, W) and num_prefix_tokens.')
-    return Grid(height, width, num_prefix_tokens, keep_indices)
+    grid = Grid(height, width, num_prefix_tokens, keep_indices)
+    gate_scale = dim ** -0.5 if gate_scale is None else gate_scale
+    return grid, gate_scale, None if ref_grid_size is None or grid.matches(ref_grid_size) else ref_grid_size

@@ -1,5 +1,19 @@
 """One file per encoding; importing it registers it."""
-from . import ape, ape2d, cape, cope, fourier, nope, rope2d, rope2d_mixed, sape2, sincos1d, sincos2d
+from . import (
+    ape,
+    ape2d,
+    cape,
+    cope,
+    fourier,
+    irpe,
+    nope,
+    rope2d,
+    rope2d_mixed,
+    sape2,
+    sape2sq,
+    sincos1d,
+    sincos2d,
+)
 from .base import (
     CoordinateEncoding,
     FixedEncoding,

@@ -9,6 +9,7 @@
 | `rotation` | q and k | the table of angles that rotates them |
 | `position_bias` | the logits, by geometry alone | a bias between tokens |
 | `content_bias` | the logits, from q and k | a bias between tokens |
+| `distances` | the same bias, as distances of codes | the codes |
 | `channels` | the logits, from q, k and the tokens | further channels of q and k, whose product is the bias |
 | `values` | the values | what is added to the attention's output |
 
@@ -110,6 +111,7 @@ class PositionEncoding(nn.Module):
         'rotation': 'q and k',
         'position_bias': 'logits, by geometry',
         'content_bias': 'logits, from content',
+        'distances': 'logits, from content',
         'channels': 'logits, from content, as channels of q and k',
         'values': 'values',
     }
@@ -249,6 +251,26 @@ class PositionEncoding(nn.Module):
             Bias between tokens, broadcastable to `[B, h, N, N]`. In float32 or wider whatever the dtype of q: where it
             is wider than q, the attention is computed in its dtype.
         """
+        raise AssertionError('not overridden')
+
+    def distances(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            grid: Grid,
+    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `content_bias` gives, in a form from which attention can be computed without any N x N tensor.
+
+        Only for encodings that override `content_bias` too. Which of the two is asked for is up to the attention layer.
+
+        Returns:
+            Codes of the patches, `[B, h, N-P, Cx]` and `[B, h, N-P, Cy]`, and a gain, `[1]` or `[h]`: the bias between
+            patches is gain times the sum of both Euclidean distances.
+        """
+        raise AssertionError('not overridden')
+
+    def code_widths(self, grid: Grid) -> Tuple[int, int]:
+        """Cx and Cy of `distances`."""
         raise AssertionError('not overridden')
 
     def channels(

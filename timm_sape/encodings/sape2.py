@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from timm.layers import trunc_normal_
 
-from .. import functional
+from .. import ops
 from ..grid import Grid
 from .base import ReferenceGridEncoding
 from .registry import register_encoding
@@ -27,8 +27,8 @@ PRESETS = {
 }
 
 
-class SemanticAwarePositionEncoding(ReferenceGridEncoding):
-    """SaPE2: logits get bias_scale * (b^x + b^y), see `timm_sape.functional.sape2_bias` for the equations.
+class SemanticAwareEncoding(ReferenceGridEncoding):
+    """What encodings with SaPE2's codes have in common: the tables, the scales and their keywords.
 
     The paper's equations and its code (Appendix D) differ in two scales; a preset chooses both, a keyword given
     explicitly beats it. Computed in float32 at least. The tables and the learned gain have no weight decay.
@@ -47,6 +47,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
     Raises:
         ValueError: If a value is none of these.
     """
+    family: str
     mode: str
     adds = 'L * (W + H + 2) * d'
     resolution = 'positions and codes are scaled to the trained grid'
@@ -66,7 +67,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
             **host,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        name = f'sape2_{self.mode}'
+        name = self._name
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')
         if npos is not None and (not isinstance(npos, int) or npos < 2):
@@ -94,6 +95,10 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
         self.gain = nn.Parameter(torch.empty(self.num_heads, **dd)) if learned else None
         self.reset_parameters()
 
+    @property
+    def _name(self) -> str:
+        return f'{self.family}_{self.mode}'
+
     def _number(self, keyword: str, value: Union[str, float]) -> float:
         if value == 'head_dim':
             return self.head_dim ** -0.5
@@ -102,7 +107,7 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
         if not _is_number(value):
             learned = ", 'learned'" if keyword == 'bias_scale' else ''
             raise ValueError(
-                f"'sape2_{self.mode}': {keyword} must be 'head_dim', 'one'{learned} or a number, got {value!r}.")
+                f"{self._name!r}: {keyword} must be 'head_dim', 'one'{learned} or a number, got {value!r}.")
         return float(value)
 
     def _table_sizes(self) -> Tuple[int, int]:
@@ -124,17 +129,38 @@ class SemanticAwarePositionEncoding(ReferenceGridEncoding):
                 setattr(self, name, nn.Parameter(table.new_empty(npos, self.head_dim)))
                 trunc_normal_(getattr(self, name), std=self.table_std)
 
+
+class SemanticAwarePositionEncoding(SemanticAwareEncoding):
+    """SaPE2: logits get bias_scale * (b^x + b^y), see `timm_sape.functional.sape2_bias` for the equations."""
+    family = 'sape2'
+
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
-        bias = functional.sape2_bias(
-            q, k, self.table_x, self.table_y, grid.size,
+        codes_x, codes_y = self._codes(ops.axis_codes, q, k, grid)
+        bias = ops.distance_bias(codes_x, codes_y, grid)
+        return self._gain(bias).view(-1, 1, 1) * bias  # [B, h, N, N]
+
+    def distances(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            grid: Grid,
+    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        codes_x, codes_y = self._codes(ops.recomputed_axis_codes, q, k, grid)
+        return codes_x, codes_y, self._gain(codes_x)
+
+    def code_widths(self, grid: Grid) -> Tuple[int, int]:
+        return len(self.mode) * grid.width, len(self.mode) * grid.height
+
+    def _codes(self, function, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        return function(
+            q, k, self.table_x, self.table_y, grid,
             mode=self.mode,
             gate_scale=self.gate_scale,
-            num_prefix_tokens=grid.num_prefix_tokens,
-            ref_grid_size=self.ref_grid_size,
-            keep_indices=grid.keep_indices,
+            ref_grid_size=self.rescaling(grid),
         )
-        scale = self.bias_scale if self.gain is None else self.gain.to(bias.dtype).view(-1, 1, 1)
-        return scale * bias  # [B, h, N, N]
+
+    def _gain(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(like.dtype)
 
 
 @register_encoding('sape2_q')

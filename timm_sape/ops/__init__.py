@@ -1,5 +1,21 @@
 """Computations behind the encodings. They know tensors and grids, but no encoding and no model."""
 from .attention import attend, merge_masks, probabilities
-from .contextual import axis_codes, contextual_bias, pairwise_distance, upcast
+from .backend import choose_backend
+from .codes import recomputed_axis_codes
+from .contextual import axis_codes, contextual_bias, no_autocast, pairwise_distance, upcast
+from .distances import distance_attention, distance_bias
 
-__all__ = ['attend', 'axis_codes', 'contextual_bias', 'merge_masks', 'pairwise_distance', 'probabilities', 'upcast']
+__all__ = [
+    'attend',
+    'axis_codes',
+    'choose_backend',
+    'contextual_bias',
+    'distance_attention',
+    'distance_bias',
+    'merge_masks',
+    'no_autocast',
+    'pairwise_distance',
+    'probabilities',
+    'recomputed_axis_codes',
+    'upcast',
+]

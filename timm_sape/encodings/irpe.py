@@ -1,0 +1,213 @@
+"""iRPE (Wu et al., 'Rethinking and Improving Relative Position Encoding for Vision Transformer', ICCV 2021).
+
+A learned vector for each bucket of offsets: multiplied with the query or the key of a pair it is a bias, and it can be
+added to the value. Near offsets have buckets of their own, far ones share them, the more the farther. 2-D in that
+offsets are pairs (dy, dx): by default each axis has its buckets, and a vector belongs to a pair of them.
+
+Costs one product of the tokens with the table and one look-up of N x N numbers per head, for values one sum of N x N
+numbers by bucket; no vector is ever laid out for each of the N x N pairs.
+"""
+import math
+import operator
+from functools import reduce
+from typing import List, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from .. import ops
+from ..grid import Grid
+from ..ops.contextual import no_autocast
+from .base import PositionEncoding
+from .registry import register_encoding
+
+METHODS = ('product', 'euclidean', 'quantized', 'cross')
+MODES = ('contextual', 'bias')
+
+
+class ImageRelativePositionEncoding(PositionEncoding):
+    """iRPE: tables r of one vector per bucket; I(i, j) is the bucket of the offset from patch j to patch i, p_i - p_j.
+
+    - on keys, logits get (q_i / sqrt(d)) . r_k[I(i, j)];
+    - on queries, logits get (k_j / sqrt(d)) . r_q[I(j, i)], the bucket of the opposite offset: the published code
+      transposes what it looks up for the key;
+    - on values, the output gets sum_j attn_ij r_v[I(i, j)].
+
+    Distances are put into buckets by g(x) = x up to alpha, then sign(x) * floor(min(round(alpha + ln(|x| / alpha) /
+    ln(gamma / alpha) * (beta - alpha)), beta)), where alpha, beta, gamma are 1, 2, 8 times `ratio`. With 1.9, distances
+    of 0 to 5 and more go into 0, 1, 2, 2, 3, 3, which makes 7 * 7 buckets of pairs. All pairs with a prefix token share
+    one further bucket, so they are not without a bias. Tables start at zero and have no weight decay. Computed in
+    float32 at least.
+
+    Two things are as in the published code and not as in the paper: 'quantized' puts squared distances into buckets
+    instead of their ranks, which would depend on the grid, and `mode='bias'` adds its numbers to the logits unscaled.
+
+    Args:
+        method: What goes through g. 'product': dy and dx, with a bucket for each pair of results. 'euclidean': the
+            distance, rounded. 'quantized': the squared distance. 'cross': dy and dx, with a table for each, whose
+            vectors add.
+        mode: 'contextual', as above, or 'bias': a number for each bucket instead of a vector, whatever q and k are.
+        ratio: How many buckets there are, 0.5 to 1000; g tells distances of up to `ratio` patches apart.
+        shared_heads: One table for all heads, or one for each.
+
+    Raises:
+        ValueError: If a value is none of these, or the mode is 'bias' where values take part.
+    """
+    on: str
+    relative = True
+    gate_init = 1.0
+    prefix_rule = False
+    resolution = 'further offsets share the last buckets'
+    paper = 'https://arxiv.org/abs/2107.14222'
+
+    def __init__(
+            self,
+            *,
+            method: str = 'product',
+            mode: str = 'contextual',
+            ratio: float = 1.9,
+            shared_heads: bool = True,
+            device=None,
+            dtype=None,
+            **host,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
+        name = f'irpe_{self.on}'
+        for keyword, value, known in (('method', method, METHODS), ('mode', mode, MODES)):
+            if value not in known:
+                raise ValueError(f'{name!r}: {keyword} must be one of {", ".join(map(repr, known))}, got {value!r}.')
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.5 <= ratio <= 1000:
+            raise ValueError(
+                f'{name!r}: ratio must be a number from 0.5, below which there is one bucket, to 1000, got {ratio!r}.')
+        if not isinstance(shared_heads, bool):
+            raise ValueError(f'{name!r}: shared_heads must be True or False, got {shared_heads!r}.')
+        if mode == 'bias' and 'v' in self.on:
+            raise ValueError(f"{name!r}: values have no mode='bias'. Use 'irpe_qk', or leave mode out.")
+        self.method = method
+        self.mode = mode
+        self.exact = math.floor(ratio)
+        self.thresholds = _thresholds(ratio)
+        last = len(self.thresholds)
+        self.num_buckets = {
+            'product': (2 * last + 1) ** 2 + 1,
+            'euclidean': last + 1 + 1,
+            'quantized': last + 1 + 1,
+            'cross': 2 * (2 * last + 1 + 1),
+        }[method]
+        shape = () if shared_heads else (self.num_heads,)
+        shape += (self.num_buckets,) if mode == 'bias' else (self.num_buckets, self.head_dim)
+        for role in self.on:
+            setattr(self, f'table_{role}', nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for role in self.on:
+            nn.init.zeros_(getattr(self, f'table_{role}'))
+
+    def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
+        buckets = self._buckets(grid, q.device)
+        biases = []
+        with no_autocast(q):
+            if 'k' in self.on:
+                biases.append(self._look_up(q, self.table_k, buckets))
+            if 'q' in self.on:
+                biases.append(self._look_up(k, self.table_q, buckets).transpose(-2, -1))
+            return reduce(operator.add, biases)  # [B, h, N, N]
+
+    def _look_up(self, x: torch.Tensor, table: torch.Tensor, buckets: List[torch.Tensor]) -> torch.Tensor:
+        """The product of token i with the vector of I(i, j), `[B, h, N, N]`; in mode 'bias' `[B|1, h|1, N, N]`."""
+        x, table = ops.upcast(x, table)
+        if self.mode == 'bias':
+            table = table.view(-1, self.num_buckets)  # [h|1, buckets]
+            found = [table[:, bucket.squeeze(1)].transpose(0, 1) for bucket in buckets]
+        else:
+            z = (x * self.head_dim ** -0.5) @ table.transpose(-2, -1)  # [B, h, N, buckets]
+            found = [z.gather(-1, bucket.expand(*z.shape[:-1], -1)) for bucket in buckets]
+        return reduce(operator.add, found)
+
+    def _buckets(self, grid: Grid, device: torch.device) -> List[torch.Tensor]:
+        """I(i, j), a row of the table, of all pairs of tokens, int64 `[B|1, 1, N, N]`; of 'cross' for dy and for dx."""
+        y, x = (torch.arange(size, device=device) for size in grid.size)
+        dy = (y[:, None] - y)[:, None, :, None]  # [H, 1, H, 1]
+        dx = (x[:, None] - x)[None, :, None, :]  # [1, W, 1, W]
+        last = len(self.thresholds)
+        width = 2 * last + 1  # results of g for distances that have a sign
+        square = dy.square() + dx.square()  # [H, W, H, W]
+        end = self.num_buckets - 1
+        if self.method == 'product':
+            maps = [((self._g(dy) + last) * width + self._g(dx) + last, end)]
+        elif self.method == 'euclidean':
+            maps = [(self._g(square.float().sqrt().round().long()), end)]
+        elif self.method == 'quantized':
+            maps = [(self._g(square), end)]
+        else:
+            maps = [(self._g(dy) + last, width), (self._g(dx) + last + width + 1, end)]
+        p, num_patches = grid.num_prefix_tokens, grid.num_patches
+        buckets = []
+        for bucket, prefix in maps:
+            bucket = bucket.expand(*grid.size, *grid.size).reshape(num_patches, num_patches)
+            bucket = grid.keep_pairs(F.pad(bucket, (p, 0, p, 0), value=prefix))
+            buckets.append(bucket[(None,) * (4 - bucket.ndim)])
+        return buckets
+
+    def _g(self, distance: torch.Tensor) -> torch.Tensor:
+        """Integers to integers, by comparisons alone: nothing is rounded that might fall to either side."""
+        size = distance.abs()
+        bucket = size.clamp(max=self.exact)
+        for threshold in self.thresholds[self.exact:]:
+            bucket = bucket + (size >= threshold)
+        return distance.sign() * bucket
+
+
+@register_encoding('irpe_k')
+class ImageRelativePositionEncodingK(ImageRelativePositionEncoding):
+    """iRPE on keys."""
+    on = 'k'
+    adds = 'L * 50 * d'
+
+
+@register_encoding('irpe_q')
+class ImageRelativePositionEncodingQ(ImageRelativePositionEncoding):
+    """iRPE on queries."""
+    on = 'q'
+    adds = 'L * 50 * d'
+
+
+@register_encoding('irpe_qk')
+class ImageRelativePositionEncodingQK(ImageRelativePositionEncoding):
+    """iRPE on queries and keys."""
+    on = 'qk'
+    adds = 'L * 100 * d'
+
+
+@register_encoding('irpe_qkv')
+class ImageRelativePositionEncodingQKV(ImageRelativePositionEncoding):
+    """iRPE on queries, keys and values. Values need the probabilities, so attention is computed explicitly."""
+    on = 'qkv'
+    adds = 'L * 150 * d'
+
+    def values(self, attn: torch.Tensor, grid: Grid) -> torch.Tensor:
+        with no_autocast(attn):
+            attn, table = ops.upcast(attn, self.table_v)
+            sums = attn.new_zeros(*attn.shape[:-1], self.num_buckets)  # [B, h, N, buckets]
+            for bucket in self._buckets(grid, attn.device):
+                sums = sums.scatter_add(-1, bucket.expand(*attn.shape[:-1], -1), attn)
+            return sums @ table  # [B, h, N, d]
+
+
+def _thresholds(ratio: float) -> Tuple[int, ...]:
+    """The least distance of each of the buckets 1, 2, ..., floor(beta)."""
+    alpha, beta, gamma = ratio, 2 * ratio, 8 * ratio
+
+    def g(x: int) -> int:
+        if x <= alpha:
+            return x
+        return math.floor(min(round(alpha + math.log(x / alpha) / math.log(gamma / alpha) * (beta - alpha)), beta))
+
+    thresholds, x = [], 0
+    for bucket in range(1, math.floor(beta) + 1):
+        while g(x) < bucket:
+            x += 1
+        thresholds.append(x)
+    return tuple(thresholds)

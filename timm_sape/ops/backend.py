@@ -1,0 +1,92 @@
+"""Which implementation of SaPE2's attention runs: 'reference', 'torch' or 'triton'."""
+import functools
+import importlib.util
+import logging
+import os
+from typing import Optional, Sequence
+
+import torch
+
+__all__ = ['BACKENDS', 'choose_backend']
+
+BACKENDS = ('reference', 'torch', 'triton')
+VARIABLE = 'TIMM_SAPE_BACKEND'
+
+_logger = logging.getLogger(__name__)
+
+
+@torch.compiler.assume_constant_result
+def _from_environment() -> Optional[str]:
+    return os.environ.get(VARIABLE) or None
+
+
+@functools.lru_cache(maxsize=None)
+def _log_once(backend: str, why: str) -> None:
+    _logger.info(f'SaPE2 attention by backend {backend!r}: {why}.')
+
+
+@torch.compiler.assume_constant_result
+def _triton_runs_on(device_type: str) -> bool:
+    if importlib.util.find_spec('triton') is None:
+        return False
+    if device_type == 'cuda':
+        return torch.version.hip is None
+    return device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
+
+
+def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_reference: str) -> str:
+    """Why a backend cannot do it, empty if it can."""
+    if backend == 'reference':
+        return ''
+    if needs_reference:
+        return f'only the reference has {needs_reference}'
+    if backend == 'triton':
+        from .limits import MAX_CODE, MAX_HEAD_DIM
+        if not _triton_runs_on(q.device.type):
+            return (
+                'Triton is not installed, or its kernels do not run on this device: they want an NVIDIA GPU, or the CPU '
+                'with TRITON_INTERPRET=1 set before Python starts')
+        if q.shape[-1] > MAX_HEAD_DIM or any(width > MAX_CODE for width in code_widths):
+            return f'its kernels take a head dim of {MAX_HEAD_DIM} and codes of {MAX_CODE} entries at most'
+    return ''
+
+
+def choose_backend(
+        requested: Optional[str],
+        q: torch.Tensor,
+        code_widths: Sequence[int],
+        needs_reference: str = '',
+) -> str:
+    """The argument decides, before the variable `TIMM_SAPE_BACKEND`, before what suits device and shape.
+
+    A graph that is exported has none of our operators in it: there it is the reference, whatever was asked for.
+
+    Args:
+        requested: One of `BACKENDS`, None to choose.
+        q: Queries.
+        code_widths: Entries of the codes along x and y.
+        needs_reference: What keeps all but the reference from doing it, in words.
+
+    Raises:
+        ValueError: If the backend is unknown, or asked for and cannot do it.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return 'reference'
+    by = 'backend=' if requested is not None else VARIABLE
+    requested = requested if requested is not None else _from_environment()
+    if requested is not None:
+        if requested not in BACKENDS:
+            raise ValueError(f'Unknown backend {requested!r} ({by}). Use one of {", ".join(map(repr, BACKENDS))}.')
+        refusal = _refusal(requested, q, code_widths, needs_reference)
+        if refusal:
+            raise ValueError(f"backend {requested!r} ({by}) cannot be used: {refusal}. Use 'reference', or leave it out.")
+        backend, why = requested, f'asked for by {by.rstrip("=")}'
+    elif needs_reference:
+        backend, why = 'reference', f'only it has {needs_reference}'
+    elif q.device.type == 'cuda' and not _refusal('triton', q, code_widths, ''):
+        backend, why = 'triton', 'the quickest on an NVIDIA GPU'
+    else:
+        backend, why = 'torch', f'the quickest on {q.device.type}'
+    if not torch.compiler.is_compiling():
+        _log_once(backend, why)
+    return backend

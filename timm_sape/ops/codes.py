@@ -1,0 +1,178 @@
+"""SaPE2's codes with a backward pass that keeps nothing but q, k and the tables.
+
+Plain autograd would store gates, positions, cells and weights: some 40 bytes for each of the N * (W + H) entries of every
+head and layer. They are cheap to compute again.
+"""
+from typing import List, Optional, Tuple, Union
+
+import torch
+
+from ..grid import Grid
+from .contextual import _suffix_sum, axis_codes, no_autocast
+
+__all__ = ['recomputed_axis_codes']
+
+
+def _gates(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
+    return torch.sigmoid(gate_scale * (q @ k.transpose(-2, -1)))  # [..., C, C]
+
+
+def _cells(gates: torch.Tensor, shrink: float, npos: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, the cells they lie in, and how far in."""
+    pos = _suffix_sum(gates)
+    pos = pos if shrink == 1 else pos * shrink
+    cell = pos.long().clamp_(0, npos - 2)
+    return pos, cell, pos.clamp(max=npos - 1) - cell
+
+
+def _lines(x: torch.Tensor, height: int, width: int, along_y: bool) -> torch.Tensor:
+    """`[B, h, H*W, C]` to rows `[B, h, H, W, C]` or columns `[B, h, W, H, C]`."""
+    x = x.unflatten(2, (height, width))
+    return x.transpose(2, 3) if along_y else x
+
+
+def _patches(x: torch.Tensor, along_y: bool) -> torch.Tensor:
+    """The inverse of `_lines`."""
+    return (x.transpose(2, 3) if along_y else x).flatten(2, 3)
+
+
+def _axis_forward(q, k, sources, table, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
+    q, k = _lines(q, height, width, along_y), _lines(k, height, width, along_y)
+    _, cell, weight = _cells(_gates(q, k, gate_scale), shrink, table.shape[0])
+    codes = []
+    for source in sources:
+        z = _lines(source, height, width, along_y) @ table.T  # [B, h, lines, C, npos]
+        codes.append(torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), weight))
+    return _patches(torch.cat(codes, dim=-1), along_y) * shrink ** 0.5
+
+
+def _axis_backward(grad, q, k, sources, grads, table, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
+    """Adds to `grads` of q, k and the sources, `[B, h, H*W, d]`; returns that of the table."""
+    q, k = _lines(q, height, width, along_y), _lines(k, height, width, along_y)
+    grad_q, grad_k, grad_sources = grads
+    npos = table.shape[0]
+    gates = _gates(q, k, gate_scale)
+    pos, cell, weight = _cells(gates, shrink, npos)
+    grad = _lines(grad, height, width, along_y) * shrink ** 0.5
+    grad_table, grad_pos = torch.zeros_like(table), torch.zeros_like(pos)
+    for source, grad_source, g in zip(sources, grad_sources, grad.chunk(len(sources), dim=-1)):
+        source = _lines(source, height, width, along_y)
+        z = source @ table.T
+        grad_pos += g * (z.gather(-1, cell + 1) - z.gather(-1, cell))
+        grad_z = torch.zeros_like(z).scatter_add_(-1, cell, g * (1 - weight)).scatter_add_(-1, cell + 1, g * weight)
+        grad_source += _patches(grad_z @ table, along_y)
+        grad_table += grad_z.flatten(0, -2).T @ source.flatten(0, -2)
+    grad_pos.masked_fill_(pos > npos - 1, 0)
+    grad_gates = grad_pos.cumsum(-1) * shrink  # the gate of patch j counts in all positions up to j
+    grad_logits = grad_gates * gates * (1 - gates) * gate_scale
+    grad_q += _patches(grad_logits @ k, along_y)
+    grad_k += _patches(grad_logits.transpose(-2, -1) @ q, along_y)
+    return grad_table
+
+
+def _sources(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
+
+
+def _wide(*tensors: torch.Tensor) -> List[torch.Tensor]:
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+
+
+@torch.library.custom_op('timm_sape::axis_codes', mutates_args=())
+def _axis_codes(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    q, k, table_x, table_y = _wide(q, k, table_x, table_y)
+    sources = _sources(mode, q, k)
+    return (
+        _axis_forward(q, k, sources, table_x, height, width, False, gate_scale, shrink_x),
+        _axis_forward(q, k, sources, table_y, height, width, True, gate_scale, shrink_y),
+    )
+
+
+@_axis_codes.register_fake
+def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    shape, n = q.shape[:-1], len(mode)
+    return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
+
+
+@torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
+def _axis_codes_backward(
+        grad_x: torch.Tensor,
+        grad_y: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtypes = [t.dtype for t in (q, k, table_x, table_y)]
+    q, k, table_x, table_y = _wide(q, k, table_x, table_y)
+    grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
+    grads = grad_q, grad_k, _sources(mode, grad_q, grad_k)
+    sources = _sources(mode, q, k)
+    grad_table_x = _axis_backward(
+        grad_x, q, k, sources, grads, table_x, height, width, False, gate_scale, shrink_x)
+    grad_table_y = _axis_backward(
+        grad_y, q, k, sources, grads, table_y, height, width, True, gate_scale, shrink_y)
+    return tuple(g.to(dtype) for g, dtype in zip((grad_q, grad_k, grad_table_x, grad_table_y), dtypes))
+
+
+@_axis_codes_backward.register_fake
+def _(grad_x, grad_y, q, k, table_x, table_y, *args):
+    return tuple(t.new_empty(t.shape) for t in (q, k, table_x, table_y))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.args = inputs[4:]
+
+
+def _backward(ctx, grad_x, grad_y):
+    grads = _axis_codes_backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args)
+    return (*grads, *(None for _ in ctx.args))
+
+
+_axis_codes.register_autograd(_backward, setup_context=_setup_context)
+
+
+def recomputed_axis_codes(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        grid: Grid,
+        *,
+        mode: str,
+        gate_scale: Union[float, torch.Tensor],
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`axis_codes`, arguments and result, by an operator of its own wherever that can do it.
+
+    It cannot where patches are dropped, gates have a learned scale, or sizes are symbolic.
+    """
+    special = grid.keep_indices is not None or isinstance(gate_scale, torch.Tensor)
+    if special or type(grid.height) is not int or type(grid.width) is not int:
+        return axis_codes(
+            q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
+    p, (height, width) = grid.num_prefix_tokens, grid.size
+    ref_height, ref_width = ref_grid_size or grid.size
+    with no_autocast(q):
+        return _axis_codes(
+            q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
+            ref_width / width, ref_height / height)

@@ -1,0 +1,358 @@
+"""`distance_attention` as Triton kernels: nothing N x N is ever written to memory, and nothing is added atomically.
+
+One program of `_forward` owns a block of queries, walks over all keys and keeps a running softmax. Backward there are
+two kernels of the same body: one owns queries and walks over keys (gradients of q), the other owns keys and walks over
+queries (those of k and v). Each adds its half of R w and R^T w to the gradients of the codes, see `distances`.
+
+Squared distances are s_i + s_j - 2 w_i.w_j of centred codes, less tol times s_i + s_j, in float32 (products in three parts
+of tf32). With t the larger of that and tol times s_i + s_j, one square root serves both D = d2 / sqrt(t) and 1 / D.
+"""
+from typing import Dict, NamedTuple, Tuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+__all__ = ['triton_distance_attention']
+
+
+class Blocks(NamedTuple):
+    """Launch configuration: rows owned, rows walked over at a time, warps, pipeline stages."""
+    own: int
+    walk: int
+    warps: int
+    stages: int
+
+
+def forward_blocks(head_dim: int, codes: int, itemsize: int) -> Blocks:
+    """For a head dim and the widths of both codes together, all padded; `.ci/check_spills.py` compiles them."""
+    if head_dim + codes <= 128:
+        return Blocks(64, 64, 4, 2)
+    return Blocks(64, 32, 4, 2)
+
+
+def backward_blocks(head_dim: int, codes: int, itemsize: int) -> Blocks:
+    if head_dim + codes <= 128:
+        return Blocks(64, 32, 4, 2)
+    return Blocks(64, 32, 8, 1)
+
+
+@triton.jit
+def _distance(
+        W, row_i, row_j, in_i, in_j, wi, wj, si, sj, ok,
+        C: tl.constexpr, PADDED: tl.constexpr, TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Distances of two blocks of codes and their inverses, both 0 where not `ok` and where rounding leaves nothing."""
+    total = si[:, None] + sj[None, :]
+    if C <= 4:  # subtracted
+        floor = 0.0 * total
+        square = floor
+        for c in tl.static_range(C):
+            x_i = tl.load(W + row_i * PADDED + c, mask=in_i, other=0.0)
+            x_j = tl.load(W + row_j * PADDED + c, mask=in_j, other=0.0)
+            difference = x_i[:, None] - x_j[None, :]
+            square += difference * difference
+    else:
+        floor = TOL * total
+        square = total - 2 * tl.dot(wi, tl.trans(wj), input_precision=PRECISION, out_dtype=DTYPE) - floor
+    square = tl.where(ok, tl.maximum(square, 0.0), 0.0)
+    inverse = tl.rsqrt(tl.maximum(tl.maximum(square, floor), 1e-30))
+    distance = square * inverse
+    return distance, distance * inverse * inverse
+
+
+@triton.jit
+def _forward(
+        Q, K, V, WX, WY, SX, SY, GAIN, SCALE, OUT, LSE,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+        num_heads, num_tokens,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
+        WIDTH_X: tl.constexpr, WIDTH_Y: tl.constexpr, P: tl.constexpr,
+        OWN: tl.constexpr, WALK: tl.constexpr,
+        TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    i = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    d, cx, cy = tl.arange(0, D), tl.arange(0, CX), tl.arange(0, CY)
+    in_i, in_d = i < num_tokens, d < HEAD_DIM
+    q = tl.load(
+        Q + b * sq_b + h * sq_h + i[:, None] * sq_n + d[None, :], mask=in_i[:, None] & in_d[None, :], other=0.0)
+    row_i = head * num_tokens + i
+    wx_i = tl.load(WX + row_i[:, None] * CX + cx[None, :], mask=in_i[:, None], other=0.0)
+    wy_i = tl.load(WY + row_i[:, None] * CY + cy[None, :], mask=in_i[:, None], other=0.0)
+    sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
+    sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
+    gain = tl.load(GAIN + h) * 1.4426950408889634
+    scale = tl.load(SCALE) * 1.4426950408889634
+    top = tl.full([OWN], float('-inf'), DTYPE)
+    total = tl.zeros([OWN], DTYPE)
+    out = tl.zeros([OWN, D], DTYPE)
+    for start in range(0, num_tokens, WALK):
+        j = start + tl.arange(0, WALK)
+        in_j = j < num_tokens
+        mask_j = in_j[:, None] & in_d[None, :]
+        k = tl.load(K + b * sk_b + h * sk_h + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
+        v = tl.load(V + b * sv_b + h * sv_h + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
+        row_j = head * num_tokens + j
+        ok = (i[:, None] != j[None, :]) & (i[:, None] >= P) & (j[None, :] >= P)
+        wx_j = tl.load(WX + row_j[:, None] * CX + cx[None, :], mask=in_j[:, None], other=0.0)
+        sx_j = tl.load(SX + row_j, mask=in_j, other=0.0)
+        distance, _ = _distance(
+            WX, row_i, row_j, in_i, in_j, wx_i, wx_j, sx_i, sx_j, ok, WIDTH_X, CX, TOL, PRECISION, DTYPE)
+        wy_j = tl.load(WY + row_j[:, None] * CY + cy[None, :], mask=in_j[:, None], other=0.0)
+        sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
+        distance_y, _ = _distance(
+            WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=DTYPE) * scale
+        logits += gain * (distance + distance_y)
+        logits = tl.where(in_j[None, :], logits, float('-inf'))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION, out_dtype=DTYPE)
+        top = new_top
+    tl.store(
+        OUT + row_i[:, None] * HEAD_DIM + d[None, :], (out / total[:, None]).to(OUT.dtype.element_ty),
+        mask=in_i[:, None] & in_d[None, :])
+    tl.store(LSE + row_i, top + tl.log2(total), mask=in_i)
+
+
+@triton.jit
+def _backward(
+        Q, K, V, DOUT, WX, WY, SX, SY, GAIN, SCALE, LSE, DELTA, DA, DV, DWX, DWY, DGAIN,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+        num_heads, num_tokens,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
+        WIDTH_X: tl.constexpr, WIDTH_Y: tl.constexpr, P: tl.constexpr,
+        OWN: tl.constexpr, WALK: tl.constexpr, KEYS: tl.constexpr,
+        TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Owns queries, DA is the gradient of q; or, with KEYS, owns keys, DA is that of k, and DV is written too."""
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    i = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    d, cx, cy = tl.arange(0, D), tl.arange(0, CX), tl.arange(0, CY)
+    in_i, in_d = i < num_tokens, d < HEAD_DIM
+    mask_i = in_i[:, None] & in_d[None, :]
+    row_i = head * num_tokens + i
+    q_head, k_head, v_head = Q + b * sq_b + h * sq_h, K + b * sk_b + h * sk_h, V + b * sv_b + h * sv_h
+    dout_head = DOUT + head * num_tokens * HEAD_DIM
+    if KEYS:
+        a_i = tl.load(k_head + i[:, None] * sk_n + d[None, :], mask=mask_i, other=0.0)
+        c_i = tl.load(v_head + i[:, None] * sv_n + d[None, :], mask=mask_i, other=0.0)
+    else:
+        a_i = tl.load(q_head + i[:, None] * sq_n + d[None, :], mask=mask_i, other=0.0)
+        c_i = tl.load(dout_head + i[:, None] * HEAD_DIM + d[None, :], mask=mask_i, other=0.0)
+        lse_i = tl.load(LSE + row_i, mask=in_i, other=0.0)
+        delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
+    wx_i = tl.load(WX + row_i[:, None] * CX + cx[None, :], mask=in_i[:, None], other=0.0)
+    wy_i = tl.load(WY + row_i[:, None] * CY + cy[None, :], mask=in_i[:, None], other=0.0)
+    sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
+    sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
+    gain = tl.load(GAIN + h)
+    scale = tl.load(SCALE)
+    da = tl.zeros([OWN, D], DTYPE)
+    dv = tl.zeros([OWN, D], DTYPE)
+    dwx = tl.zeros([OWN, CX], DTYPE)
+    dwy = tl.zeros([OWN, CY], DTYPE)
+    sum_x = tl.zeros([OWN], DTYPE)
+    sum_y = tl.zeros([OWN], DTYPE)
+    dgain = tl.zeros([OWN], DTYPE)
+    for start in range(0, num_tokens, WALK):
+        j = start + tl.arange(0, WALK)
+        in_j = j < num_tokens
+        mask_j = in_j[:, None] & in_d[None, :]
+        row_j = head * num_tokens + j
+        if KEYS:
+            b_j = tl.load(q_head + j[:, None] * sq_n + d[None, :], mask=mask_j, other=0.0)
+            e_j = tl.load(dout_head + j[:, None] * HEAD_DIM + d[None, :], mask=mask_j, other=0.0)
+        else:
+            b_j = tl.load(k_head + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
+            e_j = tl.load(v_head + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
+        ok = (i[:, None] != j[None, :]) & (i[:, None] >= P) & (j[None, :] >= P)
+        wx_j = tl.load(WX + row_j[:, None] * CX + cx[None, :], mask=in_j[:, None], other=0.0)
+        sx_j = tl.load(SX + row_j, mask=in_j, other=0.0)
+        distance_x, inverse_x = _distance(
+            WX, row_i, row_j, in_i, in_j, wx_i, wx_j, sx_i, sx_j, ok, WIDTH_X, CX, TOL, PRECISION, DTYPE)
+        wy_j = tl.load(WY + row_j[:, None] * CY + cy[None, :], mask=in_j[:, None], other=0.0)
+        sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
+        distance_y, inverse_y = _distance(
+            WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
+        distance = distance_x + distance_y
+        logits = tl.dot(a_i, tl.trans(b_j), input_precision=PRECISION, out_dtype=DTYPE) * scale + gain * distance
+        logits *= 1.4426950408889634
+        dp = tl.dot(c_i, tl.trans(e_j), input_precision=PRECISION, out_dtype=DTYPE)
+        if KEYS:
+            lse_j = tl.load(LSE + row_j, mask=in_j, other=0.0)
+            delta_j = tl.load(DELTA + row_j, mask=in_j, other=0.0)
+            p = tl.exp2(logits - lse_j[None, :])
+            dp -= delta_j[None, :]
+        else:
+            p = tl.exp2(logits - lse_i[:, None])
+            dp -= delta_i[:, None]
+        p = tl.where(in_i[:, None] & in_j[None, :], p, 0.0)
+        dlogits = p * dp
+        da += tl.dot(dlogits.to(b_j.dtype), b_j, input_precision=PRECISION, out_dtype=DTYPE)
+        if KEYS:
+            dv += tl.dot(p.to(e_j.dtype), e_j, input_precision=PRECISION, out_dtype=DTYPE)
+        else:
+            dgain += tl.sum(dlogits * distance, 1)
+        r = dlogits * inverse_x
+        sum_x += tl.sum(r, 1)
+        dwx += tl.dot(r, wx_j, input_precision=PRECISION, out_dtype=DTYPE)
+        r = dlogits * inverse_y
+        sum_y += tl.sum(r, 1)
+        dwy += tl.dot(r, wy_j, input_precision=PRECISION, out_dtype=DTYPE)
+    at = row_i[:, None] * HEAD_DIM + d[None, :]
+    tl.store(DA + at, (da * scale).to(DA.dtype.element_ty), mask=mask_i)
+    dwx = gain * (sum_x[:, None] * wx_i - dwx)
+    dwy = gain * (sum_y[:, None] * wy_i - dwy)
+    at_x = row_i[:, None] * CX + cx[None, :]
+    at_y = row_i[:, None] * CY + cy[None, :]
+    if KEYS:  # launched second: the half of the queries is there
+        tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask_i)
+        dwx += tl.load(DWX + at_x, mask=in_i[:, None], other=0.0)
+        dwy += tl.load(DWY + at_y, mask=in_i[:, None], other=0.0)
+    else:
+        tl.store(DGAIN + row_i, dgain, mask=in_i)
+    tl.store(DWX + at_x, dwx, mask=in_i[:, None])
+    tl.store(DWY + at_y, dwy, mask=in_i[:, None])
+
+
+def _prepare(codes: torch.Tensor, num_tokens: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Centred codes in padded rows of all tokens, `[B*h, N, C]`, and their squared norms, `[B*h, N]`."""
+    codes = codes.flatten(0, 1)
+    w = codes - codes.mean(dim=-2, keepdim=True)
+    width = max(16, triton.next_power_of_2(w.shape[-1]))
+    w = F.pad(w, (0, width - w.shape[-1], num_tokens - w.shape[-2], 0)).contiguous()
+    return w, w.square().sum(dim=-1)
+
+
+def _constants(q: torch.Tensor, wx: torch.Tensor, wy: torch.Tensor, codes_x: torch.Tensor, codes_y: torch.Tensor) -> Dict[str, object]:
+    wide = wx.dtype == torch.float64
+    return {
+        'HEAD_DIM': q.shape[-1],
+        'D': max(16, triton.next_power_of_2(q.shape[-1])),
+        'CX': wx.shape[-1],
+        'CY': wy.shape[-1],
+        'WIDTH_X': codes_x.shape[-1],
+        'WIDTH_Y': codes_y.shape[-1],
+        'P': q.shape[-2] - codes_x.shape[-2],
+        'TOL': 16 * torch.finfo(wx.dtype).eps,
+        'PRECISION': 'ieee' if wide else 'tf32x3',
+        'DTYPE': tl.float64 if wide else tl.float32,
+    }
+
+
+def _strides(*tensors: torch.Tensor) -> Tuple[int, ...]:
+    return tuple(t.stride(n) for t in tensors for n in range(3))
+
+
+def _dense_rows(*tensors: torch.Tensor):
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=())
+def _attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The output and, for the backward pass, log2 of the sum of each row."""
+    batch, num_heads, num_tokens, _ = q.shape
+    q, k, v = _dense_rows(q, k, v)
+    (wx, sx), (wy, sy) = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    lse = wx.new_empty(batch, num_heads, num_tokens)
+    constants = _constants(q, wx, wy, codes_x, codes_y)
+    blocks = forward_blocks(constants['D'], constants['CX'] + constants['CY'], q.element_size())
+    gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
+    _forward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
+        q, k, v, wx, wy, sx, sy, gain, wx.new_tensor([scale]), out, lse, *_strides(q, k, v), num_heads, num_tokens,
+        **constants, OWN=blocks.own, WALK=blocks.walk, num_warps=blocks.warps, num_stages=blocks.stages)
+    return out, lse
+
+
+@_attention.register_fake
+def _(q, k, v, codes_x, codes_y, bias_scale, scale):
+    return torch.empty_like(v, memory_format=torch.contiguous_format), codes_x.new_empty(q.shape[:-1])
+
+
+@torch.library.custom_op('timm_sape::distance_attention_triton_backward', mutates_args=())
+def _attention_backward(
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, num_heads, num_tokens, _ = q.shape
+    q, k, v = _dense_rows(q, k, v)
+    grad = grad.contiguous()
+    (wx, sx), (wy, sy) = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
+    delta = (grad.to(wx.dtype) * out).sum(dim=-1)  # [B, h, N]
+    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    grad_wx, grad_wy, grad_gain = torch.empty_like(wx), torch.empty_like(wy), torch.empty_like(delta)
+    prefix = num_tokens - codes_x.shape[-2]
+    constants = _constants(q, wx, wy, codes_x, codes_y)
+    blocks = backward_blocks(constants['D'], constants['CX'] + constants['CY'], q.element_size())
+    gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
+    for keys, grad_a in ((False, grad_q), (True, grad_k)):
+        _backward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
+            q, k, v, grad, wx, wy, sx, sy, gain, wx.new_tensor([scale]), lse, delta, grad_a, grad_v, grad_wx, grad_wy, grad_gain,
+            *_strides(q, k, v), num_heads, num_tokens,
+            **constants, OWN=blocks.own, WALK=blocks.walk, KEYS=keys,
+            num_warps=blocks.warps, num_stages=blocks.stages)
+    grad_codes = [
+        g[:, prefix:, :c.shape[-1]].reshape(c.shape) for g, c in ((grad_wx, codes_x), (grad_wy, codes_y))]
+    grad_scale = grad_gain.sum(dim=(0, 2))  # [h]
+    grad_scale = grad_scale.sum(0, keepdim=True) if bias_scale.shape[0] == 1 else grad_scale
+    return grad_q, grad_k, grad_v, *(g.contiguous() for g in grad_codes), grad_scale.to(bias_scale.dtype)
+
+
+@_attention_backward.register_fake
+def _(grad, out, lse, q, k, v, codes_x, codes_y, bias_scale, scale):
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y, bias_scale))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward_formula(ctx, grad, _):
+    return (*_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
+
+
+_attention.register_autograd(_backward_formula, setup_context=_setup_context)
+
+
+def triton_distance_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        *,
+        scale: float,
+) -> torch.Tensor:
+    """`distances.distance_attention` on a GPU, or under Triton's interpreter (`TRITON_INTERPRET=1`).
+
+    Args and result are the same. q, k and v have one dtype; `limits` says how wide they and the codes may be.
+    """
+    return _attention(q, k, v, codes_x, codes_y, bias_scale, scale)[0]
