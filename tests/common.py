@@ -13,6 +13,7 @@ from timm_sape import PositionEncoding
 from timm_sape.encodings import registry
 
 PATCH = 8
+HEADS = 4
 GRIDS = [(3, 5), (1, 7), (14, 14)]
 COMPOSITIONS = [
     'ape+sape2_k', 'ape+rope2d_mixed', 'ape+auto_rope2d+auto_sape2_k', 'cope+rope2d+sape2_qk',
@@ -84,7 +85,7 @@ class Maker:
 
     def __call__(self, awake=True, **kwargs):
         defaults = dict(
-            pos_enc=self.pos_enc, img_size=self.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=2,
+            pos_enc=self.pos_enc, img_size=self.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=HEADS,
             num_classes=3, reg_tokens=4, global_pool='avg', fc_norm=False)
         parts = self.pos_enc.split('+')
         defaults['pos_enc_kwargs'] = {name: KEYWORDS[name] for name in parts if name in KEYWORDS}

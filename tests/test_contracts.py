@@ -30,7 +30,7 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
-from common import GRIDS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, backend, registered
+from common import GRIDS, HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, backend, registered
 from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ResizedEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
@@ -335,7 +335,7 @@ def attn_mask(make):
         same(model.forward_intermediates(x, attn_mask=mask)[0], features, 'intermediates with a mask')
         last = model.get_intermediate_layers(x, attn_mask=mask, norm=True)[0]
         same(last, features[:, 5:], 'intermediate layers with a mask')
-        soft = torch.randn(2, 2, num_tokens, num_tokens, generator=generator)
+        soft = torch.randn(2, HEADS, num_tokens, num_tokens, generator=generator)
         check_layers(model, x, soft, attn_mask=soft)
         check_layers(model, x, causal, is_causal=True)
         same(model(x, is_causal=True), model(x, attn_mask=causal), 'causal mask')
@@ -375,9 +375,9 @@ def relative(make):
         if not encoding.relative:
             continue
         p, grid = 5, Grid(*make.grid, 5)
-        token = torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(0))
-        q = k = token.expand(1, 2, p + grid.num_patches, 16)
-        logits = torch.zeros(1, 2, *2 * (p + grid.num_patches,))
+        token = torch.randn(1, HEADS, 1, 32 // HEADS, generator=torch.Generator().manual_seed(0))
+        q = k = token.expand(-1, -1, p + grid.num_patches, -1)
+        logits = torch.zeros(1, HEADS, *2 * (p + grid.num_patches,))
         if encoding.overrides('rotation'):
             table, half = encoding.rotation(grid), encoding.rotate_half
             logits = rotated(q, table, p, half) @ rotated(k, table, p, half).transpose(-2, -1)
@@ -389,6 +389,7 @@ def relative(make):
             tokens = token.flatten().expand(1, q.shape[2], 32)
             a, b = encoding.channels(q, k, tokens, grid, 1.0)
             logits = logits + a @ b.transpose(-2, -1)
+        logits = logits.masked_fill(logits.isneginf(), -99)
         logits = logits[:, :, p:, p:].unflatten(-1, make.grid).unflatten(-3, make.grid)  # [1, h, H, W, H, W]
         if make.grid[0] > 1:
             same(logits[:, :, 1:, :, 1:], logits[:, :, :-1, :, :-1], f'{path}, moved along y')
@@ -569,7 +570,7 @@ def patch_dropout_mask(make):
     model.patch_drop = Keep(draw(make, num_patches))
     generator = torch.Generator().manual_seed(0)
     for shape in (
-            (num_tokens, num_tokens), (2, 1, num_tokens, num_tokens), (1, 2, num_tokens, num_tokens),
+            (num_tokens, num_tokens), (2, 1, num_tokens, num_tokens), (1, HEADS, num_tokens, num_tokens),
             (2, 1, 1, num_tokens), (1, num_tokens)):
         mask = torch.rand(shape, generator=generator) < 0.7
         mask[..., 0] = True  # no row is empty
@@ -1058,7 +1059,7 @@ def state_dict(make):
     same(fresh(x), model(x), 'loaded model', tol=1e-6)
     own = {name for name in state if 'encodings.' in name}
     plain = VisionTransformer(
-        img_size=make.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=2, num_classes=3, reg_tokens=4,
+        img_size=make.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=HEADS, num_classes=3, reg_tokens=4,
         pos_embed='none' if model.pos_embed is None else 'learn')
     assert state.keys() - own == plain.state_dict().keys(), 'entries that are not the encodings own'
     for name in own:

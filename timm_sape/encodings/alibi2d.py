@@ -1,0 +1,40 @@
+"""ALiBi (Press et al., 'Train Short, Test Long', ICLR 2022) with distances in the plane, as CROMA (Fuller et al.,
+NeurIPS 2023) has it for images.
+
+2-D in the distance alone: it is Euclidean, or counts steps along rows and columns, and knows no direction. Costs one
+addition per logit.
+"""
+import torch
+
+from ..grid import Grid
+from .offset_bias import OffsetBiasEncoding, per_head, slopes_for_any_heads
+from .registry import register_encoding
+
+
+@register_encoding('alibi2d')
+class LinearBiasEncoding2d(OffsetBiasEncoding):
+    """2D-ALiBi: logits between patches get -m_i * distance, with the slope m_i = 2^(-8i/h) for head i = 1 ... h.
+
+    Where h is no power of two, the slopes are those of the next lower one, followed by every second slope of the next
+    higher one, as in ALiBi. Prefix tokens are at no distance: their bias is 0.
+
+    Args:
+        distance: 'euclidean', or 'manhattan' for |dy| + |dx|.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    paper = 'https://arxiv.org/abs/2311.00566'
+
+    def __init__(self, *, distance: str = 'euclidean', **host) -> None:
+        if distance not in ('euclidean', 'manhattan'):
+            raise ValueError(f"'alibi2d': distance must be 'euclidean' or 'manhattan', got {distance!r}.")
+        super().__init__(**host)
+        self.distance = distance
+        self.slopes = slopes_for_any_heads(self.num_heads, lambda n: [2 ** (-8 * i / n) for i in range(1, n + 1)])
+        self.make_table()
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        dy, dx = self.offsets(grid, device, dtype)
+        distance = torch.hypot(dy, dx) if self.distance == 'euclidean' else dy.abs() + dx.abs()  # [2H-1, 2W-1]
+        return -per_head(self.slopes, device, dtype) * distance  # [h, 2H-1, 2W-1]

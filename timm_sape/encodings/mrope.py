@@ -1,0 +1,62 @@
+"""Multimodal rotary position encoding (Wang et al., 'Qwen2-VL', 2024), in the layout of timm's `RotaryEmbeddingMRope`.
+
+2-D, 3-D in fact: pairs of channels take turns in following time, y and x. A still image is at time 0, so the pairs of
+time are not rotated; and each axis has a third of the frequencies, where an axial encoding has all of them on each.
+Costs two multiplications per entry of q and k.
+"""
+from typing import Optional, Sequence
+
+import torch
+
+from ..grid import Grid
+from .base import CoordinateEncoding, FixedRotaryEncoding
+from .registry import register_encoding
+
+
+@register_encoding('mrope')
+class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
+    """M-RoPE: pair k < d/2, the channels k and k + d/2, turns by 10000^(-2k/d) times 0, y, x, 0, y, x, ...
+
+    Args:
+        section: (t, h, w), how many pairs follow each axis, read as timm reads it: the first h of the pairs 1, 4, 7,
+            ... follow y, the first w of the pairs 2, 5, 8, ... follow x, or all of them if there are not so many; the
+            others follow time, whatever t is. Default: all of them, which is as even as it gets, (11, 11, 10) for a
+            head dim of 64. timm's default of (8, 12, 12) is the same up to a head dim of 74; beyond that it leaves
+            all further pairs to time.
+
+    Raises:
+        ValueError: If `section` is not three integers, of which h and w are 1 or more, or the head dim is odd or less
+            than 6, where no pair would be left for x.
+    """
+    rotate_half = True
+    relative = True
+    resolution = 'angles go on for further patches, or `rescale`'
+    paper = 'https://arxiv.org/abs/2409.12191'
+
+    def __init__(self, *, section: Optional[Sequence[int]] = None, **host) -> None:
+        super().__init__(**host)
+        self._require_head_dim('mrope', 2)
+        num_pairs = self.head_dim // 2
+        if num_pairs < 3:
+            raise ValueError(
+                f"'mrope' needs a head dim of 6 or more, a pair for each axis, got {self.head_dim}. Choose another "
+                'num_heads.')
+        if section is None:
+            section = ((num_pairs + 2) // 3, (num_pairs + 1) // 3, num_pairs // 3)
+        elif (
+                not isinstance(section, (tuple, list)) or len(section) != 3
+                or any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s in section)
+                or 0 in section[1:]):
+            raise ValueError(
+                f"'mrope': section must be integers (t, h, w), h and w of 1 or more, t of 0 or more, got {section!r}.")
+        self.section = tuple(section)
+        self.make_table()
+
+    def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        _, h, w = self.section
+        k = torch.arange(self.head_dim // 2, device=device, dtype=dtype)
+        frequencies = 10000 ** (-2 * k / self.head_dim)  # [d/2]
+        follows_y = (k % 3 == 1) & (k < 3 * h)
+        follows_x = (k % 3 == 2) & (k < 3 * w)
+        y, x = self.coordinates(grid, device, dtype).unbind(-1)  # [H*W]
+        return y[:, None] * (frequencies * follows_y) + x[:, None] * (frequencies * follows_x)  # [H*W, d/2]
