@@ -29,6 +29,7 @@ POS_ENCS = [
 # of large codes) that low precision shows the rounding of q and k instead of mistakes.
 KEYWORDS = {
     'cape': {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1},
+    'pape': {'num_parabolas': 4},
     'sape2sq_k': {'bias_scale': 0.1},
     'sape2sq_q': {'bias_scale': 0.1},
 }

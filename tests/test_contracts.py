@@ -167,6 +167,9 @@ def patches_without_prefix(make, **prefix):
     p = model.num_prefix_tokens
     if model.pos_embed is not None:
         bare.pos_embed.data.copy_(model.pos_embed[:, model.pos_embed.shape[1] - bare.pos_embed.shape[1]:])
+    for name, encoding in model.encodings.items():
+        if name == 'lape':
+            bare.encodings[name].table.data.copy_(encoding.table[:, p:])
     mask = torch.ones(p + make.grid[0] * make.grid[1], p + make.grid[0] * make.grid[1], dtype=torch.bool)
     mask[p:, :p] = False
     same(model.forward_features(x, attn_mask=mask)[:, p:], bare.forward_features(x), 'patches without prefix')
@@ -278,9 +281,18 @@ def attention_dropout(make):
         same(seen[0], attn.proj.bias.expand(2, 20, 32), 'attention after attention dropout')
 
 
+def silence_after_blocks(model):
+    """Take out what encodings add between blocks, for contracts that look at blocks which do nothing."""
+    for encoding in model.position_encodings().values():
+        if encoding.overrides('after_block'):
+            for p in encoding.parameters():
+                p.data.zero_()
+
+
 @contract(grids=ONE_GRID)
 def projection_dropout(make):
     x, model = dropout(make, 'proj_drop_rate')
+    silence_after_blocks(model)
     same(model.forward_features(x), model.norm(embedded(model, x)), 'features after projection dropout')
 
 
@@ -303,6 +315,7 @@ def layer_scale(make):
         assert gradient['blocks.0.ls1.gamma'].abs().max() > 0 and gradient['blocks.0.ls2.gamma'].abs().max() > 0
         block.ls1.gamma.data.zero_()
         block.ls2.gamma.data.zero_()
+    silence_after_blocks(model)
     same(model.forward_features(x), model.norm(embedded(model, x)), 'features with layer scale 0')
 
 
@@ -821,7 +834,7 @@ def fix_init(make):
         torch.manual_seed(0)
         states.append(make(awake=False, fix_init=fix).state_dict())
     for name, plain in states[0].items():
-        scaled = name.endswith(('attn.proj.weight', 'mlp.fc2.weight'))
+        scaled = name.endswith(('attn.proj.weight', 'mlp.fc2.weight')) and 'encodings.' not in name
         scale = (2 * (int(name.split('.')[1]) + 1)) ** -0.5 if scaled else 1
         same(states[1][name], scale * plain, f'fix_init of {name}', tol=1e-6)
 

@@ -40,8 +40,8 @@ class PosEncAttention(Attention):
             hook: tuple(name for name, encoding in encodings.items() if encoding.overrides(hook))
             for hook in PositionEncoding.HOOKS
         }
-        others = [name for hook in ('position_bias', 'content_bias', 'channels', 'values') for name in self._names[hook]]
-        self._codes_alone = len(others) == 1
+        biases = ('position_bias', 'content_bias', 'channels', 'values')
+        self._codes_alone = sum(len(self._names[hook]) for hook in biases) == 1
 
     def acting_on(self, hook: str) -> List[PositionEncoding]:
         """The encodings of this layer that override `hook`."""

@@ -22,8 +22,8 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
 
     Args:
         npos: Number of embeddings, 2 or more.
-        direction: 'literal' for the sum to the end of the raster, as in the paper; 'between' for the sum between the two
-            patches, p_ij = |S_ij - S_ii| with S the sum to the end, which is symmetric about i.
+        direction: 'literal' for the sum to the end of the raster, as in the paper; 'between' for the sum between both
+            patches, p_ij = |S_ij - S_ii| with S the sum to the end.
 
     Raises:
         ValueError: If a value is none of these.

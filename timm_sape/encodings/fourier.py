@@ -12,8 +12,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from .. import ops
 from ..grid import Grid
-from ..ops.contextual import no_autocast, upcast
 from .base import CoordinateEncoding
 from .registry import register_encoding
 
@@ -78,8 +78,8 @@ class FourierPositionEncoding(CoordinateEncoding):
             grid: Grid,
             pos_embed: Optional[torch.Tensor],
     ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        with no_autocast(self.freqs):
-            freqs, *layers = upcast(self.freqs, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        with ops.no_autocast(self.freqs):
+            freqs, *layers = ops.upcast(self.freqs, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
             position = self.coordinates(grid, freqs.device, freqs.dtype)[..., None]  # [H*W, 2, 1]
             phase = (position * freqs).sum(1)  # [H*W, F/2]
             features = torch.cat([phase.cos(), phase.sin()], dim=-1) * self.fc1.in_features ** -0.5  # [H*W, F]

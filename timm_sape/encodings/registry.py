@@ -161,8 +161,8 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
             raise ValueError(f'{name!r}: init must be a finite number, got {init!r}.')
         if cls.gate_init == 1 and init == 0:
             raise ValueError(
-                f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with the default of 1 '
-                'the encoding is neutral at the start already.')
+                f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with the default of '
+                '1 the encoding is neutral at the start already.')
         kwargs['gate'] = init
     return cls(**kwargs)
 

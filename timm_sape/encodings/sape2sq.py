@@ -12,7 +12,6 @@ import torch
 
 from .. import ops
 from ..grid import Grid
-from ..ops.contextual import no_autocast
 from .registry import register_encoding
 from .sape2 import SemanticAwareEncoding
 
@@ -38,8 +37,8 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
             grid: Grid,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        dtype = _attention_dtype(q)
-        with no_autocast(q):
+        dtype = ops.attention_dtype(q)
+        with ops.no_autocast(q):
             codes = torch.cat(ops.axis_codes(
                 q, k, self.table_x, self.table_y, grid,
                 mode=self.mode,
@@ -72,14 +71,6 @@ class SquaredSemanticAwareEncodingQ(SquaredSemanticAwareEncoding):
 class SquaredSemanticAwareEncodingK(SquaredSemanticAwareEncoding):
     """SaPE2(K) with squared distances."""
     mode = 'k'
-
-
-def _attention_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype that the products of attention will be computed from; autocast narrows what a norm has widened."""
-    device_type = q.device.type
-    if q.dtype != torch.float64 and device_type != 'meta' and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return q.dtype
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

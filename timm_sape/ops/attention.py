@@ -1,4 +1,6 @@
 """Scaled dot-product attention with a bias that may be wider than q, k and v."""
+import math
+from contextlib import nullcontext
 from typing import Optional
 
 import torch
@@ -6,7 +8,7 @@ import torch.nn.functional as F
 
 from .contextual import no_autocast
 
-__all__ = ['attend', 'merge_masks', 'probabilities']
+__all__ = ['attend', 'attention_dtype', 'merge_masks', 'probabilities']
 
 
 def merge_masks(
@@ -89,6 +91,14 @@ def attend(
     return out.to(v.dtype)
 
 
+def attention_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype that the products of attention will be computed from; autocast narrows what a norm has widened."""
+    device_type = q.device.type
+    if q.dtype != torch.float64 and device_type != 'meta' and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return q.dtype
+
+
 def probabilities(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -101,11 +111,13 @@ def probabilities(
     Returns:
         `[B, h, N, N]`, in the dtype of the logits.
     """
-    if mask is None:
-        return ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1)
-    if mask.dtype == torch.bool:
-        logits = (q * scale) @ k.transpose(-2, -1)
-        return logits.masked_fill(~mask, float('-inf')).softmax(dim=-1)
-    dtype = torch.promote_types(q.dtype, mask.dtype)
-    with no_autocast(q):
-        return ((q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1) + mask).softmax(dim=-1)
+    # A power of two changes no digit of q: channels that are a high and a low part stay what they are.
+    exact = 2.0 ** round(math.log2(scale))
+    additive = mask is not None and mask.dtype != torch.bool
+    dtype = torch.promote_types(q.dtype, mask.dtype) if additive else q.dtype
+    with no_autocast(q) if additive else nullcontext():
+        logits = (q.to(dtype) * exact) @ k.to(dtype).transpose(-2, -1)
+        logits = logits if exact == scale else logits * (scale / exact)
+        if mask is not None:
+            logits = logits + mask if additive else logits.masked_fill(~mask, float('-inf'))
+        return logits.softmax(dim=-1)

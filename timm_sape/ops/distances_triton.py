@@ -128,7 +128,7 @@ def _backward(
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
         WIDTH_X: tl.constexpr, WIDTH_Y: tl.constexpr, P: tl.constexpr,
         OWN: tl.constexpr, WALK: tl.constexpr, KEYS: tl.constexpr,
-        TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+        TOL: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Owns queries, DA is the gradient of q; or, with KEYS, owns keys, DA is that of k, and DV is written too."""
     head = tl.program_id(1).to(tl.int64)
@@ -202,10 +202,10 @@ def _backward(
             dgain += tl.sum(dlogits * distance, 1)
         r = dlogits * inverse_x
         sum_x += tl.sum(r, 1)
-        dwx += tl.dot(r, wx_j, input_precision=PRECISION, out_dtype=DTYPE)
+        dwx += tl.dot(r, wx_j, input_precision=GRADIENT, out_dtype=DTYPE)
         r = dlogits * inverse_y
         sum_y += tl.sum(r, 1)
-        dwy += tl.dot(r, wy_j, input_precision=PRECISION, out_dtype=DTYPE)
+        dwy += tl.dot(r, wy_j, input_precision=GRADIENT, out_dtype=DTYPE)
     at = row_i[:, None] * HEAD_DIM + d[None, :]
     tl.store(DA + at, (da * scale).to(DA.dtype.element_ty), mask=mask_i)
     dwx = gain * (sum_x[:, None] * wx_i - dwx)
@@ -309,11 +309,12 @@ def _attention_backward(
     constants = _constants(q, wx, wy, codes_x, codes_y)
     blocks = backward_blocks(constants['D'], constants['CX'] + constants['CY'], q.element_size())
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
+    precision = constants['PRECISION'] if q.element_size() > 2 else 'tf32'  # what bf16 is worth
     for keys, grad_a in ((False, grad_q), (True, grad_k)):
         _backward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
             q, k, v, grad, wx, wy, sx, sy, gain, wx.new_tensor([scale]), lse, delta, grad_a, grad_v, grad_wx, grad_wy, grad_gain,
             *_strides(q, k, v), num_heads, num_tokens,
-            **constants, OWN=blocks.own, WALK=blocks.walk, KEYS=keys,
+            **constants, OWN=blocks.own, WALK=blocks.walk, KEYS=keys, GRADIENT=precision,
             num_warps=blocks.warps, num_stages=blocks.stages)
     grad_codes = [
         g[:, prefix:, :c.shape[-1]].reshape(c.shape) for g, c in ((grad_wx, codes_x), (grad_wy, codes_y))]

@@ -1,0 +1,112 @@
+"""Log-spaced continuous position bias of Swin V2 (Liu et al., 'Swin Transformer V2', CVPR 2022).
+
+The bias of an offset is not looked up but computed from it, by a small MLP in each layer. 2-D in that its input is the
+pair (dy, dx), squeezed by a logarithm so that offsets beyond the trained ones are near those that it knows. Costs the
+MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per head and layer, whatever the batch.
+"""
+import math
+from typing import Optional, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers import Mlp
+
+from .. import ops
+from ..grid import Grid
+from .base import ReferenceGridEncoding
+from .registry import register_encoding
+from .rpb import between_patches
+
+MODES = ('swin', 'cr')
+
+
+@register_encoding('cpb')
+class ContinuousPositionBias(ReferenceGridEncoding):
+    """Logits get b(f(p_i - p_j)), with b(f) = 16 sigmoid(fc2(relu(fc1(f)))), fc2 without a bias.
+
+    Along each axis f(delta) = sign(delta) * log2(1 + |s|) / log2(8), where s is 8 * delta / (W0 - 1) for the trained
+    grid H0 x W0. (An axis of one patch, on which timm's `RelPosMlp` gives NaN, counts as one of two.)
+
+    `mode='cr'` is what timm's `vit_relpos_*` models have: f(delta) = sign(delta) * ln(1 + |delta|), no sigmoid, fc2
+    with a bias, and `hidden` of 128 to 512. Parameters have the names of `RelPosMlp`: what is
+    `blocks.<i>.attn.rel_pos.mlp.*` there, or `shared_rel_pos.mlp.*` for all layers, is
+    `blocks.<i>.attn.encodings.cpb.mlp.*` here.
+
+    The layers start as torch's do, as in those models. (timm's Swin V2 starts them from a normal distribution with std
+    .02.) No parameter has weight decay. Computed in float32 at least. Mind that the bias of 'swin' starts near 8 and
+    that of a prefix token is 0, as in timm: at first, patches hardly see prefix tokens. Swin V2's cosine attention is
+    another thing and no part of this.
+
+    Args:
+        mode: 'swin' or 'cr'.
+        hidden: Width of the MLP.
+        drop: Rate of dropout between its layers in training; timm has .125.
+
+    Raises:
+        ValueError: If a value is none of these.
+    """
+    relative = True
+    adds = 'L * 512 * (h + 3)'
+    resolution = 'the MLP goes on for further offsets'
+    paper = 'https://arxiv.org/abs/2111.09883'
+
+    def __init__(
+            self,
+            *,
+            mode: str = 'swin',
+            hidden: int = 512,
+            drop: float = 0.,
+            device=None,
+            dtype=None,
+            **host,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
+        if mode not in MODES:
+            raise ValueError(f"'cpb': mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
+        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+            raise ValueError(f"'cpb' needs hidden to be a positive integer, got {hidden!r}.")
+        if isinstance(drop, bool) or not isinstance(drop, (int, float)) or not 0 <= drop < 1:
+            raise ValueError(f"'cpb' needs drop of at least 0 and less than 1, got {drop!r}.")
+        self.mode = mode
+        self.mlp = Mlp(
+            2,
+            hidden_features=hidden,
+            out_features=self.num_heads,
+            act_layer=nn.ReLU,
+            bias=(True, mode == 'cr'),
+            drop=(drop, 0.),
+            device=device,
+            dtype=dtype,
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.mlp.fc1.reset_parameters()
+        self.mlp.fc2.reset_parameters()
+
+    def saved_grid_size(self) -> Optional[Tuple[int, int]]:
+        return self.ref_grid_size if self.mode == 'swin' else None
+
+    def position_bias(self, grid: Grid) -> torch.Tensor:
+        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
+        with ops.no_autocast(fc1.weight):
+            parameters = (fc1.weight, fc1.bias, fc2.weight, *([] if fc2.bias is None else [fc2.bias]))
+            weight1, bias1, *layer2 = ops.upcast(*parameters)
+            offsets = self._squeezed_offsets(grid, weight1.device, weight1.dtype)
+            hidden = self.mlp.drop1(self.mlp.act(F.linear(offsets, weight1, bias1)))
+            values = F.linear(hidden, *layer2)  # [(2H-1)*(2W-1), h]
+            if self.mode == 'swin':
+                values = 16 * values.sigmoid()
+        return grid.pad_prefix(between_patches(values, grid))  # [h, N, N]
+
+    def _squeezed_offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """f of each offset, row by row, `[(2H-1)*(2W-1), 2]`."""
+        axes = []
+        for size, ref in zip(grid.size, self.ref_grid_size):
+            delta = torch.arange(1 - size, size, device=device, dtype=dtype)
+            if self.mode == 'swin':
+                delta = delta * (8 / max(ref - 1, 1))
+            unit = math.log(8) if self.mode == 'swin' else 1
+            axes.append(delta.sign() * delta.abs().log1p() / unit)
+        return torch.stack(torch.meshgrid(*axes, indexing='ij'), dim=-1).flatten(0, 1)

@@ -1,0 +1,128 @@
+"""Object-based position encoding (Li et al., 'Tackling the Abstraction and Reasoning Corpus with Vision Transformers',
+2024; ViTARC).
+
+The sinusoids of x and y share the channels with those of an object's index, so that patches of one object have half of
+their encoding in common. Costs one addition per token entry and, where the caller does not name the objects, about
+log2(H*W) products of square matrices with H*W rows per image.
+"""
+import math
+from typing import List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .. import ops
+from ..grid import Grid
+from .base import CoordinateEncoding, FixedEncoding
+from .registry import register_encoding
+
+
+@register_encoding('ope')
+class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
+    """The patch at (y, x) of object o gets [wave(o), wave(x), wave(y)] of D/2, D/4 and D/4 channels.
+
+    In C channels, wave(p) is [sin(p w), cos(p w)] with w_k = 10000^(-2k/C), k < C/2. Prefix tokens get nothing.
+
+    Objects are what `model(x, object_index=...)` says, any integers. Left out, they are found in the image: the mean
+    colours of patches are rounded down to 4 levels per channel, and patches that a way from neighbour to neighbour
+    (left, right, above, below) of the same colour connects are one object. They are numbered from 0 in the order of
+    their first patches, row by row, background included. (The authors number the bounding boxes of objects, colour by
+    colour, from 1, with 0 for the most frequent colour.) No gradient flows through it.
+
+    Args:
+        mean: Mean by which images are normalised, a number or one for each channel. Default: that of the entrypoints.
+        std: Standard deviation, likewise; positive.
+
+    Raises:
+        ValueError: If a value is none of these, the embed dim is not a multiple of 8, or, in the forward pass, the
+            image has another number of channels.
+    """
+    resolution = 'coordinates go on for further patches, or `rescale`'
+    paper = 'https://arxiv.org/abs/2410.06405'
+
+    def __init__(
+            self,
+            *,
+            mean: Union[float, Sequence[float]] = 0.5,
+            std: Union[float, Sequence[float]] = 0.5,
+            **host,
+    ) -> None:
+        super().__init__(**host)
+        if self.dim % 8:
+            raise ValueError(
+                f"'ope' needs an embed dim that is a multiple of 8, got {self.dim}. Choose another embed_dim.")
+        for name, value in (('mean', mean), ('std', std)):
+            values = value if isinstance(value, (list, tuple)) else [value]
+            if not values or not all(_is_number(v) and (name == 'mean' or v > 0) for v in values):
+                kind = 'finite' if name == 'mean' else 'positive'
+                raise ValueError(
+                    f"'ope' needs {name} to be a {kind} number, or a list of them, one per channel, got {value!r}.")
+        if isinstance(mean, (list, tuple)) and isinstance(std, (list, tuple)) and len(mean) != len(std):
+            raise ValueError(f"'ope' has a mean of {len(mean)} channels and a std of {len(std)}. Give as many of each.")
+        self.mean = mean
+        self.std = std
+        self.make_table()
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        y, x = self.coordinates(grid, device, dtype).unbind(-1)  # [H*W]
+        return torch.cat([_waves(x, self.dim // 4), _waves(y, self.dim // 4)], dim=-1)  # [H*W, D/2]
+
+    def embed(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            pos_embed: Optional[torch.Tensor],
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        assert grid.objects is not None, "'ope' needs grid.objects, which find_objects tells."
+        table = self.table_for(grid)  # [H*W, D/2]
+        objects = _waves(grid.objects.to(table), self.dim // 2)  # [B, H*W, D/2]
+        table = torch.cat([objects, table.expand_as(objects)], dim=-1)  # [B, H*W, D]
+        return None, grid.pad_tokens(table)  # [B, N, D]
+
+    def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
+        levels = self._levels(images.detach(), patch_size)  # [B, H*W, C]
+        place = grid.coordinates(levels.device, levels.dtype)  # [H*W, 2]
+        is_near, is_same = torch.cdist(place, place, p=1) <= 1, torch.cdist(levels, levels, p=1) == 0
+        # 1 where a way leads from patch to patch; each product doubles the length of the ways.
+        connected = (is_near & is_same).to(levels.dtype)  # [B, H*W, H*W]
+        for _ in range(_num_doublings(grid.num_patches)):
+            connected = (connected @ connected).clamp(max=1)
+        first = connected.argmax(-1)  # the first patch of each one's object, [B, H*W]
+        is_first = first == torch.arange(grid.num_patches, device=first.device)
+        return (is_first.cumsum(-1) - 1).gather(-1, first)  # [B, H*W]
+
+    def _levels(self, images: torch.Tensor, patch_size: Tuple[int, int]) -> torch.Tensor:
+        """Mean colours of the patches in whole quarters of the range, 0 to 3, `[B, H*W, C]`."""
+        # Patches that reach beyond the image are filled up with zeros, as where they are embedded.
+        images = F.pad(images, (0, -images.shape[3] % patch_size[1], 0, -images.shape[2] % patch_size[0]))
+        colours = F.avg_pool2d(*ops.upcast(images), patch_size)  # [B, C, H, W]
+        channels = colours.flatten(2).unbind(1)  # [B, H*W]
+        mean, std = self._per_channel('mean', len(channels)), self._per_channel('std', len(channels))
+        levels = torch.stack([4 * (c * s + m) for c, m, s in zip(channels, mean, std)], dim=-1)
+        return levels.floor().clamp(0, 3).nan_to_num()  # a NaN would not even equal itself
+
+    def _per_channel(self, name: str, num_channels: int) -> List[float]:
+        value = getattr(self, name)
+        values = value if isinstance(value, (list, tuple)) else [value] * num_channels
+        if len(values) != num_channels:
+            raise ValueError(
+                f"'ope' has a {name} of {len(values)} channels, but the image has {num_channels}. "
+                f"Create the model with pos_enc_kwargs={{'ope': {{'{name}': ...}}}} of as many, or a single number.")
+        return values
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _waves(position: torch.Tensor, num_channels: int) -> torch.Tensor:
+    """`[...]` to `[..., C]`."""
+    k = torch.arange(num_channels // 2, device=position.device, dtype=position.dtype)
+    phase = position[..., None] * 10000 ** (-2 * k / num_channels)  # [..., C/2]
+    return torch.cat([phase.sin(), phase.cos()], dim=-1)
+
+
+def _num_doublings(num_patches: int) -> int:
+    """How often a way of one step is doubled until it could visit all patches; of an unknown number, 65536."""
+    return next((n for n in range(16) if statically_known_true(num_patches <= 2 ** n)), 16)

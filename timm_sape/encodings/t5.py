@@ -1,0 +1,84 @@
+"""Relative position bias of T5 (Raffel et al., 'Exploring the Limits of Transfer Learning', JMLR 2020).
+
+A learned number for each bucket of distances and each head, the same in all layers. Near distances have buckets of
+their own, far ones share them. Ours makes it 2-D, with a table for dy and one for dx, whose numbers add; the original
+is that of a sequence, here the raster. Costs one look-up of N x N numbers per head and forward pass.
+"""
+import math
+
+import torch
+import torch.nn as nn
+
+from .. import ops
+from ..grid import Grid
+from .base import PositionEncoding
+from .registry import register_encoding
+
+NUM_BUCKETS = 32  # half of them for each sign, half of those for one distance each
+# Least distance of each further bucket: the first integer that is not below 8 * (128 / 8)^(k / 8) = sqrt(64 * 2^k). No
+# logarithm is taken, which might be rounded to either side of an integer.
+THRESHOLDS = tuple(math.isqrt(64 * 2 ** k - 1) + 1 for k in range(8))
+
+
+@register_encoding('t5')
+class BucketedRelativePositionBias(PositionEncoding):
+    """Logits get table_y[bucket(y_j - y_i)] + table_x[bucket(x_j - x_i)].
+
+    Of the 32 buckets, 16 are for distances forward (j behind i), 16 for the others. In each half 0 to 7 have one each,
+    a distance m of 8 and more has 8 + floor(8 * log(m / 8) / log(128 / 8)), 15 at most: 12, 16, 23, 32, 46, 64 and 91
+    begin a new one. (Forward there is no distance 0, so that bucket stays unused, as in T5.)
+
+    Tables start as a normal distribution with std 1/sqrt(D), as in the T5 of Hugging Face's transformers, and have no
+    weight decay. Computed in float32 at least.
+
+    Args:
+        distance: 'axis' as above, or 'raster' for one table and the distance along the raster, as in a text: on another
+            grid it means another offset.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    per_layer = False
+    relative = True
+    adds = '64 * h'
+    resolution = 'further distances share the last buckets'
+    paper = 'https://arxiv.org/abs/1910.10683'
+
+    def __init__(self, *, distance: str = 'axis', device=None, dtype=None, **host) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
+        if distance not in ('axis', 'raster'):
+            raise ValueError(f"'t5': distance must be 'axis' or 'raster', got {distance!r}.")
+        self.distance = distance
+        for name in ('table_y', 'table_x') if distance == 'axis' else ('table',):
+            setattr(self, name, nn.Parameter(torch.empty(NUM_BUCKETS, self.num_heads, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for table in self.parameters(recurse=False):
+            nn.init.normal_(table, std=self.dim ** -0.5)
+
+    def position_bias(self, grid: Grid) -> torch.Tensor:
+        if self.distance == 'raster':
+            return grid.pad_prefix(_along(self.table, grid.num_patches))  # [h, N, N]
+        along_y = _along(self.table_y, grid.height)[:, :, None, :, None]  # [h, H, 1, H, 1]
+        along_x = _along(self.table_x, grid.width)[:, None, :, None, :]  # [h, 1, W, 1, W]
+        bias = (along_y + along_x).reshape(-1, grid.num_patches, grid.num_patches)
+        return grid.pad_prefix(bias)  # [h, N, N]
+
+
+def _along(table: torch.Tensor, size: int) -> torch.Tensor:
+    """The bias between `size` places in a line, `[h, size, size]`."""
+    (table,) = ops.upcast(table)
+    place = torch.arange(size, device=table.device)
+    values = table.T.index_select(1, bucket(torch.arange(1 - size, size, device=table.device)))  # [h, 2*size-1]
+    offset = place - place[:, None] + size - 1  # [size, size]
+    return values.index_select(1, offset.flatten()).reshape(-1, size, size)
+
+
+def bucket(offset: torch.Tensor) -> torch.Tensor:
+    """The bucket of each offset j - i, both integers."""
+    distance = offset.abs()
+    index = distance.clamp(max=THRESHOLDS[0])
+    for threshold in THRESHOLDS[1:]:
+        index = index + (distance >= threshold)
+    return index + NUM_BUCKETS // 2 * (offset > 0)
