@@ -548,7 +548,7 @@ channels = SQUARED_CLASS.channels
 
 
 @pytest.mark.parametrize('patch', [
-    (sape2sq, '_attention_dtype', lambda q: torch.float32),
+    (sape2sq.ops, 'attention_dtype', lambda q: torch.float32),
     (sape2sq, '_rounded', lambda x, dtype: x),
     (SQUARED_CLASS, 'channels', norms_in_one_piece),
 ], ids=['all rounded at the end', 'norms of other codes', 'norms in one piece'])

@@ -790,7 +790,8 @@ def check_initial(model, like):
         assert actual.isfinite().all(), f'{name} was not initialised'
         if 'encodings.' in name or name == 'pos_embed':
             a, b = (tensor.square().mean().sqrt().item() for tensor in (actual, expected))
-            assert b / 2 <= a <= 2 * b, f'{name} starts at {a:.3g} instead of {b:.3g}'
+            factor = 1 + 3 * actual.numel() ** -0.5 + 0.5  # few draws spread widely
+            assert b / factor <= a <= factor * b, f'{name} starts at {a:.3g} instead of {b:.3g}'
 
 
 @contract(grids=GRIDS[:2])
