@@ -15,7 +15,7 @@ def test_table_is_that_of_the_registry():
 def test_code_runs():
     known = timm_sape.list_encodings()
     blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     scope = {}
     try:
         for block in blocks:
