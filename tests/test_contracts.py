@@ -31,6 +31,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 from common import GRIDS, HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, backend, registered
+import timm_sape
 from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ResizedEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
@@ -1738,6 +1739,28 @@ class WritesClass(PositionEncoding):
 def test_contract(name, pos_enc):
     for grid in CONTRACTS[name].grids:
         CONTRACTS[name](Maker(pos_enc, grid))
+
+
+RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm_sape.encoding_keywords(name)]
+
+
+@pytest.mark.parametrize('pos_enc', RESCALING)
+@pytest.mark.parametrize('name', ['dynamic_img_size', 'set_input_size', 'three_roads', 'meta_device', 'half', 'config'])
+def test_contract_with_rescaling(name, pos_enc):
+    """The trained grid, which an encoding then has to know, gets lost on no road."""
+    for grid in CONTRACTS[name].grids[:2]:
+        make = Maker(pos_enc, grid, pos_enc_kwargs={pos_enc: {'resolution': 'rescale'}})
+        assert make().ref_grid_size == grid
+        CONTRACTS[name](make)
+
+
+@pytest.mark.parametrize('pos_enc', RESCALING)
+def test_rescaling_matters(pos_enc):
+    y = Maker(pos_enc).images(grid=(4, 6))
+    outs = [
+        Maker(pos_enc, pos_enc_kwargs={pos_enc: {'resolution': resolution}})(dynamic_img_size=True)(y)
+        for resolution in ('extrapolate', 'rescale')]
+    assert (outs[0] - outs[1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize('control', CONTROLS, ids=repr)
