@@ -1,0 +1,48 @@
+"""What a forward pass computes, and what it does not compute again."""
+import pytest
+import timm_sape
+from common import POS_ENCS, Maker
+from timm_sape import FixedEncoding, ops
+
+ALONE = [pos_enc for pos_enc in POS_ENCS if 'toy' not in pos_enc]
+FIXED = [name for name in timm_sape.list_encodings() if issubclass(timm_sape.get_encoding(name), FixedEncoding)]
+BIASES = [name for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).overrides('position_bias')]
+
+
+def used(*args, **kwargs):
+    raise AssertionError('computed')
+
+
+@pytest.mark.parametrize('pos_enc', ALONE)
+def test_attention_stays_fused(pos_enc, monkeypatch):
+    """Nothing but an encoding of the values needs the probabilities."""
+    monkeypatch.setattr(ops, 'probabilities', used)
+    make = Maker(pos_enc)
+    if 'irpe_qkv' in pos_enc:
+        with pytest.raises(AssertionError, match='computed'):
+            make()(make.images())
+    else:
+        make()(make.images()).sum().backward()
+
+
+@pytest.mark.parametrize('name', FIXED)
+def test_what_has_no_parameters_is_kept(name, monkeypatch):
+    """On the model's own grid nothing is computed anew; on another one it is."""
+    make = Maker(name)
+    model = make(dynamic_img_size=True)
+    monkeypatch.setattr(timm_sape.get_encoding(name), 'compute', used)
+    model(make.images())
+    with pytest.raises(AssertionError, match='computed'):
+        model(make.images(grid=(4, 6)))
+
+
+@pytest.mark.parametrize('name', BIASES)
+def test_a_bias_is_made_once(name, monkeypatch):
+    """Once in each layer, or once for the model if the layers share it."""
+    make = Maker(name)
+    model = make(depth=3)
+    cls, calls = timm_sape.get_encoding(name), []
+    position_bias = cls.position_bias
+    monkeypatch.setattr(cls, 'position_bias', lambda self, grid: calls.append(grid) or position_bias(self, grid))
+    model(make.images())
+    assert len(calls) == (3 if cls.per_layer else 1)
