@@ -774,3 +774,71 @@ def test_default_said_aloud(tmp_path):
         assert torch.equal(logits(model), logits(saved))
     with pytest.raises(ValueError, match='cannot be changed'):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc_kwargs={'sape2_k': {'preset': 'equations'}})
+
+
+# ---- encodings that know their grid, on roads that do not ask the model
+
+
+def on_grid(pos_enc, grid, **kwargs):
+    """A model whose encodings weigh something, always the same."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        'test_vit_nope', pos_enc=pos_enc, img_size=(8 * grid[0], 8 * grid[1]), patch_size=8, num_classes=3, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm_sape.encoding_keywords(name)]
+
+
+@pytest.mark.parametrize('name', RESCALING)
+def test_trained_grid_through_a_wrapper(name):
+    """A wrapper loads straight into the modules; buffers follow the grid that comes with the weights."""
+    kwargs = {'pos_enc_kwargs': {name: {'resolution': 'rescale'}}}
+    trained, other = on_grid(name, (3, 5), **kwargs), on_grid(name, (6, 7), **kwargs)
+    torch.nn.ModuleDict({'model': other}).load_state_dict(
+        torch.nn.ModuleDict({'model': trained}).state_dict())
+    x = torch.randn(1, 3, 48, 56)
+    trained.set_input_size(img_size=(48, 56))
+    assert torch.allclose(other(x), trained(x), atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['rpb', 'lape', 'ape2d'])
+def test_tables_of_another_grid_through_a_wrapper(name):
+    other = on_grid(name, (5, 3) if name != 'ape2d' else (3, 5))
+    state = on_grid(name, (3, 5)).state_dict()
+    if name == 'ape2d':  # whose tables tell rows from columns anyway
+        state['encodings.ape2d._extra_state'] = torch.tensor([4, 4])
+    with pytest.raises(ValueError, match=f"'{name}': the checkpoint is of a grid of .*set_input_size"):
+        torch.nn.ModuleDict({'model': other}).load_state_dict({f'model.{k}': v for k, v in state.items()})
+
+
+@pytest.mark.parametrize('name', ['rope2d', 'rope2d_mixed', 'sincos2d', 'alibi2d', 'fourier', 'pape'])
+@pytest.mark.parametrize('trained, used', [('extrapolate', 'rescale'), ('rescale', 'extrapolate')])
+def test_rule_for_other_sizes_is_chosen_when_loading(name, trained, used, tmp_path):
+    """Train once, evaluate under both rules."""
+    model = on_grid(name, (3, 5), pos_enc_kwargs={name: {'resolution': trained}})
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    x = torch.randn(1, 3, 48, 56)
+    outs = {}
+    for rule in (trained, used):
+        kwargs = {'pos_enc_kwargs': {name: {'resolution': rule}}}
+        loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, img_size=(48, 56), **kwargs).eval()
+        outs[rule] = loaded(x)
+        expected = on_grid(name, (3, 5), **kwargs)
+        expected.set_input_size(img_size=(48, 56))
+        assert torch.allclose(outs[rule], expected(x), atol=1e-5)
+    assert not torch.allclose(outs[trained], outs[used], atol=1e-4)
+
+
+def test_rescaling_a_bare_file_asks_for_the_grid(tmp_path):
+    torch.save(on_grid('rope2d', (3, 5)).state_dict(), tmp_path / 'model.pth')
+    kwargs = dict(
+        pos_enc='rope2d', img_size=(48, 56), patch_size=8, num_classes=3, pretrained=True,
+        pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}},
+        pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth')))
+    with pytest.raises(ValueError, match=r'give ref_grid_size=\(H, W\)'):
+        timm.create_model('test_vit_nope', **kwargs)
+    assert timm.create_model('test_vit_nope', ref_grid_size=(3, 5), **kwargs).ref_grid_size == (3, 5)

@@ -98,3 +98,27 @@ def test_entrypoints_of_every_encoding():
             for model in timm.list_models(f'{size}_{name}') + timm.list_models(f'{size}_{name}_ape'):
                 cfg = timm.get_pretrained_cfg(model)
                 assert cfg.input_size[0] == 3 and cfg.classifier == 'head' and not cfg.has_weights
+
+
+@pytest.mark.parametrize('name', [name for name in NAMES if timm_sape.get_encoding(name).alone])
+def test_what_the_last_layer_says_to_the_class_token(name):
+    """Nothing, if its row of the logits is not biased; pooled patches hear it. After one step all else learns."""
+    heard = {  # iRPE has a bucket for prefix tokens; what it adds to a whole row for the keys is nothing to a softmax
+        'irpe_q': ['table_q'], 'irpe_qk': ['table_q'], 'irpe_qkv': ['table_q', 'table_v'], 'rope2d_mixed': ['freqs']}
+    for pool in ('token', 'avg'):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            f'test_vit_{name}', img_size=32, patch_size=8, num_classes=4, global_pool=pool, fc_norm=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        dead = {
+            key for key, p in model.named_parameters()
+            if 'encodings.' in key and p.grad.abs().max() <= 1e-9}
+        last = {key for key, _ in model.named_parameters() if key.startswith('blocks.1.attn.encodings.')}
+        alive = {key for key in last if key.rsplit('.', 1)[1] in heard.get(name, [])}
+        expected = last - alive if pool == 'token' else set()
+        assert dead == expected, pool

@@ -169,6 +169,11 @@ def test_names():
     assert not timm.list_models('*auto_*', module='vit_pos_enc')
 
 
+def test_keywords_go_to_the_gated_name():
+    with pytest.raises(ValueError, match="keywords for 'sape2', which is no part of.*Write 'auto_sape2_k'"):
+        build('auto_sape2', pos_enc_kwargs={'sape2': {'npos': 5}})
+
+
 def test_ape_is_still_timms_table():
     model = build('auto_ape', awake=False)
     assert model.pos_embed is not None

@@ -133,6 +133,8 @@ def test_shared_where_it_cannot_be(hook, per_layer):
     ('sape2k', "Unknown position encoding 'sape2k'. Did you mean .*'sape2_k'"),
     ('rope', "Unknown position encoding 'rope'. Did you mean .*'rope2d'"),
     ('APE', "Unknown position encoding 'APE'"),
+    ('ape rope2d', "Unknown position encoding 'ape rope2d'. Join names with '[+]'"),
+    ('ape,rope2d', "Join names with '[+]', e.g. 'ape[+]sape2_k'"),
     ('xyzzy', "Unknown position encoding 'xyzzy'. Known: alibi2d, ape, .*sape2_qk"),
 ])
 def test_unknown_names(name, text):

@@ -696,10 +696,11 @@ def test_object_index(pos_enc, kwargs):
 def test_wrong_object_index():
     model, x = built('ope'), pictures()
     for shape in ((2, 17), (2, 15), (1, 16), (2, 4, 4), (16,)):
-        with pytest.raises(ValueError, match=r'object_index must be integers of shape \[B, H\*W\] = \[2, 16\]'):
+        with pytest.raises(ValueError, match=r"'ope' needs object_index to be a tensor of integers of shape \[B, H\*W\] = \[2, 16\]"):
             model(x, object_index=torch.zeros(shape, dtype=torch.long))
-    with pytest.raises(ValueError, match='object_index must be integers'):
-        model(x, object_index=torch.zeros(2, 16))
+    for wrong in (torch.zeros(2, 16), torch.zeros(2, 16, dtype=torch.complex64), [[0] * 16] * 2):
+        with pytest.raises(ValueError, match="'ope' needs object_index to be a tensor of integers"):
+            model(x, object_index=wrong)
     with pytest.raises(ValueError, match="object_index= is for encodings that use it, such as 'ope'"):
         built('peg')(x, object_index=torch.zeros(2, 16, dtype=torch.long))
     with pytest.raises(AssertionError, match="'ope' needs grid.objects"):
@@ -861,7 +862,7 @@ def test_initial_pemix():
 
 
 @pytest.mark.parametrize('name, acts_on', [
-    ('lape', 'tokens in each layer'), ('peg', 'tokens after the first block'), ('ope', 'tokens'), ('pemix', 'tokens')])
+    ('lape', 'tokens in each layer'), ('peg', 'tokens after a block'), ('ope', 'tokens'), ('pemix', 'tokens')])
 def test_parameters_added(name, acts_on):
     """As many as the documentation says, none of which decays."""
     model = built(f'{name}+sincos2d', img_size=(32, 48), reg_tokens=2, depth=3)

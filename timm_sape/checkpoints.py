@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
-from .encodings import ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
+from .encodings import CoordinateEncoding, ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
 
 __all__ = ['filter_state_dict', 'readable_errors', 'refuse_misfit', 'refuse_other_encoding']
 
@@ -63,11 +63,19 @@ def filter_state_dict(
             encoding.set_ref_grid_size(saved)
         elif is_reference and ref_grid_size is not None:
             state_dict[key] = encoding.get_extra_state()
-        elif any(name.startswith(f'{path}.') for name in state_dict):
+        elif isinstance(encoding, CoordinateEncoding) and model.pretrained_model_args:
+            # saved as 'extrapolate', where it did not matter
+            encoding.set_ref_grid_size(_grid_of_the_config(model))
+            state_dict[key] = encoding.get_extra_state()
+        elif is_reference or any(name.startswith(f'{path}.') for name in state_dict):
             fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
             raise ValueError(
                 f'The checkpoint does not say on which grid its encodings were trained, it lacks {key}. If they are '
                 f'those of pos_enc={model.pos_enc!r}, {fix}.')
+
+    for path, encoding in model.position_encodings().items():
+        if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
+            state_dict.pop(f'{path}._extra_state', None)  # saved as 'rescale'; now coordinates go on
 
     # timm is about to adapt the head to the number of classes, and this kernel to the number of channels
     report = _misfit(state_dict, model.state_dict(), ignore=('head.',), any_shape='patch_embed.proj.weight')
@@ -81,6 +89,14 @@ def _saved_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncodin
     return [
         (f'{path}._extra_state', encoding) for path, encoding in model.position_encodings().items()
         if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)) and encoding.saved_grid_size() is not None]
+
+
+def _grid_of_the_config(model: nn.Module) -> Tuple[int, int]:
+    """The grid that a saved model was made for, by its config."""
+    args = model.pretrained_model_args
+    size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
+    patch = to_2tuple(args.get('patch_size') or model.patch_embed.patch_size)
+    return size[0] // patch[0], size[1] // patch[1]
 
 
 def _resize(state_dict: Dict[str, torch.Tensor], path: str, encoding: ResizedEncoding) -> None:
@@ -198,7 +214,9 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
         now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
 
     def meant(parts):
-        return {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
+        # another rule for other resolutions is a choice, and changes nothing on the trained one
+        merged = {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
+        return {name: {k: v for k, v in keywords.items() if k != 'resolution'} for name, keywords in merged.items()}
 
     if meant(was) != meant(now):
         def spell(parts):

@@ -3,8 +3,8 @@
 timm's VisionTransformer, whose tokens, q and k, logits and values can carry any set of the registered encodings:
 
     image -> patch tokens on a grid
-          -> encodings `embed` the tokens
-          -> blocks of attention, where encodings `rotate` q and k and add a `bias` to the logits
+          -> encodings add to the tokens
+          -> blocks of attention, where encodings rotate q and k, add to the logits and to the values
           -> timm's norm, pooling and head
 
 Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
@@ -465,10 +465,14 @@ def _check_objects(object_index: torch.Tensor, batch: int, grid: Grid, wanted: b
     if not wanted:
         raise ValueError("object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
     shape = [batch, grid.num_patches]
-    if list(object_index.shape) != shape or object_index.is_floating_point():
+    integers = isinstance(object_index, torch.Tensor) and not (
+        object_index.is_floating_point() or object_index.is_complex())
+    if not integers or list(object_index.shape) != shape:
+        got = f'{object_index.dtype} {list(object_index.shape)}' if integers or hasattr(object_index, 'dtype') else (
+            type(object_index).__name__)
         raise ValueError(
-            f'object_index must be integers of shape [B, H*W] = {shape}, one for each patch in raster order, got '
-            f'{object_index.dtype} {list(object_index.shape)}.')
+            f"'ope' needs object_index to be a tensor of integers of shape [B, H*W] = {shape}, one for each patch in "
+            f'raster order, got {got}.')
 
 
 @register_notrace_function

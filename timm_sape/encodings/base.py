@@ -91,6 +91,7 @@ class PositionEncoding(nn.Module):
         gate: Initial value of the learned scalar that multiplies what the encoding contributes, for `auto_<name>`. None
             for no such gate.
     """
+    name: str = ''  #: What it is registered as.
     per_layer: bool = True  #: One instance per attention layer. Else one for the model, its geometry computed once.
     first_layers: Optional[int] = None  #: Only so many layers have one, counted from the first.
     #: Where the gate of `auto_<name>` starts. None: it cannot be gated. 1: all is zero at the start without it, where a
@@ -107,7 +108,7 @@ class PositionEncoding(nn.Module):
         'embed': 'tokens',
         'mix': 'tokens',
         'layer_embed': 'tokens in each layer',
-        'after_block': 'tokens after the first block',
+        'after_block': 'tokens after a block',
         'rotation': 'q and k',
         'position_bias': 'logits, by geometry',
         'content_bias': 'logits, from content',
@@ -283,7 +284,7 @@ class PositionEncoding(nn.Module):
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """A bias that is a product, as further channels of q and k, so that any attention kernel computes it.
 
-        The one hook that applies the gate itself: where rounding needs care, it has to come before it.
+        It applies the gate itself, which has to come before whatever rounds.
 
         Args:
             q: Queries after q_norm, before any rotation, unscaled, `[B, h, N, d]`.
@@ -429,7 +430,7 @@ class _SavesGrid(PositionEncoding):
         return torch.tensor(self.saved_grid_size() or (0, 0), device='cpu')
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        pass
+        raise AssertionError('not overridden')
 
     @staticmethod
     def read_extra_state(state: torch.Tensor) -> Tuple[int, int]:
@@ -489,12 +490,15 @@ class CoordinateEncoding(ReferenceGridEncoding):
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
         if resolution not in ('extrapolate', 'rescale'):
             raise ValueError(
-                f"{type(self).__name__}: resolution must be 'extrapolate' or 'rescale', got {resolution!r}.")
+                f"{self.name!r}: resolution must be 'extrapolate' or 'rescale', got {resolution!r}.")
         self.rescales = resolution == 'rescale'
         super().__init__(**host)
 
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
         return self.ref_grid_size if self.rescales else None
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.set_ref_grid_size(self.read_extra_state(state))
 
     def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
         super().set_ref_grid_size(ref_grid_size)
@@ -534,6 +538,14 @@ class ResizedEncoding(_SavesGrid):
 
     def saved_grid_size(self) -> Tuple[int, int]:
         return self.grid_size
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        # Tables of 3 x 5 and of 5 x 3 patches may have one shape. The model refuses them, but a wrapper does not ask it.
+        saved = self.read_extra_state(state)
+        if saved != self.grid_size:
+            raise ValueError(
+                f'{self.name!r}: the checkpoint is of a grid of {saved[0]}x{saved[1]} patches, the model has '
+                f'{self.grid_size[0]}x{self.grid_size[1]}. Load it into a model of its own size, then set_input_size.')
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         if tuple(grid_size) == self.grid_size:

@@ -69,6 +69,7 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 raise ValueError(
                     f'Encoding {new!r} is registered already, by {owner.__module__}.{owner.__qualname__}. '
                     'Choose another name.')
+        cls.name = name
         _encodings[name] = cls
         _aliases.update({alias: name for alias in aliases})
         return cls
@@ -114,6 +115,8 @@ def _resolve(name: str) -> str:
     plain = _aliases.get(plain, plain)
     if plain not in _encodings:
         close = difflib.get_close_matches(name.lower(), list_encodings(aliases=True))
+        if re.search(r'[\s,;/&|]', name):
+            raise ValueError(f"Unknown position encoding {name!r}. Join names with '+', e.g. 'ape+sape2_k'.")
         hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
         raise ValueError(f'Unknown position encoding {name!r}. {hint}')
     if not is_auto(name):
@@ -224,7 +227,10 @@ def parse_pos_enc(
     for name, values in given.items():
         part = _resolve(name)
         if part not in keywords:
-            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
+            others = [part for part in keywords if part.removeprefix(AUTO) == _resolve(name).removeprefix(AUTO)]
+            hint = f' Write {others[0]!r}.' if others else ''
+            raise ValueError(
+                f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.{hint}')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
@@ -258,4 +264,4 @@ def _plain_json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as e:
-        raise ValueError(f'pos_enc_kwargs must be plain JSON, to survive saving: {e}') from None
+        raise ValueError(f'pos_enc_kwargs must be plain JSON, to survive saving, got {value!r}: {e}.') from None
