@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for an H100/H200 (sm_90), without one, as they are shipped: registers, spills, shared memory.
+"""Compile the Triton kernels as shipped for an H100/H200 (sm_90), without one: registers, spills, shared memory.
 
 Fails on any spill (a stack frame in the machine code) and on more shared memory than the chip has.
 """
@@ -14,12 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from timm_sape.ops import distances_triton as kernels
+from timm_sape.ops.limits import LIMITS
 
 SHARED = 227 * 1024
-POINTERS_OF_INPUTS = {'Q', 'K', 'V', 'OUT', 'DOUT', 'DA', 'DV'}
-SHAPES = [  # head dim, patches along x and y
-    (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 32, 32), (64, 64, 64), (32, 14, 14), (48, 16, 16), (128, 14, 14),
-    (128, 32, 32), (64, 128, 128), (64, 1, 7)]
+INPUTS = {'Q', 'K', 'V', 'OUT', 'DOUT', 'DA', 'DV'}
+SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
+    (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 64), (64, 64, 1), (64, 1, 7),
+    (64, 3, 4), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16), (128, 14, 14), (128, 32, 32),
+    (128, 64, 64), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16)]
+QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
 def padded(n):
@@ -32,7 +35,8 @@ def compile_kernel(kernel, constants, blocks, dtype):
         if name in constants:
             signature[name] = 'constexpr'
         elif name.isupper():
-            signature[name] = f'*{dtype}' if name in POINTERS_OF_INPUTS else '*fp32'
+            norms = 'fp64' if dtype == 'fp32' else 'fp32'
+            signature[name] = '*' + (dtype if name in INPUTS else norms if name in ('SX', 'SY') else 'fp32')
             attrs[index,] = [['tt.divisibility', 16]]
         else:
             signature[name] = 'i32'
@@ -52,27 +56,33 @@ def compile_kernel(kernel, constants, blocks, dtype):
 
 
 def main():
-    failed = 0
-    for dtype in ('bf16', 'fp32'):
-        for head_dim, width, height in SHAPES:
-            for name in ('forward', 'backward of q', 'backward of k, v'):
-                d, cx, cy = padded(head_dim), padded(width), padded(height)
-                forward = name == 'forward'
-                item = 4 if dtype == 'fp32' else 2
-                blocks = (kernels.forward_blocks if forward else kernels.backward_blocks)(d, cx + cy, item)
-                constants = dict(
-                    HEAD_DIM=head_dim, D=d, CX=cx, CY=cy, WIDTH_X=width, WIDTH_Y=height, P=1, OWN=blocks.own,
-                    WALK=blocks.walk, TOL=16 * 2.0 ** -23, PRECISION='tf32x3', DTYPE=tl.float32)
-                if not forward:
-                    constants['KEYS'] = name != 'backward of q'
-                kernel = kernels._forward if forward else kernels._backward
+    quick = '--quick' in sys.argv[1:]
+    compiled, failed = 0, 0
+    for dtype, itemsize in (('bf16', 2), ('fp32', 4)):
+        for head_dim, width, height in QUICK if quick else SHAPES:
+            if head_dim > LIMITS[itemsize > 2][0] or max(width, height) > LIMITS[itemsize > 2][1]:
+                continue
+            d, cx, cy = padded(head_dim), padded(width), padded(height)
+            shape = d, (width, height), itemsize
+            common = dict(
+                HEAD_DIM=head_dim, D=d, CX=cx, CY=cy, WIDTH_X=width, WIDTH_Y=height, P=1, TOL=16 * 2.0 ** -23,
+                PRECISION='tf32x3', DTYPE=tl.float32)
+            blocks = kernels.forward_blocks(*shape)
+            jobs = [('forward', kernels._forward, blocks, dict(common, OWN=blocks.own, WALK=blocks.walk))]
+            for part in kernels.backward_parts(*shape):
+                gradients = [flag for flag, on in zip(part._fields[2:], part[2:]) if on]
+                name = f'backward of {"k" if part.keys else "q"}: {", ".join(gradients)}'
+                constants = dict(common, **part.constants(), GRADIENT='tf32' if itemsize <= 2 else 'tf32x3')
+                jobs.append((name, kernels._backward, part.blocks, constants))
+            for name, kernel, blocks, constants in jobs:
                 registers, stack, shared = compile_kernel(kernel, constants, blocks, dtype)
                 bad = stack > 0 or shared > SHARED
-                failed += bad
-                print(f'{dtype} d={head_dim} {width}x{height} {name:16} {tuple(blocks)}: {registers} registers, '
+                compiled, failed = compiled + 1, failed + bad
+                print(f'{dtype} d={head_dim} {width}x{height} {name} {tuple(blocks)}: {registers} registers, '
                       f'stack {stack}, shared {shared // 1024} KiB{"  <- BAD" if bad else ""}', flush=True)
     if failed:
-        sys.exit(f'{failed} configurations spill registers or want too much shared memory')
+        sys.exit(f'{failed} of {compiled} kernels spill registers or want too much shared memory')
+    print(f'{compiled} kernels, no spills')
 
 
 if __name__ == '__main__':

@@ -37,7 +37,7 @@ def make(grid, prefix=1, heads=2, dim=8, batch=1, seed=0, npos=None):
     return [q, k, v, draw(npos or grid[1] + 1, dim), draw(npos or grid[0] + 1, dim), draw(heads)]
 
 
-def run(function, inputs, dtype=None, device='cpu', **kwargs):
+def run(function, inputs, dtype=None, device='cpu', seed=4, **kwargs):
     """Output and gradients of a weighted sum of its entries."""
     inputs = [t.detach().to(device) for t in inputs]
     inputs = [t.to(dtype) if dtype else t for t in inputs]
@@ -45,7 +45,7 @@ def run(function, inputs, dtype=None, device='cpu', **kwargs):
         t.requires_grad_()
     *tensors, bias_scale = inputs
     out = function(*tensors, bias_scale=bias_scale, **kwargs)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return out.cpu(), [g.cpu() for g in torch.autograd.grad(out, inputs, weights.to(out))]
 
 
@@ -57,8 +57,19 @@ def check(name, inputs, grid, prefix, dtype, tolerance, mode='k', ref_grid_size=
     actual, grads = run(sape2_attention, rounded, dtype, device, backend=name, **common, **kwargs)
     assert actual.dtype == dtype
     assert_near(actual, expected, tolerance, 'output')
-    for what, a, b in zip(NAMES, grads, expected_grads):
+    for what, a, b in zip(NAMES[:-1], grads, expected_grads):
         assert_near(a, b, tolerance, f'gradient of {what}')
+    if tolerance < 1e-8:
+        assert_near(grads[-1], expected_grads[-1], tolerance, 'gradient of bias_scale')
+    else:
+        # A sum of N x N terms of both signs, which cancel for one loss and not for another: it is held against what it
+        # is for several.
+        several = [
+            run(sape2_attention, rounded, backend='reference', seed=seed, **common, **kwargs)[1][-1]
+            for seed in range(8)]
+        error = (grads[-1] - expected_grads[-1]).abs().max()
+        typical = torch.stack(several).square().mean(0).max().sqrt()
+        assert error <= tolerance * typical, f'gradient of bias_scale: off by {error:.1e} of {typical:.1e}'
 
 
 GRIDS = [((3, 5), 0), ((3, 5), 5), ((1, 7), 1), ((7, 1), 0), ((4, 4), 1), ((1, 1), 1)]
@@ -150,50 +161,65 @@ def hard(kind, grid, prefix, seed=0):
 @pytest.mark.parametrize('grid, prefix', [((8, 8), 1), ((9, 8), 5), ((14, 14), 1)])
 @pytest.mark.parametrize('name', FAST)
 def test_hard_input(name, grid, prefix, kind):
-    if name == 'triton' and grid == (14, 14) and kind not in ('random', 'smooth') and DEVICE == 'cpu':
-        grid = (5, 14)  # the interpreter is slow
-    inputs = [t.float() for t in hard(kind, grid, prefix)]
+    """In float32 no more than twice as far off as the reference, or within 1e-5 of the largest entry.
+
+    One run's rounding is chance. So the reference's error is the largest of four runs, three of them with q and k changed
+    in the last place; and of some seeds the geometric mean counts.
+    """
+    if name == 'triton' and DEVICE == 'cpu':  # the interpreter is slow
+        grid = {(9, 8): (3, 8), (14, 14): (5, 14)}.get(grid, grid)
     common = dict(grid_size=grid, num_prefix_tokens=prefix)
-    exact, exact_grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
-    plain, plain_grads = run(sape2_attention, inputs, backend='reference', **common)
-    device = DEVICE if name == 'triton' else 'cpu'
-    out, grads = run(sape2_attention, inputs, device=device, backend=name, **common)
-    assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
-    limit = 2e-3 if kind in ('smooth', 'constant', 'duplicated', 'outlier', 'large') else 1e-5
-    assert_near(out, exact, limit, 'output')
-    for what, g, p, e in zip(NAMES, grads, plain_grads, exact_grads):
-        scale = e.abs().max().clamp(min=1e-6)
-        error, allowed = ((t.double() - e).abs().max() / scale for t in (g, p))
-        assert error <= max(2 * allowed, 1e-5 if kind == 'random' else 5e-3), f'gradient of {what}: {error:.1e}'
+
+    def error(inputs, exact, backend_name):
+        device = DEVICE if backend_name == 'triton' else 'cpu'
+        out, grads = run(sape2_attention, inputs, device=device, backend=backend_name, **common)
+        found = [out.detach(), *grads]
+        assert all(t.isfinite().all() for t in found)
+        # what is 0 but for rounding, as are gradients of a constant image, is held against 1e-2
+        return torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1e-2) for a, b in zip(found, exact)])
+
+    errors, allowed = [], []
+    for seed in range(4):
+        inputs = [t.float() for t in hard(kind, grid, prefix, seed)]
+        out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
+        exact = [out.detach(), *grads]
+        errors.append(error(inputs, exact, name))
+        runs = [error(inputs, exact, 'reference')]
+        for towards in (-torch.inf, torch.inf, 0.0):
+            changed = [t.nextafter(torch.full_like(t, towards)) for t in inputs[:2]]
+            runs.append(error([*changed, *inputs[2:]], exact, 'reference'))
+        allowed.append(torch.stack(runs).amax(0))
+    errors, allowed = (torch.stack(x).clamp(min=1e-9).log().mean(0).exp() for x in (errors, allowed))
+    for what, e, a in zip(('output', *NAMES), errors, allowed):
+        assert e <= max(2 * a, 1e-5), f'{what}: {e:.1e}, the reference {a:.1e}'
 
 
 @pytest.mark.parametrize('kind', ['random', 'smooth', 'constant', 'duplicated', 'outlier'])
 @pytest.mark.parametrize('name', FAST)
 def test_bias_is_within_the_noise_floor(name, kind):
     """With v the unit matrix, the ratios of outputs tell the logits: the bias is off by no more than the floor."""
-    grid = (6, 7)
-    *tensors, _ = [t.float() for t in hard(kind, grid, 0)]
-    q, k, v, table_x, table_y = tensors
-    num_tokens = grid[0] * grid[1]
-    v = torch.eye(num_tokens).expand(1, 2, -1, -1).contiguous()
-    zero = torch.zeros(1, 2, num_tokens, num_tokens)
-    exact = sape2_bias(*(t.double() for t in (q, k, table_x, table_y)), grid)
-    codes = ops.axis_codes(
-        q.double(), k.double(), table_x.double(), table_y.double(), timm_sape.Grid(*grid), mode='k', gate_scale=0.25)
-    floor = 0
-    for c in codes:
-        s = (c - c.mean(-2, keepdim=True)).square().sum(-1)
-        floor = floor + (2e-6 * (s[..., :, None] + s[..., None, :])).sqrt()
-    codes = ops.recomputed_axis_codes(q, k, table_x, table_y, timm_sape.Grid(*grid), mode='k', gate_scale=0.25)
-    gain = 0.1 / exact.max().float()  # so small that no probability is lost
-    q0 = torch.zeros(1, 2, num_tokens, num_tokens).to(DEVICE if name == 'triton' else 'cpu')
+    size = (6, 7)
+    grid, num_tokens = timm_sape.Grid(*size), size[0] * size[1]
+    q, k, _, table_x, table_y, _ = [t.float() for t in hard(kind, size, 0)]
+    doubles = [t.double() for t in (q, k, table_x, table_y)]
+    exact = sape2_bias(*doubles, size)
+    codes = ops.axis_codes(*doubles, grid, mode='k', gate_scale=0.25)
+    rounded = ops.recomputed_axis_codes(q, k, table_x, table_y, grid, mode='k', gate_scale=0.25)
+    allowed = torch.zeros(1, 2, num_tokens, num_tokens, dtype=torch.float64)
+    for code, found in zip(codes, rounded):
+        s = (code - code.mean(-2, keepdim=True)).square().sum(-1)
+        off = (found.double() - code).norm(dim=-1)  # what was lost before there was a distance
+        for part in ((2e-6 * (s[..., :, None] + s[..., None, :])).sqrt(), off[..., :, None], off[..., None, :]):
+            allowed += part
+    gain = 0.1 / exact.max().clamp(min=1).float()  # so small that no probability is lost
+    device = DEVICE if name == 'triton' else 'cpu'
+    nothing = torch.zeros(1, 2, num_tokens, num_tokens, device=device)
     out = ops.distance_attention(
-        q0, q0, v.to(q0), *(c.to(q0) for c in codes), gain.reshape(1).to(q0), timm_sape.Grid(*grid), scale=1.0,
-        backend=name).cpu().double()
+        nothing, nothing, torch.eye(num_tokens).to(nothing) + nothing, *(c.to(device) for c in rounded),
+        gain.reshape(1).to(device), grid, scale=1.0, backend=name).cpu().double()
     bias = (out / out.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).log() / gain.double()
-    slack = 3e-6 / gain.double()  # rounding of the probabilities
-    assert (bias - exact).abs().le(1.5 * floor + slack).all(), ((bias - exact).abs() - floor).max()
-    assert zero.shape == bias.shape
+    slack = 1e-6 / gain.double()  # rounding of the probabilities
+    assert ((bias - exact).abs() <= allowed + slack).all(), ((bias - exact).abs() - allowed).max()
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -272,8 +298,9 @@ def test_argument_before_variable_before_automatic():
 @pytest.mark.parametrize('requested, kwargs, text', [
     ('fast', {}, r"Unknown backend 'fast' \(backend=\)"),
     ('torch', {'needs': 'a mask'}, r"'torch' \(backend=\) cannot be used: only the reference has a mask"),
-    ('triton', {'widths': (3, 200)}, 'codes of 128 entries at most'),
-    ('triton', {'q': torch.zeros(1, 1, 1, 160)}, 'a head dim of 128'),
+    ('triton', {'widths': (3, 65)}, 'in torch.float32 .* a head dim of 64 and codes of 32 entries at most'),
+    ('triton', {'widths': (3, 32), 'q': torch.zeros(1, 1, 1, 128)}, 'a head dim of 64'),
+    ('triton', {'q': torch.zeros(1, 1, 1, 160, dtype=torch.bfloat16)}, 'a head dim of 128'),
 ])
 def test_no_silent_way_out(requested, kwargs, text):
     with pytest.raises(ValueError, match=text):
@@ -316,7 +343,7 @@ def test_models_say_what_only_the_reference_has(kwargs, call, text):
         model(make_model.images(), **call)
 
 
-# --- models ------------------------------------------------------------------------------------------------------------
+# --- models --------------------------------------------------------------------------------------------------------
 
 POS_ENCS = ['sape2_k', 'sape2_q', 'sape2_qk', 'ape+auto_sape2_k', 'rope2d+sape2_k']
 
@@ -362,11 +389,12 @@ def test_compiled_in_one_graph():
 
 
 def train(name, steps, jitter=False):
-    """Losses of a small model on images whose class is where the bright patch stands."""
+    """Losses of a small model on noise, to which the pattern of its class is added."""
     torch.manual_seed(0)
     model = timm.create_model(
         'test_vit_sape2_k_ape', img_size=32, patch_size=8, embed_dim=32, num_heads=2, depth=2, num_classes=4)
     generator = torch.Generator().manual_seed(1)
+    patterns = torch.randn(4, 3, 32, 32, generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if jitter:  # one unit in the last place of what q is made of
         for block in model.blocks:
@@ -376,9 +404,7 @@ def train(name, steps, jitter=False):
     with backend(name):
         for _ in range(steps):
             y = torch.randint(4, (16,), generator=generator)
-            x = 0.3 * torch.randn(16, 3, 32, 32, generator=generator)
-            for image, label in zip(x, y):
-                image[:, 16 * (label // 2):16 * (label // 2) + 8, 16 * (label % 2):16 * (label % 2) + 8] += 0.5
+            x = torch.randn(16, 3, 32, 32, generator=generator) + 0.3 * patterns[y]
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()

@@ -1,4 +1,5 @@
 """The command line, run as a user runs it, from a directory that has nothing to do with the package."""
+import csv
 import json
 import os
 import subprocess
@@ -7,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 
 import timm_sape
+from references import assert_near
+from timm_sape import bench_sape2, cli
 from timm_sape.cli import main
+from timm_sape.functional import sape2_attention
 
 CHECKOUT = Path(__file__).parents[1]
 NEEDLE = 'vit_small_sape2_k'
@@ -129,17 +134,70 @@ def test_configs_into_a_file(tmp_path, capsys):
     assert 'cannot write' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('args', [['--help'], ['run', '--help'], ['configs', '--help']], ids=' '.join)
+@pytest.mark.parametrize('args', [[], ['run'], ['configs'], ['bench']], ids=lambda args: ' '.join(args) or 'nothing')
 def test_help(args, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        main(args)
+        main([*args, '--help'])
     assert exit_info.value.code == 0
     assert 'timm-sape' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('args', [[], ['run'], ['configs'], ['walk']], ids=lambda args: ' '.join(args) or 'nothing')
+@pytest.mark.parametrize(
+    'args', [[], ['run'], ['configs'], ['walk'], ['bench', 'walk']], ids=lambda args: ' '.join(args) or 'nothing')
 def test_wrong_usage(args, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(args)
     assert exit_info.value.code == 2
     assert 'usage: timm-sape' in capsys.readouterr().err
+
+
+def read_csv(path):
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith('# ') and 'torch' in lines[0]
+    return list(csv.DictReader(lines[1:]))
+
+
+def test_bench_sape2(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 2), 36: (1, 1)})
+    assert main([
+        'bench', 'sape2', '--repeats', '1', '--batch-size', '2', '--settings', '32/4', '--model', 'test_vit_nope',
+        '--backends', 'reference', 'torch', '--output', str(tmp_path / 'cost.csv')]) == 0
+    rows = read_csv(tmp_path / 'cost.csv')
+    assert [(row['n'], row['backend']) for row in rows] == [
+        (n, name) for n in ('16', '36') for name in ('plain', 'appendix', 'reference', 'torch')]
+    for row in rows:
+        assert float(row['forward_vs_plain']) > 0 and float(row['both_vs_appendix']) > 0
+        assert row['backend'] == 'plain' or float(row['error']) < 1e-4
+    saved = {row['backend']: float(row['saved_mb']) for row in rows if row['n'] == '36'}
+    assert saved['torch'] < saved['reference'] < saved['appendix']
+    models = read_csv(tmp_path / 'cost-models.csv')
+    assert [(row['pos_enc'], row['backend']) for row in models] == [
+        ('ape+sape2_k', 'reference'), ('ape+sape2_k', 'torch'), ('ape+sape2sq_k', '')]
+    assert '| ape+sape2_k | torch |' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('size', [(3, 5), (4, 4), (1, 7)])
+def test_appendix_d_is_our_attention(size):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, size[0] * size[1], 8, generator=generator, dtype=torch.float64)
+    tables = [torch.randn(n + 1, 8, generator=generator, dtype=torch.float64) for n in (size[1], size[0])]
+    expected = sape2_attention(q, k, v, *tables, size, backend='reference')
+    assert_near(bench_sape2.appendix_attention(q, k, v, *tables, size), expected, 1e-6)
+
+
+@pytest.mark.parametrize('args, text', [
+    (['sape2', '--sizes', '65'], 'unknown size 65; choose of 64, 196'),
+    (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose of reference, torch, triton"),
+    (['sape2', '--pos-enc', 'ape'], '--pos-enc belongs to'),
+    (['sape2', '--plot', 'memory.png'], '--plot wants matplotlib'),
+    (['--sizes', '64'], '--sizes belongs to'),
+    (['--settings', '31/4'], "unknown setting '31/4'"),
+    (['--repeats', '0'], 'must be at least 1'),
+    (['--model', 'resnet18'], "'resnet18' is none of our models"),
+    (['--pos-enc', 'rope9d'], 'rope9d'),
+    (['--output', 'nowhere/cost.csv'], 'there is no directory'),
+])
+def test_bench_says_what_is_wrong(args, text, capsys, monkeypatch):
+    monkeypatch.setattr(cli, 'find_spec', lambda name: None)
+    assert main(['bench', *args]) == 2
+    assert text in capsys.readouterr().err

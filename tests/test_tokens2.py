@@ -696,7 +696,7 @@ def test_object_index(pos_enc, kwargs):
 def test_wrong_object_index():
     model, x = built('ope'), pictures()
     for shape in ((2, 17), (2, 15), (1, 16), (2, 4, 4), (16,)):
-        with pytest.raises(ValueError, match=r"'ope' needs object_index to be a tensor of integers of shape \[B, H\*W\] = \[2, 16\]"):
+        with pytest.raises(ValueError, match=r"'ope' needs object_index to be .* of shape \[B, H\*W\] = \[2, 16\]"):
             model(x, object_index=torch.zeros(shape, dtype=torch.long))
     for wrong in (torch.zeros(2, 16), torch.zeros(2, 16, dtype=torch.complex64), [[0] * 16] * 2):
         with pytest.raises(ValueError, match="'ope' needs object_index to be a tensor of integers"):

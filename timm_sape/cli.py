@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import List, Optional
 
@@ -147,22 +148,30 @@ def _configs_source() -> Path:
 def _add_bench(commands) -> None:
     parser = _add_command(
         commands, 'bench', _bench,
-        summary='Measure what encodings cost, beside APE in the same run: time, peak memory, parameters.',
+        summary="Measure what encodings cost beside APE, or SaPE2's attention beside plain attention, in the same run.",
         epilog="""\
 examples:
   timm-sape bench --output cost.csv
   timm-sape bench --pos-enc rope2d ape+sape2_k --settings 224/16 --device cuda --amp --batch-size 128
+  timm-sape bench sape2 --repeats 9 --output sape2.csv --plot memory.png
+  timm-sape bench sape2 --device cuda --amp --batch-size 128 --output sape2.csv
 
-Each model is checked against float64 before it is timed. The table is printed, figures are ratios to `ape`.""",
+Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`; `sape2` the
+operator over N, and whole models, which with --output go to FILE and, beside it, to a file named -models.""",
     )
-    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='what to measure (default: every encoding)')
-    parser.add_argument('--settings', nargs='+', metavar='SIZE/PATCH', help='32/4, 224/16 (default: both)')
+    parser.add_argument(
+        'what', nargs='?', choices=('encodings', 'sape2'), default='encodings', help='(default: %(default)s)')
+    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: every one)')
+    parser.add_argument('--settings', nargs='*', metavar='SIZE/PATCH', help='32/4, 224/16, 384/16 (default: first two)')
+    parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, triton')
+    parser.add_argument('--sizes', nargs='*', type=int, metavar='N', help='sape2: 64, 196, ... (default: up to 4096)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
     parser.add_argument('--repeats', type=int, default=5, help='steps of each, medians count (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
     parser.add_argument('--model', default='vit_small_nope', help='one of our entrypoints (default: %(default)s)')
     parser.add_argument('--output', type=Path, metavar='FILE', help='write a CSV file')
+    parser.add_argument('--plot', type=Path, metavar='FILE', help='sape2: draw memory over N (wants matplotlib)')
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -170,9 +179,8 @@ def _bench(args: argparse.Namespace) -> int:
     import torch
 
     from . import __version__, bench
-    from .encodings import parse_pos_enc
 
-    settings = args.settings or list(bench.SETTINGS)
+    settings = list(bench.DEFAULT_SETTINGS) if args.settings is None else args.settings
     unknown = [s for s in settings if s not in bench.SETTINGS]
     if unknown:
         raise CommandError(f'unknown setting {unknown[0]!r}; choose of {", ".join(bench.SETTINGS)}')
@@ -183,21 +191,73 @@ def _bench(args: argparse.Namespace) -> int:
     try:
         device = torch.device(args.device)
         torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as e:
+        raise CommandError(str(e)) from e
+    for path in (args.output, args.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(f'there is no directory {path.absolute().parent} to write {path.name} to')
+    dtype = 'bfloat16 autocast' if args.amp else 'float32'
+    where = (
+        f'{dtype}, medians of {args.repeats}; {bench.hardware(device)}; torch {torch.__version__}, '
+        f'timm {timm.__version__}, timm-sape {__version__}')
+    measure = _bench_sape2 if args.what == 'sape2' else _bench_encodings
+    return measure(args, settings, where)
+
+
+def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) -> int:
+    from . import bench
+    from .encodings import parse_pos_enc
+
+    for option in ('backends', 'sizes', 'plot'):
+        if getattr(args, option) is not None:
+            raise CommandError(f'--{option} belongs to `timm-sape bench sape2`')
+    try:
         pos_encs = args.pos_enc or bench.default_pos_encs()
         for pos_enc in pos_encs:
             parse_pos_enc(pos_enc)
-    except (AssertionError, RuntimeError, ValueError) as e:
+    except ValueError as e:
         raise CommandError(str(e)) from e
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise CommandError(f'there is no directory {args.output.absolute().parent} to write {args.output.name} to')
     rows = bench.bench_encodings(
         pos_encs, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
-    dtype = 'bfloat16 autocast' if args.amp else 'float32'
-    notes = (
-        f'{args.model}, ratios to ape, batch {args.batch_size}, {dtype}, medians of {args.repeats}; '
-        f'{bench.hardware(device)}; torch {torch.__version__}, timm {timm.__version__}, timm-sape {__version__}')
+    notes = f'{args.model}, ratios to ape, batch {args.batch_size}, {where}'
     with tempfile.TemporaryDirectory() as folder:
         path = args.output or Path(folder, 'cost.csv')
         bench.write_csv(rows, path, notes)
         print(bench.cost_table(path))
+    return 0
+
+
+def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> int:
+    import torch
+
+    from . import bench, bench_sape2
+    from .ops.backend import BACKENDS
+
+    if args.pos_enc is not None:
+        raise CommandError('--pos-enc belongs to `timm-sape bench encodings`')
+    sizes = list(bench_sape2.SIZES) if args.sizes is None else args.sizes
+    backends = args.backends or ['torch', *(['triton'] if torch.device(args.device).type == 'cuda' else [])]
+    for what, given, known in (('size', sizes, bench_sape2.SIZES), ('backend', backends, BACKENDS)):
+        unknown = [x for x in given if x not in known]
+        if unknown:
+            raise CommandError(f'unknown {what} {unknown[0]!r}; choose of {", ".join(map(str, known))}')
+    if args.plot is not None and find_spec('matplotlib') is None:
+        raise CommandError('--plot wants matplotlib: pip install matplotlib, or leave it out')
+    try:
+        rows = bench_sape2.bench_operator(
+            backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
+        models = bench_sape2.bench_models(
+            backends, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
+    except ValueError as e:  # a backend that cannot do it
+        raise CommandError(str(e)) from e
+    output = args.output or Path('sape2.csv')
+    notes = (f'attention with head dim {bench_sape2.HEAD_DIM}, {where}', f'{args.model}, ratios to ape, {where}')
+    for table, path, note in zip((rows, models), (output, output.with_stem(f'{output.stem}-models')), notes):
+        if not table:
+            continue
+        if args.output is not None:
+            bench.write_csv(table, path, note)
+        print(bench.markdown(table), note, sep='\n\n', end='\n\n')
+    if args.plot is not None and rows:
+        bench_sape2.plot_memory(rows, args.plot)
     return 0

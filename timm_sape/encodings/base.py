@@ -540,7 +540,7 @@ class ResizedEncoding(_SavesGrid):
         return self.grid_size
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        # Tables of 3 x 5 and of 5 x 3 patches may have one shape. The model refuses them, but a wrapper does not ask it.
+        # Tables of 3 x 5 and 5 x 3 patches may have one shape. The model refuses them, but a wrapper does not ask it.
         saved = self.read_extra_state(state)
         if saved != self.grid_size:
             raise ValueError(

@@ -3,11 +3,12 @@ import functools
 import importlib.util
 import logging
 import os
-from typing import Optional, Sequence
+from contextlib import contextmanager
+from typing import Iterator, Optional, Sequence
 
 import torch
 
-__all__ = ['BACKENDS', 'choose_backend']
+__all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
 BACKENDS = ('reference', 'torch', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
@@ -18,6 +19,20 @@ _logger = logging.getLogger(__name__)
 @torch.compiler.assume_constant_result
 def _from_environment() -> Optional[str]:
     return os.environ.get(VARIABLE) or None
+
+
+@contextmanager
+def using_backend(backend: Optional[str]) -> Iterator[None]:
+    """Set `TIMM_SAPE_BACKEND` for a while; None takes it away."""
+    before = os.environ.pop(VARIABLE, None)
+    try:
+        if backend is not None:
+            os.environ[VARIABLE] = backend
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 @functools.lru_cache(maxsize=None)
@@ -41,13 +56,16 @@ def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_re
     if needs_reference:
         return f'only the reference has {needs_reference}'
     if backend == 'triton':
-        from .limits import MAX_CODE, MAX_HEAD_DIM
+        from .limits import LIMITS
         if not _triton_runs_on(q.device.type):
             return (
-                'Triton is not installed, or its kernels do not run on this device: they want an NVIDIA GPU, or the CPU '
-                'with TRITON_INTERPRET=1 set before Python starts')
-        if q.shape[-1] > MAX_HEAD_DIM or any(width > MAX_CODE for width in code_widths):
-            return f'its kernels take a head dim of {MAX_HEAD_DIM} and codes of {MAX_CODE} entries at most'
+                'Triton is not installed, or its kernels do not run on this device: they want an NVIDIA GPU, or the '
+                'CPU with TRITON_INTERPRET=1 set before Python starts')
+        if q.dtype == torch.float64 and q.device.type == 'cuda':
+            return 'on a GPU its kernels do not take float64'
+        head_dim, code = LIMITS[q.dtype.itemsize > 2]
+        if q.shape[-1] > head_dim or any(width > code for width in code_widths):
+            return f'in {q.dtype} its kernels take a head dim of {head_dim} and codes of {code} entries at most'
     return ''
 
 
@@ -79,7 +97,8 @@ def choose_backend(
             raise ValueError(f'Unknown backend {requested!r} ({by}). Use one of {", ".join(map(repr, BACKENDS))}.')
         refusal = _refusal(requested, q, code_widths, needs_reference)
         if refusal:
-            raise ValueError(f"backend {requested!r} ({by}) cannot be used: {refusal}. Use 'reference', or leave it out.")
+            raise ValueError(
+                f"backend {requested!r} ({by}) cannot be used: {refusal}. Use 'reference', or leave it out.")
         backend, why = requested, f'asked for by {by.rstrip("=")}'
     elif needs_reference:
         backend, why = 'reference', f'only it has {needs_reference}'

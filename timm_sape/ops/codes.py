@@ -1,14 +1,14 @@
 """SaPE2's codes with a backward pass that keeps nothing but q, k and the tables.
 
-Plain autograd would store gates, positions, cells and weights: some 40 bytes for each of the N * (W + H) entries of every
-head and layer. They are cheap to compute again.
+Plain autograd would store gates, positions, cells and weights: some 40 bytes for each of the N * (W + H) entries of
+every head and layer. They are cheap to compute again.
 """
 from typing import List, Optional, Tuple, Union
 
 import torch
 
 from ..grid import Grid
-from .contextual import _suffix_sum, axis_codes, no_autocast
+from .contextual import _suffix_sum, axis_codes, without_autocast
 
 __all__ = ['recomputed_axis_codes']
 
@@ -36,31 +36,42 @@ def _patches(x: torch.Tensor, along_y: bool) -> torch.Tensor:
     return (x.transpose(2, 3) if along_y else x).flatten(2, 3)
 
 
-def _axis_forward(q, k, sources, table, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
-    q, k = _lines(q, height, width, along_y), _lines(k, height, width, along_y)
-    _, cell, weight = _cells(_gates(q, k, gate_scale), shrink, table.shape[0])
+def _values(sources, table_x, table_y) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """What lies at the integer positions along x and along y, for each source, `[B, h, H*W, npos]`."""
+    sizes = [table_x.shape[0], table_y.shape[0]]
+    return [(source @ torch.cat([table_x, table_y]).T).split(sizes, dim=-1) for source in sources]
+
+
+def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
+    q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
+    _, cell, weight = _cells(_gates(q, k, gate_scale), shrink, values[0].shape[-1])
     codes = []
-    for source in sources:
-        z = _lines(source, height, width, along_y) @ table.T  # [B, h, lines, C, npos]
+    for z in values:
+        z = _lines(z, height, width, along_y)  # [B, h, lines, C, npos]
         codes.append(torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), weight))
-    return _patches(torch.cat(codes, dim=-1), along_y) * shrink ** 0.5
+    codes = codes[0] if len(codes) == 1 else torch.cat(codes, dim=-1)
+    return _patches(codes if shrink == 1 else codes * shrink ** 0.5, along_y)
 
 
-def _axis_backward(grad, q, k, sources, grads, table, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
+def _axis_backward(
+        grad, q, k, sources, values, grads, table, height, width, along_y, gate_scale, shrink,
+) -> torch.Tensor:
     """Adds to `grads` of q, k and the sources, `[B, h, H*W, d]`; returns that of the table."""
-    q, k = _lines(q, height, width, along_y), _lines(k, height, width, along_y)
+    q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
     grad_q, grad_k, grad_sources = grads
     npos = table.shape[0]
     gates = _gates(q, k, gate_scale)
     pos, cell, weight = _cells(gates, shrink, npos)
-    grad = _lines(grad, height, width, along_y) * shrink ** 0.5
+    grad = _lines(grad, height, width, along_y)
+    grad = grad if shrink == 1 else grad * shrink ** 0.5
     grad_table, grad_pos = torch.zeros_like(table), torch.zeros_like(pos)
-    for source, grad_source, g in zip(sources, grad_sources, grad.chunk(len(sources), dim=-1)):
-        source = _lines(source, height, width, along_y)
-        z = source @ table.T
+    for source, z, grad_source, g in zip(sources, values, grad_sources, grad.chunk(len(sources), dim=-1)):
+        z = _lines(z, height, width, along_y)
         grad_pos += g * (z.gather(-1, cell + 1) - z.gather(-1, cell))
-        grad_z = torch.zeros_like(z).scatter_add_(-1, cell, g * (1 - weight)).scatter_add_(-1, cell + 1, g * weight)
-        grad_source += _patches(grad_z @ table, along_y)
+        grad_z = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
+        grad_z = grad_z.scatter_add_(-1, cell, g * (1 - weight)).scatter_add_(-1, cell + 1, g * weight)
+        grad_z = _patches(grad_z, along_y)
+        grad_source += grad_z @ table
         grad_table += grad_z.flatten(0, -2).T @ source.flatten(0, -2)
     grad_pos.masked_fill_(pos > npos - 1, 0)
     grad_gates = grad_pos.cumsum(-1) * shrink  # the gate of patch j counts in all positions up to j
@@ -75,10 +86,11 @@ def _sources(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor,
 
 
 def _wide(*tensors: torch.Tensor) -> List[torch.Tensor]:
-    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return [t.to(torch.promote_types(t.dtype, torch.float32)).contiguous() for t in tensors]
 
 
 @torch.library.custom_op('timm_sape::axis_codes', mutates_args=())
+@without_autocast
 def _axis_codes(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -92,10 +104,10 @@ def _axis_codes(
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     q, k, table_x, table_y = _wide(q, k, table_x, table_y)
-    sources = _sources(mode, q, k)
+    values_x, values_y = zip(*_values(_sources(mode, q, k), table_x, table_y))
     return (
-        _axis_forward(q, k, sources, table_x, height, width, False, gate_scale, shrink_x),
-        _axis_forward(q, k, sources, table_y, height, width, True, gate_scale, shrink_y),
+        _axis_forward(q, k, values_x, height, width, False, gate_scale, shrink_x),
+        _axis_forward(q, k, values_y, height, width, True, gate_scale, shrink_y),
     )
 
 
@@ -107,6 +119,7 @@ def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_
 
 
 @torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
+@without_autocast
 def _axis_codes_backward(
         grad_x: torch.Tensor,
         grad_y: torch.Tensor,
@@ -123,19 +136,20 @@ def _axis_codes_backward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dtypes = [t.dtype for t in (q, k, table_x, table_y)]
     q, k, table_x, table_y = _wide(q, k, table_x, table_y)
-    grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
+    grad_q, grad_k = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k))
     grads = grad_q, grad_k, _sources(mode, grad_q, grad_k)
     sources = _sources(mode, q, k)
+    values_x, values_y = zip(*_values(sources, table_x, table_y))
     grad_table_x = _axis_backward(
-        grad_x, q, k, sources, grads, table_x, height, width, False, gate_scale, shrink_x)
+        grad_x, q, k, sources, values_x, grads, table_x, height, width, False, gate_scale, shrink_x)
     grad_table_y = _axis_backward(
-        grad_y, q, k, sources, grads, table_y, height, width, True, gate_scale, shrink_y)
+        grad_y, q, k, sources, values_y, grads, table_y, height, width, True, gate_scale, shrink_y)
     return tuple(g.to(dtype) for g, dtype in zip((grad_q, grad_k, grad_table_x, grad_table_y), dtypes))
 
 
 @_axis_codes_backward.register_fake
 def _(grad_x, grad_y, q, k, table_x, table_y, *args):
-    return tuple(t.new_empty(t.shape) for t in (q, k, table_x, table_y))
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -172,7 +186,6 @@ def recomputed_axis_codes(
             q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
     p, (height, width) = grid.num_prefix_tokens, grid.size
     ref_height, ref_width = ref_grid_size or grid.size
-    with no_autocast(q):
-        return _axis_codes(
-            q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
-            ref_width / width, ref_height / height)
+    return _axis_codes(
+        q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
+        ref_width / width, ref_height / height)

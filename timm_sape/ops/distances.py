@@ -1,9 +1,9 @@
 """Attention with a bias of distances between codes, without storing anything N x N: a block of queries at a time.
 
-The squared distance of two codes is a product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with s = |w|^2, so
-one matrix product gives a block of them. The codes are centred first, which changes no distance and saves digits. What is
-left of a zero after rounding is cut off by taking 1 - tol instead of 1 times s, tol = 16 eps: a distance below the rounding
-of the codes is 0 and has no gradient. Codes of a few channels, where close pairs are common, are subtracted instead.
+The squared distance of two codes is a product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with s = |w|^2,
+so one matrix product gives a block of them. In float32 it would lose the small distances, those between patches of one
+region; in float64 it is as good as a difference, and costs little, as the codes are short. From s_i and s_j goes what
+the codes' own rounding may amount to: a distance below it is 0 and has no gradient, as its direction would be random.
 
 The backward pass computes the blocks anew. With G the gradient of a distance D and R = G / D, that of the codes is
 rowsum(R + R^T) w - (R + R^T) w.
@@ -15,40 +15,38 @@ import torch.nn.functional as F
 
 from ..grid import Grid
 from .attention import attend, merge_masks
-from .contextual import no_autocast, pairwise_distance
+from .contextual import pairwise_distance, without_autocast
 
 __all__ = ['distance_attention', 'distance_bias']
 
-NARROW = 4  # codes of so many channels are subtracted, channel by channel
+NARROW = 4  # codes of so few channels lie so close that the gradient's differences lose digits as well
 BLOCK = 2 ** 17  # logits in a block: what of them is at hand at one time fits a cache
 
 
 class _Codes(NamedTuple):
     """Codes of one axis in the form that the blocks want them, zeros in the rows of prefix tokens, `[B*h, N, ...]`."""
     left: torch.Tensor
-    right: torch.Tensor  # neither is used if the codes are narrow
+    right: torch.Tensor
     centred: torch.Tensor
-    floor: torch.Tensor  # a squared distance of less than this counts as noise when divided by
-    inside: torch.Tensor  # 1 for patches, 0 for prefix tokens
+    noise: torch.Tensor  # what was taken off s, and what a squared distance counts as at least when divided by
 
 
 def _prepare(codes: torch.Tensor, num_tokens: int) -> _Codes:
-    tol = 16 * torch.finfo(codes.dtype).eps
+    dtype = codes.dtype
     codes = codes.flatten(0, 1)
-    w = codes - codes.mean(dim=-2, keepdim=True)
+    if codes.device.type != 'mps':  # it has no float64
+        codes = codes.double()
+    w = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance, saves digits
     s = w.square().sum(dim=-1, keepdim=True)
+    noise = 16 * torch.finfo(w.dtype).eps * s
+    noise += (64 * torch.finfo(dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(w.shape[-1] + 2) % 8)  # widths that are quick
     prefix = (0, 0, num_tokens - w.shape[-2], 0)
-    inside = F.pad(one, prefix)
-    if w.shape[-1] <= NARROW:
-        w = F.pad(w, prefix)
-        return _Codes(w, w, w, torch.full_like(inside, torch.finfo(w.dtype).tiny), inside)
     return _Codes(
-        F.pad(torch.cat([-2 * w, (1 - tol) * s, one, fill], dim=-1), prefix),
-        F.pad(torch.cat([w, one, (1 - tol) * s, fill], dim=-1), prefix),
-        F.pad(w, prefix),
-        F.pad((tol * s).clamp_min(torch.finfo(s.dtype).tiny), prefix, value=1.0),
-        inside,
+        F.pad(torch.cat([-2 * w, s - noise, one, fill], dim=-1), prefix),
+        F.pad(torch.cat([w, one, s - noise, fill], dim=-1), prefix),
+        F.pad(w, prefix).to(dtype),
+        F.pad(noise.to(dtype).clamp_min(torch.finfo(dtype).tiny), prefix, value=1.0),
     )
 
 
@@ -62,12 +60,8 @@ def _blocks(num_heads: int, num_tokens: int) -> Iterator[Tuple[slice, slice]]:
 
 
 def _square(codes: _Codes, heads: slice, rows: slice) -> torch.Tensor:
-    """Squared distances, less what rounding leaves of zeros; negative for those. Those of prefix tokens are 0."""
-    w = codes.centred
-    if w.shape[-1] <= NARROW:
-        square = sum((w[heads, rows, c, None] - w[heads, None, :, c]).square_() for c in range(w.shape[-1]))
-        return square * codes.inside[heads, rows] * codes.inside[heads].transpose(1, 2)
-    return torch.bmm(codes.left[heads, rows], codes.right[heads].transpose(1, 2))
+    """Squared distances less noise, negative where they are no more than that. Those of prefix tokens are 0."""
+    return torch.bmm(codes.left[heads, rows], codes.right[heads].transpose(1, 2)).to(codes.centred.dtype)
 
 
 def _flat(*tensors: torch.Tensor):
@@ -76,6 +70,7 @@ def _flat(*tensors: torch.Tensor):
 
 
 @torch.library.custom_op('timm_sape::distance_attention', mutates_args=())
+@without_autocast
 def _distance_attention(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -107,9 +102,9 @@ def _(q, k, v, codes_x, codes_y, bias_scale, scale):
 
 
 @torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=())
+@without_autocast
 def _distance_attention_backward(
         grad: torch.Tensor,
-        out: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -119,10 +114,9 @@ def _distance_attention_backward(
         scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, num_heads, num_tokens, _ = q.shape
-    gs, outs, qs, ks, vs = _flat(grad, out, q, k, v)
+    gs, qs, ks, vs = _flat(grad, q, k, v)
     codes = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads).reshape(-1, 1, 1)
-    delta = (gs * outs).sum(dim=-1, keepdim=True)  # [B*h, N, 1]
     grad_q, grad_k, grad_v = torch.empty_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
     grad_codes = [torch.zeros_like(c.centred) for c in codes]
     grad_gain = torch.zeros_like(gain)
@@ -135,14 +129,17 @@ def _distance_attention_backward(
         p = logits.softmax(dim=-1)
         g = gs[heads, rows]
         grad_v[heads].baddbmm_(p.transpose(1, 2), g)
-        grad_logits = torch.bmm(g, vs[heads].transpose(1, 2)).sub_(delta[heads, rows]).mul_(p)
+        grad_p = torch.bmm(g, vs[heads].transpose(1, 2))
+        grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
         grad_q[heads, rows] = torch.bmm(grad_logits, ks[heads])
         grad_k[heads].baddbmm_(grad_logits.transpose(1, 2), qs[heads, rows])
         grad_gain[heads] += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
         for c, square, d, grad_w in zip(codes, squares, distances, grad_codes):
-            # D / D^2 = 1 / D, 0 where D = 0; below the floor the divisor stays, so nothing explodes on the way to 0
-            r = d.div_(torch.maximum(square, c.floor[heads, rows], out=square)).mul_(grad_logits)
+            # D / D^2 = 1 / D, 0 where D = 0; the divisor is no noise, so nothing explodes on the way to 0
+            r = d.div_(torch.maximum(square, c.noise[heads, rows], out=square)).mul_(grad_logits)
             w = c.centred
+            if w.shape[-1] <= NARROW and w.device.type != 'mps':
+                r, w = r.double(), w.double()
             grad_w[heads, rows] += r.sum(dim=2, keepdim=True) * w[heads, rows] - torch.bmm(r, w[heads])
             grad_w[heads] += r.sum(dim=1).unsqueeze(-1) * w[heads] - torch.bmm(r.transpose(1, 2), w[heads, rows])
     prefix = num_tokens - codes_x.shape[-2]
@@ -156,19 +153,18 @@ def _distance_attention_backward(
 
 
 @_distance_attention_backward.register_fake
-def _(grad, out, q, k, v, codes_x, codes_y, bias_scale, scale):
+def _(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y, bias_scale))
 
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.scale = inputs
-    ctx.save_for_backward(output, *tensors)
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad):
-    out, *tensors = ctx.saved_tensors
-    return (*_distance_attention_backward(grad.contiguous(), out, *tensors, ctx.scale), None)
+    return (*_distance_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None)
 
 
 _distance_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -226,8 +222,7 @@ def distance_attention(
         bias = bias_scale.to(codes_x.dtype).view(-1, 1, 1) * distance_bias(codes_x, codes_y, grid)
         mask = merge_masks(bias, attn_mask, is_causal, q.shape[2], q.device)
         return attend(q, k, v, mask, scale=scale, dropout_p=dropout_p)
-    with no_autocast(q):
-        if backend == 'triton':
-            from .distances_triton import triton_distance_attention
-            return triton_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale=scale)
-        return _distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale)
+    if backend == 'triton':
+        from .distances_triton import triton_distance_attention
+        return triton_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale=scale)
+    return _distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale)

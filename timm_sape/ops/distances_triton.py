@@ -4,10 +4,11 @@ One program of `_forward` owns a block of queries, walks over all keys and keeps
 two kernels of the same body: one owns queries and walks over keys (gradients of q), the other owns keys and walks over
 queries (those of k and v). Each adds its half of R w and R^T w to the gradients of the codes, see `distances`.
 
-Squared distances are s_i + s_j - 2 w_i.w_j of centred codes, less tol times s_i + s_j, in float32 (products in three parts
-of tf32). With t the larger of that and tol times s_i + s_j, one square root serves both D = d2 / sqrt(t) and 1 / D.
+Squared distances are s_i + s_j - 2 w_i.w_j of centred codes. For inputs of 16 bits the product is one of float32 (three
+parts of tf32), whose rounding is far below that of the inputs; for float32 it is float64, as in `distances`. A squared
+distance of less than tol times s_i + s_j is rounding and counts as 0.
 """
-from typing import Dict, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +26,64 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def forward_blocks(head_dim: int, codes: int, itemsize: int) -> Blocks:
-    """For a head dim and the widths of both codes together, all padded; `.ci/check_spills.py` compiles them."""
-    if head_dim + codes <= 128:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(64, 32, 4, 2)
+class Part(NamedTuple):
+    """What one launch of `_backward` computes, see there, and how."""
+    blocks: Blocks
+    keys: bool
+    rows: bool = False
+    tokens: bool = False
+    code_x: bool = False
+    code_y: bool = False
+
+    def constants(self) -> Dict[str, object]:
+        blocks, *flags = self
+        names = ('OWN', 'WALK', 'KEYS', 'ROWS', 'TOKENS', 'CODE_X', 'CODE_Y')
+        return dict(zip(names, (blocks.own, blocks.walk, *flags)))
 
 
-def backward_blocks(head_dim: int, codes: int, itemsize: int) -> Blocks:
-    if head_dim + codes <= 128:
-        return Blocks(64, 32, 4, 2)
-    return Blocks(64, 32, 8, 1)
+LOG2E = tl.constexpr(1.4426950408889634)
+NARROW = tl.constexpr(4)  # codes of so many channels are subtracted, channel by channel
+QUICK, THIN, SLIM = Blocks(64, 32, 4, 1), Blocks(64, 16, 4, 2), Blocks(64, 16, 4, 1)
+HIGH, TINY = Blocks(128, 16, 8, 1), Blocks(16, 32, 8, 1)
+# Launches of the backward pass by width of q (16 bits or more), head dim and codes: as few, and of blocks as large, as
+# there are registers for without spilling. First those that own queries, then keys: t for tokens, x and y for codes.
+PARTS = {
+    (False, 64, 16): ([('txy', QUICK)], [('txy', QUICK)]),
+    (False, 64, 32): ([('txy', THIN)], [('t', QUICK), ('xy', QUICK)]),
+    (False, 64, 64): ([('t', QUICK), ('x', QUICK), ('y', QUICK)], [('t', QUICK), ('x', THIN), ('y', THIN)]),
+    (False, 128, 16): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
+    (False, 128, 32): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
+    (False, 128, 64): ([('t', THIN), ('x', SLIM), ('y', SLIM)], [('t', HIGH), ('x', THIN), ('y', THIN)]),
+    (True, 64, 16): ([('t', SLIM), ('x', SLIM), ('y', SLIM)], [('t', TINY), ('x', SLIM), ('y', SLIM)]),
+    (True, 64, 32): ([('t', SLIM), ('x', SLIM), ('y', SLIM)], [('t', TINY), ('x', SLIM), ('y', SLIM)]),
+}
+
+
+def forward_blocks(head_dim: int, codes: Tuple[int, int], itemsize: int) -> Blocks:
+    """For a padded head dim and the widths of the codes; `.ci/check_spills.py` compiles them."""
+    if itemsize > 2:
+        return QUICK if max(codes) <= 16 else SLIM
+    if head_dim > 64:
+        return THIN if max(codes) > 32 else Blocks(64, 32, 4, 2)
+    return Blocks(64, 64 if min(codes) > NARROW.value else 32, 4, 2)
+
+
+def backward_parts(head_dim: int, codes: Tuple[int, int], itemsize: int) -> List[Part]:
+    """The launches in their order, arguments as for `forward_blocks`."""
+    launches = PARTS[itemsize > 2, max(64, head_dim), _padded(max(codes))]
+    parts = [Part(SLIM, False, rows=True)] if itemsize > 2 else []
+    for keys, launch in zip((False, True), launches):
+        for what, blocks in launch:
+            if what == 'txy' and min(codes) <= NARROW.value:
+                blocks = THIN
+            if blocks == TINY and head_dim < 64:
+                blocks = SLIM
+            parts.append(Part(blocks, keys, False, *(letter in what for letter in 'txy')))
+    return parts
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
@@ -45,7 +93,7 @@ def _distance(
 ):
     """Distances of two blocks of codes and their inverses, both 0 where not `ok` and where rounding leaves nothing."""
     total = si[:, None] + sj[None, :]
-    if C <= 4:  # subtracted
+    if (C <= NARROW) & (si.dtype == DTYPE):  # products of such short codes would not do
         floor = 0.0 * total
         square = floor
         for c in tl.static_range(C):
@@ -54,9 +102,10 @@ def _distance(
             difference = x_i[:, None] - x_j[None, :]
             square += difference * difference
     else:
-        floor = TOL * total
-        square = total - 2 * tl.dot(wi, tl.trans(wj), input_precision=PRECISION, out_dtype=DTYPE) - floor
-    square = tl.where(ok, tl.maximum(square, 0.0), 0.0)
+        floor = (TOL * total).to(DTYPE)
+        wi, wj = wi.to(si.dtype), wj.to(sj.dtype)
+        square = (total - 2 * tl.dot(wi, tl.trans(wj), input_precision=PRECISION, out_dtype=si.dtype)).to(DTYPE)
+    square = tl.where(ok & (square > floor), square, 0.0)
     inverse = tl.rsqrt(tl.maximum(tl.maximum(square, floor), 1e-30))
     distance = square * inverse
     return distance, distance * inverse * inverse
@@ -64,7 +113,7 @@ def _distance(
 
 @triton.jit
 def _forward(
-        Q, K, V, WX, WY, SX, SY, GAIN, SCALE, OUT, LSE,
+        Q, K, V, WX, WY, SX, SY, GAIN, SCALE, OUT, TOP, TOTAL,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
         num_heads, num_tokens,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
@@ -84,8 +133,7 @@ def _forward(
     wy_i = tl.load(WY + row_i[:, None] * CY + cy[None, :], mask=in_i[:, None], other=0.0)
     sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
     sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
-    gain = tl.load(GAIN + h) * 1.4426950408889634
-    scale = tl.load(SCALE) * 1.4426950408889634
+    gain, scale = tl.load(GAIN + h) * LOG2E, tl.load(SCALE) * LOG2E
     top = tl.full([OWN], float('-inf'), DTYPE)
     total = tl.zeros([OWN], DTYPE)
     out = tl.zeros([OWN, D], DTYPE)
@@ -117,20 +165,26 @@ def _forward(
     tl.store(
         OUT + row_i[:, None] * HEAD_DIM + d[None, :], (out / total[:, None]).to(OUT.dtype.element_ty),
         mask=in_i[:, None] & in_d[None, :])
-    tl.store(LSE + row_i, top + tl.log2(total), mask=in_i)
+    tl.store(TOP + row_i, top, mask=in_i)
+    tl.store(TOTAL + row_i, total, mask=in_i)
 
 
 @triton.jit
 def _backward(
-        Q, K, V, DOUT, WX, WY, SX, SY, GAIN, SCALE, LSE, DELTA, DA, DV, DWX, DWY, DGAIN,
+        Q, K, V, DOUT, WX, WY, SX, SY, GAIN, SCALE, TOP, TOTAL, DELTA, DA, DV, DWX, DWY, DGAIN,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
         num_heads, num_tokens,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
         WIDTH_X: tl.constexpr, WIDTH_Y: tl.constexpr, P: tl.constexpr,
-        OWN: tl.constexpr, WALK: tl.constexpr, KEYS: tl.constexpr,
+        OWN: tl.constexpr, WALK: tl.constexpr,
+        KEYS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, CODE_X: tl.constexpr, CODE_Y: tl.constexpr,
         TOL: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Owns queries, DA is the gradient of q; or, with KEYS, owns keys, DA is that of k, and DV is written too."""
+    """Owns queries, DA is the gradient of q; or, with KEYS, owns keys, DA is that of k, and DV is written too.
+
+    TOKENS, CODE_X and CODE_Y say which of the gradients one launch computes: all, if they fit the registers. With ROWS
+    it computes none, but DELTA, which the others read: the sum over keys of p * dp.
+    """
     head = tl.program_id(1).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     i = tl.program_id(0) * OWN + tl.arange(0, OWN)
@@ -146,14 +200,15 @@ def _backward(
     else:
         a_i = tl.load(q_head + i[:, None] * sq_n + d[None, :], mask=mask_i, other=0.0)
         c_i = tl.load(dout_head + i[:, None] * HEAD_DIM + d[None, :], mask=mask_i, other=0.0)
-        lse_i = tl.load(LSE + row_i, mask=in_i, other=0.0)
-        delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
+        top_i = tl.load(TOP + row_i, mask=in_i, other=0.0)
+        share_i = 1.0 / tl.load(TOTAL + row_i, mask=in_i, other=1.0)
+        if not ROWS:
+            delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
     wx_i = tl.load(WX + row_i[:, None] * CX + cx[None, :], mask=in_i[:, None], other=0.0)
     wy_i = tl.load(WY + row_i[:, None] * CY + cy[None, :], mask=in_i[:, None], other=0.0)
     sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
     sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
-    gain = tl.load(GAIN + h)
-    scale = tl.load(SCALE)
+    gain, scale = tl.load(GAIN + h) * LOG2E, tl.load(SCALE) * LOG2E  # as in `_forward`, to the last digit
     da = tl.zeros([OWN, D], DTYPE)
     dv = tl.zeros([OWN, D], DTYPE)
     dwx = tl.zeros([OWN, CX], DTYPE)
@@ -161,6 +216,7 @@ def _backward(
     sum_x = tl.zeros([OWN], DTYPE)
     sum_y = tl.zeros([OWN], DTYPE)
     dgain = tl.zeros([OWN], DTYPE)
+    delta = tl.zeros([OWN], DTYPE)
     for start in range(0, num_tokens, WALK):
         j = start + tl.arange(0, WALK)
         in_j = j < num_tokens
@@ -182,66 +238,91 @@ def _backward(
         distance_y, inverse_y = _distance(
             WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
         distance = distance_x + distance_y
-        logits = tl.dot(a_i, tl.trans(b_j), input_precision=PRECISION, out_dtype=DTYPE) * scale + gain * distance
-        logits *= 1.4426950408889634
+        logits = tl.dot(a_i, tl.trans(b_j), input_precision=PRECISION, out_dtype=DTYPE) * scale
+        logits += gain * distance
         dp = tl.dot(c_i, tl.trans(e_j), input_precision=PRECISION, out_dtype=DTYPE)
         if KEYS:
-            lse_j = tl.load(LSE + row_j, mask=in_j, other=0.0)
+            top_j = tl.load(TOP + row_j, mask=in_j, other=0.0)
+            share_j = 1.0 / tl.load(TOTAL + row_j, mask=in_j, other=1.0)
             delta_j = tl.load(DELTA + row_j, mask=in_j, other=0.0)
-            p = tl.exp2(logits - lse_j[None, :])
+            p = tl.exp2(logits - top_j[None, :]) * share_j[None, :]
             dp -= delta_j[None, :]
         else:
-            p = tl.exp2(logits - lse_i[:, None])
-            dp -= delta_i[:, None]
+            p = tl.exp2(logits - top_i[:, None]) * share_i[:, None]
+            if not ROWS:
+                dp -= delta_i[:, None]
         p = tl.where(in_i[:, None] & in_j[None, :], p, 0.0)
+        if ROWS:
+            delta += tl.sum(p * dp, 1)
         dlogits = p * dp
-        da += tl.dot(dlogits.to(b_j.dtype), b_j, input_precision=PRECISION, out_dtype=DTYPE)
+        if TOKENS:
+            da += tl.dot(dlogits.to(b_j.dtype), b_j, input_precision=PRECISION, out_dtype=DTYPE)
+            if KEYS:
+                dv += tl.dot(p.to(e_j.dtype), e_j, input_precision=PRECISION, out_dtype=DTYPE)
+            else:
+                dgain += tl.sum(dlogits * distance, 1)
+        if CODE_X:
+            r = dlogits * inverse_x
+            sum_x += tl.sum(r, 1)
+            dwx += tl.dot(r, wx_j, input_precision=GRADIENT, out_dtype=DTYPE)
+        if CODE_Y:
+            r = dlogits * inverse_y
+            sum_y += tl.sum(r, 1)
+            dwy += tl.dot(r, wy_j, input_precision=GRADIENT, out_dtype=DTYPE)
+    if ROWS:
+        tl.store(DELTA + row_i, delta, mask=in_i)
+    if TOKENS:
+        at = row_i[:, None] * HEAD_DIM + d[None, :]
+        tl.store(DA + at, (da * tl.load(SCALE)).to(DA.dtype.element_ty), mask=mask_i)
         if KEYS:
-            dv += tl.dot(p.to(e_j.dtype), e_j, input_precision=PRECISION, out_dtype=DTYPE)
+            tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask_i)
         else:
-            dgain += tl.sum(dlogits * distance, 1)
-        r = dlogits * inverse_x
-        sum_x += tl.sum(r, 1)
-        dwx += tl.dot(r, wx_j, input_precision=GRADIENT, out_dtype=DTYPE)
-        r = dlogits * inverse_y
-        sum_y += tl.sum(r, 1)
-        dwy += tl.dot(r, wy_j, input_precision=GRADIENT, out_dtype=DTYPE)
-    at = row_i[:, None] * HEAD_DIM + d[None, :]
-    tl.store(DA + at, (da * scale).to(DA.dtype.element_ty), mask=mask_i)
-    dwx = gain * (sum_x[:, None] * wx_i - dwx)
-    dwy = gain * (sum_y[:, None] * wy_i - dwy)
-    at_x = row_i[:, None] * CX + cx[None, :]
-    at_y = row_i[:, None] * CY + cy[None, :]
-    if KEYS:  # launched second: the half of the queries is there
-        tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask_i)
-        dwx += tl.load(DWX + at_x, mask=in_i[:, None], other=0.0)
-        dwy += tl.load(DWY + at_y, mask=in_i[:, None], other=0.0)
-    else:
-        tl.store(DGAIN + row_i, dgain, mask=in_i)
-    tl.store(DWX + at_x, dwx, mask=in_i[:, None])
-    tl.store(DWY + at_y, dwy, mask=in_i[:, None])
+            tl.store(DGAIN + row_i, dgain, mask=in_i)
+    # What owns keys is launched second: the half of the queries is there.
+    if CODE_X:
+        at = row_i[:, None] * CX + cx[None, :]
+        dwx = tl.load(GAIN + h) * (sum_x[:, None] * wx_i - dwx)
+        if KEYS:
+            dwx += tl.load(DWX + at, mask=in_i[:, None], other=0.0)
+        tl.store(DWX + at, dwx, mask=in_i[:, None])
+    if CODE_Y:
+        at = row_i[:, None] * CY + cy[None, :]
+        dwy = tl.load(GAIN + h) * (sum_y[:, None] * wy_i - dwy)
+        if KEYS:
+            dwy += tl.load(DWY + at, mask=in_i[:, None], other=0.0)
+        tl.store(DWY + at, dwy, mask=in_i[:, None])
 
 
-def _prepare(codes: torch.Tensor, num_tokens: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Centred codes in padded rows of all tokens, `[B*h, N, C]`, and their squared norms, `[B*h, N]`."""
+def _prepare(codes: torch.Tensor, num_tokens: int, wide: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Centred codes in padded rows of all tokens, `[B*h, N, C]`, and their squared norms, `[B*h, N]`.
+
+    A code that is the mean but for rounding counts as the mean: where all are equal, all distances are 0.
+    """
     codes = codes.flatten(0, 1)
     w = codes - codes.mean(dim=-2, keepdim=True)
-    width = max(16, triton.next_power_of_2(w.shape[-1]))
-    w = F.pad(w, (0, width - w.shape[-1], num_tokens - w.shape[-2], 0)).contiguous()
-    return w, w.square().sum(dim=-1)
+    w = w * (w.norm(dim=-1, keepdim=True) > 64 * torch.finfo(w.dtype).eps * codes.norm(dim=-1, keepdim=True))
+    w = F.pad(w, (0, _padded(w.shape[-1]) - w.shape[-1], num_tokens - w.shape[-2], 0)).contiguous()
+    return w, (w.double() if wide else w).square().sum(dim=-1)
 
 
-def _constants(q: torch.Tensor, wx: torch.Tensor, wy: torch.Tensor, codes_x: torch.Tensor, codes_y: torch.Tensor) -> Dict[str, object]:
+def _constants(
+        q: torch.Tensor,
+        wx: torch.Tensor,
+        wy: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+) -> Dict[str, object]:
     wide = wx.dtype == torch.float64
+    eps = torch.finfo(wx.dtype).eps
     return {
         'HEAD_DIM': q.shape[-1],
-        'D': max(16, triton.next_power_of_2(q.shape[-1])),
+        'D': _padded(q.shape[-1]),
         'CX': wx.shape[-1],
         'CY': wy.shape[-1],
         'WIDTH_X': codes_x.shape[-1],
         'WIDTH_Y': codes_y.shape[-1],
         'P': q.shape[-2] - codes_x.shape[-2],
-        'TOL': 16 * torch.finfo(wx.dtype).eps,
+        'TOL': (128 * eps) ** 2 if q.dtype == torch.float32 else 16 * eps,
         'PRECISION': 'ieee' if wide else 'tf32x3',
         'DTYPE': tl.float64 if wide else tl.float32,
     }
@@ -264,32 +345,38 @@ def _attention(
         codes_y: torch.Tensor,
         bias_scale: torch.Tensor,
         scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The output and, for the backward pass, log2 of the sum of each row."""
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output and, for the backward pass, the largest logit of each row (to base 2) and the sum over it.
+
+    They are kept apart: in the logarithm of their product the sum would lose its digits to logits of 10^4.
+    """
     batch, num_heads, num_tokens, _ = q.shape
     q, k, v = _dense_rows(q, k, v)
-    (wx, sx), (wy, sy) = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
+    (wx, sx), (wy, sy) = (_prepare(c, num_tokens, q.element_size() > 2) for c in (codes_x, codes_y))
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    lse = wx.new_empty(batch, num_heads, num_tokens)
+    top, total = (wx.new_empty(batch, num_heads, num_tokens) for _ in range(2))
     constants = _constants(q, wx, wy, codes_x, codes_y)
-    blocks = forward_blocks(constants['D'], constants['CX'] + constants['CY'], q.element_size())
+    blocks = forward_blocks(constants['D'], (codes_x.shape[-1], codes_y.shape[-1]), q.element_size())
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
     _forward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
-        q, k, v, wx, wy, sx, sy, gain, wx.new_tensor([scale]), out, lse, *_strides(q, k, v), num_heads, num_tokens,
+        q, k, v, wx, wy, sx, sy, gain, wx.new_tensor([scale]), out, top, total,
+        *_strides(q, k, v), num_heads, num_tokens,
         **constants, OWN=blocks.own, WALK=blocks.walk, num_warps=blocks.warps, num_stages=blocks.stages)
-    return out, lse
+    return out, top, total
 
 
 @_attention.register_fake
 def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format), codes_x.new_empty(q.shape[:-1])
+    rows = codes_x.new_empty(q.shape[:-1])
+    return torch.empty_like(v, memory_format=torch.contiguous_format), rows, torch.empty_like(rows)
 
 
 @torch.library.custom_op('timm_sape::distance_attention_triton_backward', mutates_args=())
 def _attention_backward(
         grad: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        top: torch.Tensor,
+        total: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -301,21 +388,25 @@ def _attention_backward(
     batch, num_heads, num_tokens, _ = q.shape
     q, k, v = _dense_rows(q, k, v)
     grad = grad.contiguous()
-    (wx, sx), (wy, sy) = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
-    delta = (grad.to(wx.dtype) * out).sum(dim=-1)  # [B, h, N]
+    (wx, sx), (wy, sy) = (_prepare(c, num_tokens, q.element_size() > 2) for c in (codes_x, codes_y))
+    narrow = q.element_size() <= 2
+    # p * dp summed over keys is grad * out. Where a row is sure of one key, all depends on the last digits of that: in
+    # float32 it is summed anew.
+    delta = (grad.to(wx.dtype) * out).sum(dim=-1) if narrow else torch.empty_like(top)  # [B, h, N]
     grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     grad_wx, grad_wy, grad_gain = torch.empty_like(wx), torch.empty_like(wy), torch.empty_like(delta)
     prefix = num_tokens - codes_x.shape[-2]
     constants = _constants(q, wx, wy, codes_x, codes_y)
-    blocks = backward_blocks(constants['D'], constants['CX'] + constants['CY'], q.element_size())
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
-    precision = constants['PRECISION'] if q.element_size() > 2 else 'tf32'  # what bf16 is worth
-    for keys, grad_a in ((False, grad_q), (True, grad_k)):
+    factor = wx.new_tensor([scale])
+    constants['GRADIENT'] = 'tf32' if narrow else constants['PRECISION']  # what bf16 is worth
+    for part in backward_parts(constants['D'], (codes_x.shape[-1], codes_y.shape[-1]), q.element_size()):
+        blocks = part.blocks
         _backward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
-            q, k, v, grad, wx, wy, sx, sy, gain, wx.new_tensor([scale]), lse, delta, grad_a, grad_v, grad_wx, grad_wy, grad_gain,
+            q, k, v, grad, wx, wy, sx, sy, gain, factor, top, total, delta,
+            grad_k if part.keys else grad_q, grad_v, grad_wx, grad_wy, grad_gain,
             *_strides(q, k, v), num_heads, num_tokens,
-            **constants, OWN=blocks.own, WALK=blocks.walk, KEYS=keys, GRADIENT=precision,
-            num_warps=blocks.warps, num_stages=blocks.stages)
+            **constants, **part.constants(), num_warps=blocks.warps, num_stages=blocks.stages)
     grad_codes = [
         g[:, prefix:, :c.shape[-1]].reshape(c.shape) for g, c in ((grad_wx, codes_x), (grad_wy, codes_y))]
     grad_scale = grad_gain.sum(dim=(0, 2))  # [h]
@@ -324,18 +415,18 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(grad, out, lse, q, k, v, codes_x, codes_y, bias_scale, scale):
+def _(grad, out, top, total, q, k, v, codes_x, codes_y, bias_scale, scale):
     return tuple(
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y, bias_scale))
 
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output, *tensors)
 
 
-def _backward_formula(ctx, grad, _):
+def _backward_formula(ctx, grad, *_):
     return (*_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
 
 

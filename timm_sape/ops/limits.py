@@ -1,3 +1,5 @@
-"""What the Triton kernels take, known without importing Triton."""
-MAX_HEAD_DIM = 128
-MAX_CODE = 128
+"""What the Triton kernels take without spilling registers, known without importing Triton."""
+LIMITS = {  # whether q has more than 16 bits: largest head dim, largest codes
+    False: (128, 64),
+    True: (64, 32),
+}
