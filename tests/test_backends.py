@@ -163,8 +163,8 @@ def hard(kind, grid, prefix, seed=0):
 def test_hard_input(name, grid, prefix, kind):
     """In float32 no more than twice as far off as the reference, or within 1e-5 of the largest entry.
 
-    One run's rounding is chance. So the reference's error is the largest of four runs, three of them with q and k changed
-    in the last place; and of some seeds the geometric mean counts.
+    One run's rounding is chance. So the reference's error is the largest of four runs, three of them with q and k
+    changed in the last place; and of some seeds the geometric mean counts.
     """
     if name == 'triton' and DEVICE == 'cpu':  # the interpreter is slow
         grid = {(9, 8): (3, 8), (14, 14): (5, 14)}.get(grid, grid)
