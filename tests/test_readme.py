@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 import timm_sape
+from timm_sape.bench import cost_table
 from timm_sape.encodings.registry import _encodings, encodings_table
 
 README = Path(__file__).parent.parent / 'README.md'
@@ -10,6 +11,13 @@ README = Path(__file__).parent.parent / 'README.md'
 
 def test_table_is_that_of_the_registry():
     assert encodings_table() in README.read_text(), 'run `python tests/test_readme.py` and paste what it prints'
+
+
+def test_costs_are_those_that_were_measured():
+    results = list((README.parent / 'results').glob('cost*.csv'))
+    assert results
+    for path in results:
+        assert cost_table(path) in README.read_text() and path.name in README.read_text()
 
 
 def test_code_runs():
