@@ -18,10 +18,9 @@ GRIDS = [(3, 5), (1, 7), (14, 14)]
 COMPOSITIONS = [
     'ape+sape2_k', 'ape+rope2d_mixed', 'ape+auto_rope2d+auto_sape2_k', 'cope+rope2d+sape2_qk',
     'ape+toy_layer+toy_shared']
-# What the registry holds before any test adds to it, and compositions that bring two encodings from outside.
 torch.set_num_threads(1)  # these models are too small for more
 
-# Each encoding alone, or with what it cannot do without.
+# Each encoding that the registry holds before any test adds to it, alone or with what it cannot do without.
 POS_ENCS = [
     name if timm_sape.get_encoding(name).alone else f'ape+{name}' for name in timm_sape.list_encodings()
 ] + COMPOSITIONS

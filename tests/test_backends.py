@@ -275,7 +275,8 @@ def test_opcheck():
 # --- who decides -----------------------------------------------------------------------------------------------------
 
 def chosen(requested=None, q=None, widths=(3, 4), needs=''):
-    return ops.choose_backend(requested, torch.zeros(1, 1, 2, 8) if q is None else q, widths, needs)
+    q = torch.zeros(1, 1, 2, 8) if q is None else q
+    return ops.choose_backend(requested, q, widths, {needs: True} if needs else {})
 
 
 def test_automatic(monkeypatch):

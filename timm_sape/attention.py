@@ -80,14 +80,13 @@ class PosEncAttention(Attention):
         dropout_p = self.attn_drop.p if self.training else 0.
         for encoding in self.acting_on('distances')[:1]:
             # Where distances of codes are all that is added to the logits, nothing N x N need be stored.
-            needs = {
+            only_reference = {
                 'a mask': attn_mask is not None or is_causal,
                 'dropout of the probabilities': dropout_p > 0,
                 'other biases beside it': bias is not None or not self._codes_alone,
                 'attention that is not fused': not self.fused_attn,
             }
-            backend = ops.choose_backend(
-                None, q, encoding.code_widths(grid), ', '.join(what for what, needed in needs.items() if needed))
+            backend = ops.choose_backend(None, q, encoding.code_widths(grid), only_reference)
             if backend != 'reference':
                 codes_x, codes_y, gain = encoding.distances(q, k, grid)
                 q, k = self._rotated(q, k, rotation, grid)

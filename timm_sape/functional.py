@@ -135,9 +135,7 @@ def sape2_attention(
         'dropout_p': dropout_p > 0,
         'q and k of different dtypes': not q.dtype == k.dtype == v.dtype,
     }
-    code_widths = [len(mode) * size for size in grid.size]
-    backend = ops.choose_backend(
-        backend, q, code_widths, ', '.join(what for what, given in only_reference.items() if given))
+    backend = ops.choose_backend(backend, q, [len(mode) * size for size in grid.size], only_reference)
     make_codes = ops.axis_codes if backend == 'reference' else ops.recomputed_axis_codes
     codes_x, codes_y = make_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)

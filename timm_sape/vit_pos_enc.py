@@ -36,6 +36,7 @@ from .encodings import (
     list_encodings,
     parse_pos_enc,
 )
+from .encodings.checks import is_integer
 from .grid import Grid
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
@@ -170,13 +171,13 @@ class VisionTransformerPosEnc(VisionTransformer):
         for name, value, least in (
                 ('embed_dim', embed_dim, 1), ('num_heads', num_heads, 1), ('depth', depth, 1),
                 ('reg_tokens', kwargs.get('reg_tokens', 0), 0)):
-            if not isinstance(value, int) or value < least:
+            if not is_integer(value, least):
                 raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}.')
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}.')
         if ref_grid_size is not None:
             size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
-            if len(size) != 2 or not all(isinstance(s, int) and s > 0 for s in size):
+            if len(size) != 2 or not all(is_integer(s, 1) for s in size):
                 raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
 
         super().__init__(

@@ -161,6 +161,15 @@ class PositionEncoding(nn.Module):
         """The places where it acts, in words."""
         return tuple(dict.fromkeys(place for hook, place in cls.HOOKS.items() if cls.overrides(hook)))
 
+    @classmethod
+    def attention_kernel(cls) -> str:
+        """What computes attention with it, in words: the more it adds, the fewer kernels can."""
+        if cls.overrides('values'):
+            return 'explicit'
+        if cls.overrides('distances'):
+            return 'ours'
+        return 'SDPA, a mask' if cls.overrides('position_bias') or cls.overrides('content_bias') else 'any'
+
     @property
     def finds_objects(self) -> bool:
         """Whether it wants to know the objects."""

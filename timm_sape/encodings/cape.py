@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ..grid import Grid
 from .base import FixedEncoding
+from .checks import is_number
 from .registry import register_encoding
 
 
@@ -55,7 +56,7 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
         for name, value, least in (
                 ('max_global_shift', max_global_shift, 0), ('max_local_shift', max_local_shift, 0),
                 ('max_scale', max_scale, 1)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+            if not is_number(value) or value < least:
                 raise ValueError(f"'cape' needs {name} to be a number of at least {least}, got {value!r}.")
         self.max_global_shift = max_global_shift
         self.max_local_shift = max_local_shift

@@ -9,6 +9,7 @@ import torch.nn as nn
 from .. import ops
 from ..grid import Grid
 from .base import ReferenceGridEncoding
+from .checks import is_integer
 from .registry import register_encoding
 
 
@@ -35,7 +36,7 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
 
     def __init__(self, *, npos: int = 64, direction: str = 'literal', device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if not isinstance(npos, int) or npos < 2:
+        if not is_integer(npos, 2):
             raise ValueError(f"'cope' needs npos of 2 or more, got {npos!r}.")
         if direction not in ('literal', 'between'):
             raise ValueError(f"'cope' needs direction 'literal' or 'between', got {direction!r}.")

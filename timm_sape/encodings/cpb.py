@@ -15,6 +15,7 @@ from timm.layers import Mlp
 from .. import ops
 from ..grid import Grid
 from .base import ReferenceGridEncoding
+from .checks import is_integer, is_number
 from .registry import register_encoding
 from .rpb import between_patches
 
@@ -64,9 +65,9 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         super().__init__(device=device, dtype=dtype, **host)
         if mode not in MODES:
             raise ValueError(f"'cpb': mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
-        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        if not is_integer(hidden, 1):
             raise ValueError(f"'cpb' needs hidden to be a positive integer, got {hidden!r}.")
-        if isinstance(drop, bool) or not isinstance(drop, (int, float)) or not 0 <= drop < 1:
+        if not is_number(drop) or not 0 <= drop < 1:
             raise ValueError(f"'cpb' needs drop of at least 0 and less than 1, got {drop!r}.")
         self.mode = mode
         self.mlp = Mlp(

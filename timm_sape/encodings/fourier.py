@@ -5,7 +5,6 @@ Encoding', NeurIPS 2021), as Position-SHAP compares them.
 a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass whatever the
 batch, and one addition per token entry.
 """
-import math
 from typing import Optional, Tuple
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..grid import Grid
 from .base import CoordinateEncoding
+from .checks import is_integer, is_number
 from .registry import register_encoding
 
 
@@ -51,14 +51,14 @@ class FourierPositionEncoding(CoordinateEncoding):
             **host,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 < gamma < math.inf:
+        if not is_number(gamma) or gamma <= 0:
             raise ValueError(f"'fourier' needs a positive gamma, got {gamma!r}.")
         features = self.dim if features is None else features
         hidden = 4 * self.dim if hidden is None else hidden
-        if isinstance(features, bool) or not isinstance(features, int) or features < 2 or features % 2:
+        if not is_integer(features, 2) or features % 2:
             raise ValueError(
                 f"'fourier' needs features (by default embed_dim) to be a positive even number, got {features!r}.")
-        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        if not is_integer(hidden, 1):
             raise ValueError(f"'fourier' needs hidden to be a positive integer, got {hidden!r}.")
         self.gamma = gamma
         dd = {'device': device, 'dtype': dtype}

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from .. import ops
 from ..grid import Grid
-from ..ops.contextual import no_autocast
 from .base import PositionEncoding
+from .checks import is_number
 from .registry import register_encoding
 
 METHODS = ('product', 'euclidean', 'quantized', 'cross')
@@ -77,7 +77,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
         for keyword, value, known in (('method', method, METHODS), ('mode', mode, MODES)):
             if value not in known:
                 raise ValueError(f'{name!r}: {keyword} must be one of {", ".join(map(repr, known))}, got {value!r}.')
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.5 <= ratio <= 1000:
+        if not is_number(ratio) or not 0.5 <= ratio <= 1000:
             raise ValueError(
                 f'{name!r}: ratio must be a number from 0.5, below which there is one bucket, to 1000, got {ratio!r}.')
         if not isinstance(shared_heads, bool):
@@ -108,7 +108,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
         buckets = self._buckets(grid, q.device)
         biases = []
-        with no_autocast(q):
+        with ops.no_autocast(q):
             if 'k' in self.on:
                 biases.append(self._look_up(q, self.table_k, buckets))
             if 'q' in self.on:
@@ -188,7 +188,7 @@ class ImageRelativePositionEncodingQKV(ImageRelativePositionEncoding):
     adds = 'L * 150 * d'
 
     def values(self, attn: torch.Tensor, grid: Grid) -> torch.Tensor:
-        with no_autocast(attn):
+        with ops.no_autocast(attn):
             attn, table = ops.upcast(attn, self.table_v)
             sums = attn.new_zeros(*attn.shape[:-1], self.num_buckets)  # [B, h, N, buckets]
             for bucket in self._buckets(grid, attn.device):

@@ -10,12 +10,16 @@ import torch
 
 from ..grid import Grid
 from .base import CoordinateEncoding, FixedRotaryEncoding
+from .checks import is_integer
 from .registry import register_encoding
 
 
 @register_encoding('mrope')
 class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
     """M-RoPE: pair k < d/2, the channels k and k + d/2, turns by 10000^(-2k/d) times 0, y, x, 0, y, x, ...
+
+    Angles are those of timm's layer, computed here since that hands out their sines and cosines, and a gate acts on the
+    angles.
 
     Args:
         section: (t, h, w), how many pairs follow each axis, read as timm reads it: the first h of the pairs 1, 4, 7,
@@ -45,7 +49,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
             section = ((num_pairs + 2) // 3, (num_pairs + 1) // 3, num_pairs // 3)
         elif (
                 not isinstance(section, (tuple, list)) or len(section) != 3
-                or any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s in section)
+                or not all(is_integer(s, 0) for s in section)
                 or 0 in section[1:]):
             raise ValueError(
                 f"'mrope': section must be integers (t, h, w), h and w of 1 or more, t of 0 or more, got {section!r}.")

@@ -5,7 +5,6 @@ The sinusoids of x and y share the channels with those of an object's index, so 
 their encoding in common. Costs one addition per token entry and, where the caller does not name the objects, about
 log2(H*W) products of square matrices with H*W rows per image.
 """
-import math
 from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -15,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .. import ops
 from ..grid import Grid
 from .base import CoordinateEncoding, FixedEncoding
+from .checks import is_number
 from .registry import register_encoding
 
 
@@ -24,8 +24,8 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
 
     In C channels, wave(p) is [sin(p w), cos(p w)] with w_k = 10000^(-2k/C), k < C/2. Prefix tokens get nothing.
 
-    Objects are what `model(x, object_index=...)` says, any integers. Left out, they are found in the image: the mean
-    colours of patches are rounded down to 4 levels per channel, and patches that a way from neighbour to neighbour
+    Objects are what `model(x, object_index=...)` says, integers below 2^24. Left out, they are found in the image: the
+    mean colours of patches are rounded down to 4 levels per channel, and patches that a way from neighbour to neighbour
     (left, right, above, below) of the same colour connects are one object. They are numbered from 0 in the order of
     their first patches, row by row, background included. (The authors number the bounding boxes of objects, colour by
     colour, from 1, with 0 for the most frequent colour.) No gradient flows through it.
@@ -54,7 +54,7 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
                 f"'ope' needs an embed dim that is a multiple of 8, got {self.dim}. Choose another embed_dim.")
         for name, value in (('mean', mean), ('std', std)):
             values = value if isinstance(value, (list, tuple)) else [value]
-            if not values or not all(_is_number(v) and (name == 'mean' or v > 0) for v in values):
+            if not values or not all(is_number(v) and (name == 'mean' or v > 0) for v in values):
                 kind = 'finite' if name == 'mean' else 'positive'
                 raise ValueError(
                     f"'ope' needs {name} to be a {kind} number, or a list of them, one per channel, got {value!r}.")
@@ -110,10 +110,6 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
                 f"'ope' has a {name} of {len(values)} channels, but the image has {num_channels}. "
                 f"Create the model with pos_enc_kwargs={{'ope': {{'{name}': ...}}}} of as many, or a single number.")
         return values
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _waves(position: torch.Tensor, num_channels: int) -> torch.Tensor:

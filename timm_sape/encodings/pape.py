@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..grid import Grid
 from .base import CoordinateEncoding
+from .checks import is_integer
 from .registry import register_encoding
 
 # The unit of coordinates, in patches, and what multiplies the channels of k and divides those of q. Powers of two
@@ -53,7 +54,7 @@ class ParabolicPositionEncoding(CoordinateEncoding):
 
     def __init__(self, *, num_parabolas: int = 50, device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if isinstance(num_parabolas, bool) or not isinstance(num_parabolas, int) or num_parabolas < 1:
+        if not is_integer(num_parabolas, 1):
             raise ValueError(f"'pape' needs num_parabolas to be a positive integer, got {num_parabolas!r}.")
         dd = {'device': device, 'dtype': dtype}
         self.w_p = nn.Parameter(torch.empty(self.num_heads, num_parabolas, 2, **dd))

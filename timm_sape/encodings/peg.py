@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from ..grid import Grid
 from .base import PositionEncoding
+from .checks import is_integer
 from .registry import register_encoding
 
 
@@ -33,7 +34,7 @@ class ConditionalPositionEncoding(PositionEncoding):
 
     def __init__(self, *, kernel_size: int = 3, device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if isinstance(kernel_size, bool) or not isinstance(kernel_size, int) or kernel_size < 3 or kernel_size % 2 == 0:
+        if not is_integer(kernel_size, 3) or kernel_size % 2 == 0:
             raise ValueError(f"'peg' needs kernel_size to be an odd number of at least 3, got {kernel_size!r}.")
         self.conv = nn.Conv2d(
             self.dim, self.dim, kernel_size, padding=kernel_size // 2, groups=self.dim, device=device, dtype=dtype)

@@ -3,11 +3,11 @@ import difflib
 import fnmatch
 import inspect
 import json
-import math
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
 from .base import PositionEncoding, RotaryEncoding
+from .checks import is_number
 
 __all__ = [
     'create_encoding',
@@ -90,12 +90,15 @@ def list_encodings(filter: str = '', *, aliases: bool = False) -> List[str]:
 
 def encodings_table() -> str:
     """All encodings as a Markdown table, for the documentation."""
-    rows = ['| name | acts on | relative | parameters added | on another grid | paper |', '|---|---|---|---|---|---|']
+    rows = [
+        '| name | acts on | relative | attention | parameters added | on another grid | paper |',
+        '|---|---|---|---|---|---|---|',
+    ]
     for name, cls in sorted(_encodings.items()):
         shown = ', '.join(f'`{n}`' for n in [name, *(alias for alias in _aliases if _aliases[alias] == name)])
         link = f'[link]({cls.paper})' if cls.paper else ''
         acts_on = ', '.join(cls.acts_on()) or 'nothing'
-        cells = (shown, acts_on, 'yes' if cls.relative else 'no', cls.adds, cls.resolution)
+        cells = (shown, acts_on, 'yes' if cls.relative else 'no', cls.attention_kernel(), cls.adds, cls.resolution)
         rows.append(f'| {" | ".join(cells)} | {link} |')
     return '\n'.join(rows)
 
@@ -160,7 +163,7 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     cls = get_encoding(name)
     if is_auto(name):
         init = kwargs.pop('init', cls.gate_init)
-        if isinstance(init, bool) or not isinstance(init, (int, float)) or not math.isfinite(init):
+        if not is_number(init):
             raise ValueError(f'{name!r}: init must be a finite number, got {init!r}.')
         if cls.gate_init == 1 and init == 0:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 
 from ..grid import Grid
 from .base import FixedRotaryEncoding, rotation_table
+from .checks import is_number
 from .registry import register_encoding
 
 
@@ -22,6 +23,9 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     In training they can be changed at random, by a shift, then a jitter, then a rescaling, drawn anew for each forward
     pass, for all images and layers together. (`auto_rope_dinov3` has a gate and so a rotation in each layer, and draws
     in each.) The generator is torch's default one on the model's device, where timm takes that of the CPU.
+
+    Angles are those of timm's `RotaryEmbeddingDinoV3`, computed here since that hands out their sines and cosines, and
+    a gate acts on the angles.
 
     Args:
         base: Periods go from 1 to nearly this. More than 0.
@@ -52,12 +56,12 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     ) -> None:
         super().__init__(**host)
         self._require_head_dim('rope_dinov3', 4)
-        if not _is_number(base) or base <= 0:
+        if not is_number(base) or base <= 0:
             raise ValueError(f"'rope_dinov3' needs base to be a positive number, got {base!r}.")
         if normalize not in ('separate', 'max', 'min'):
             raise ValueError(f"'rope_dinov3': normalize must be 'separate', 'max' or 'min', got {normalize!r}.")
         for name, value, least in (('shift', shift, 0), ('jitter', jitter, 1), ('rescale', rescale, 1)):
-            if value is not None and (not _is_number(value) or value < least):
+            if value is not None and (not is_number(value) or value < least):
                 raise ValueError(
                     f"'rope_dinov3' needs {name} to be a number of at least {least}, or None for none, got {value!r}.")
         self.base = base
@@ -108,7 +112,3 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
         k = torch.arange(self.head_dim // 4, device=position.device, dtype=position.dtype)
         periods = self.base ** (4 * k / self.head_dim)  # [d/4]
         return (2 * math.pi * position[:, :, None] / periods).flatten(1)
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -9,7 +9,6 @@ image the bias is zero. It supplements a position encoding rather than replacing
 
 Cost: distances of N x N codes of length W and of length H, on top of attention.
 """
-import math
 from typing import Optional, Tuple, Union
 
 import torch
@@ -19,6 +18,7 @@ from timm.layers import trunc_normal_
 from .. import ops
 from ..grid import Grid
 from .base import ReferenceGridEncoding
+from .checks import is_integer, is_number
 from .registry import register_encoding
 
 PRESETS = {
@@ -70,9 +70,9 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         name = self._name
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')
-        if npos is not None and (not isinstance(npos, int) or npos < 2):
+        if npos is not None and not is_integer(npos, 2):
             raise ValueError(f'{name!r} needs npos of 2 or more, got {npos!r}. Leave it out for one per count.')
-        if not _is_number(table_std) or table_std <= 0:
+        if not is_number(table_std) or table_std <= 0:
             raise ValueError(f'{name!r} needs a positive table_std, got {table_std!r}.')
         values = PRESETS[preset]
         self.gate_scale = self._number('gate_scale', values['gate_scale'] if gate_scale is None else gate_scale)
@@ -80,7 +80,7 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         learned = bias_scale == 'learned'
         if bias_init is not None and not learned:
             raise ValueError(f"{name!r}: bias_init is the initial value of bias_scale='learned'. Give both or neither.")
-        if bias_init is not None and not _is_number(bias_init):
+        if bias_init is not None and not is_number(bias_init):
             raise ValueError(f'{name!r}: bias_init must be a number, got {bias_init!r}.')
         if not learned:
             self.bias_scale = preset_scale if bias_scale is None else self._number('bias_scale', bias_scale)
@@ -104,7 +104,7 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             return self.head_dim ** -0.5
         if value == 'one':
             return 1.0
-        if not _is_number(value):
+        if not is_number(value):
             learned = ", 'learned'" if keyword == 'bias_scale' else ''
             raise ValueError(
                 f"{self._name!r}: {keyword} must be 'head_dim', 'one'{learned} or a number, got {value!r}.")
@@ -179,7 +179,3 @@ class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
 class SemanticAwarePositionEncodingQK(SemanticAwarePositionEncoding):
     """SaPE2 on both Q and K, which the paper names (5.3) but does not define: here their codes are concatenated."""
     mode = 'qk'
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

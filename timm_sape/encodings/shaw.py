@@ -11,6 +11,7 @@ import torch.nn as nn
 from .. import ops
 from ..grid import Grid
 from .base import PositionEncoding
+from .checks import is_integer
 from .registry import register_encoding
 
 
@@ -37,7 +38,7 @@ class RelativePositionRepresentations(PositionEncoding):
 
     def __init__(self, *, clip: int = 2, distance: str = 'axis', device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if isinstance(clip, bool) or not isinstance(clip, int) or clip < 1:
+        if not is_integer(clip, 1):
             raise ValueError(f"'shaw' needs clip to be an integer of at least 1, got {clip!r}.")
         if distance not in ('axis', 'raster'):
             raise ValueError(f"'shaw': distance must be 'axis' or 'raster', got {distance!r}.")

@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 from contextlib import contextmanager
-from typing import Iterator, Optional, Sequence
+from typing import Iterator, Mapping, Optional, Sequence
 
 import torch
 
@@ -73,7 +73,7 @@ def choose_backend(
         requested: Optional[str],
         q: torch.Tensor,
         code_widths: Sequence[int],
-        needs_reference: str = '',
+        only_reference: Mapping[str, bool] = {},
 ) -> str:
     """The argument decides, before the variable `TIMM_SAPE_BACKEND`, before what suits device and shape.
 
@@ -83,13 +83,14 @@ def choose_backend(
         requested: One of `BACKENDS`, None to choose.
         q: Queries.
         code_widths: Entries of the codes along x and y.
-        needs_reference: What keeps all but the reference from doing it, in words.
+        only_reference: What the reference alone can do, in words, and whether it is needed.
 
     Raises:
         ValueError: If the backend is unknown, or asked for and cannot do it.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return 'reference'
+    needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
     by = 'backend=' if requested is not None else VARIABLE
     requested = requested if requested is not None else _from_environment()
     if requested is not None:

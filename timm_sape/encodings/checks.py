@@ -1,0 +1,16 @@
+"""What counts as a number in the keywords that users give."""
+import torch
+
+__all__ = ['is_integer', 'is_number']
+
+
+def is_integer(value, least: int) -> bool:
+    """Whether a value is an integer of at least so much. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value) -> bool:
+    """Whether a value is a real number that float32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= torch.finfo(torch.float32).max  # not so for NaN
