@@ -222,6 +222,26 @@ def test_bias_is_within_the_noise_floor(name, kind):
     assert ((bias - exact).abs() <= allowed + slack).all(), ((bias - exact).abs() - allowed).max()
 
 
+@pytest.mark.parametrize('num_near, by_difference', [(2, False), (30, True)])
+def test_small_distances(num_near, by_difference, monkeypatch):
+    """Few small distances are computed from differences one by one, many with their whole block; both to the digit."""
+    generator = torch.Generator().manual_seed(0)
+    codes = 3 + torch.randn(2, 40, 6, generator=generator)
+    codes[1, :num_near] = codes[1, :1] + 1e-3 * torch.randn(num_near, 6, generator=generator)
+    whole_blocks = []
+    original = ops.distances._squares_by_difference
+    monkeypatch.setattr(
+        ops.distances, '_squares_by_difference', lambda *args: whole_blocks.append(args) or original(*args))
+    prepared = ops.distances._prepare(codes, 41)
+    found = ops.distances._squares(prepared, slice(0, 41), 1).sqrt().double()
+    exact = torch.zeros(2, 41, 41, dtype=torch.float64)
+    exact[:, 1:, 1:] = torch.cdist(codes.double(), codes.double(), compute_mode='donot_use_mm_for_euclid_dist')
+    assert bool(whole_blocks) is by_difference
+    assert ((found - exact).abs() <= 1e-4 * exact.clamp(max=0.01) + 1e-6 * exact).all()
+    product = (prepared.left @ prepared.right.mT).relu().sqrt()
+    assert ((product - exact).abs() > 1e-2 * exact).any()
+
+
 @pytest.mark.parametrize('name', FAST)
 def test_poisoned_memory(name):
     """Every entry of every result is written: what was in the memory before does not show."""
@@ -240,8 +260,9 @@ def test_blocks_cover_everything(monkeypatch):
     """Results do not depend on the size of the blocks: parts of a head, whole heads, several of them."""
     inputs = make((5, 6), 1, heads=3, batch=2)
     expected, expected_grads = run(sape2_attention, inputs, grid_size=(5, 6), num_prefix_tokens=1, backend='reference')
-    for block in (1, 400, 961, 2000, 10 ** 6):
-        monkeypatch.setattr(ops.distances, 'BLOCK', block)
+    for size in (1, 400, 961, 2000, 10 ** 6):
+        for module in (ops.distances, ops.chunks):
+            monkeypatch.setattr(module, 'CHUNK', size)
         out, grads = run(sape2_attention, inputs, grid_size=(5, 6), num_prefix_tokens=1, backend='torch')
         assert_near(out, expected, 1e-10)
         for a, b in zip(grads, expected_grads):

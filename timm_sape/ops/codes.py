@@ -8,21 +8,22 @@ from typing import List, Optional, Tuple, Union
 import torch
 
 from ..grid import Grid
+from .chunks import chunks
 from .contextual import _suffix_sum, axis_codes, without_autocast
 
 __all__ = ['recomputed_axis_codes']
 
 
 def _gates(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
-    return torch.sigmoid(gate_scale * (q @ k.transpose(-2, -1)))  # [..., C, C]
+    return (q @ k.transpose(-2, -1)).mul_(gate_scale).sigmoid_()  # [..., C, C]
 
 
 def _cells(gates: torch.Tensor, shrink: float, npos: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Positions, the cells they lie in, and how far in."""
     pos = _suffix_sum(gates)
     pos = pos if shrink == 1 else pos * shrink
-    cell = pos.long().clamp_(0, npos - 2)
-    return pos, cell, pos.clamp(max=npos - 1) - cell
+    cell = pos.long().clamp_(0, npos - 2)  # NaN becomes some integer, and comes out as NaN all the same
+    return pos, cell, pos.clamp(max=npos - 1).sub_(cell.to(pos.dtype))
 
 
 def _lines(x: torch.Tensor, height: int, width: int, along_y: bool) -> torch.Tensor:
@@ -48,7 +49,7 @@ def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> t
     codes = []
     for z in values:
         z = _lines(z, height, width, along_y)  # [B, h, lines, C, npos]
-        codes.append(torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), weight))
+        codes.append(z.gather(-1, cell).lerp_(z[..., 1:].gather(-1, cell), weight))
     codes = codes[0] if len(codes) == 1 else torch.cat(codes, dim=-1)
     return _patches(codes if shrink == 1 else codes * shrink ** 0.5, along_y)
 
@@ -67,7 +68,7 @@ def _axis_backward(
     grad_table, grad_pos = torch.zeros_like(table), torch.zeros_like(pos)
     for source, z, grad_source, g in zip(sources, values, grad_sources, grad.chunk(len(sources), dim=-1)):
         z = _lines(z, height, width, along_y)
-        grad_pos += g * (z.gather(-1, cell + 1) - z.gather(-1, cell))
+        grad_pos += g * (z[..., 1:].gather(-1, cell).sub_(z.gather(-1, cell)))
         grad_z = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
         grad_z = grad_z.scatter_add_(-1, cell, g * (1 - weight)).scatter_add_(-1, cell + 1, g * weight)
         grad_z = _patches(grad_z, along_y)
@@ -89,6 +90,12 @@ def _wide(*tensors: torch.Tensor) -> List[torch.Tensor]:
     return [t.to(torch.promote_types(t.dtype, torch.float32)).contiguous() for t in tensors]
 
 
+def _empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    shape, n = q.shape[:-1], len(mode)
+    return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
+
+
 @torch.library.custom_op('timm_sape::axis_codes', mutates_args=())
 @without_autocast
 def _axis_codes(
@@ -103,19 +110,19 @@ def _axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    q, k, table_x, table_y = _wide(q, k, table_x, table_y)
-    values_x, values_y = zip(*_values(_sources(mode, q, k), table_x, table_y))
-    return (
-        _axis_forward(q, k, values_x, height, width, False, gate_scale, shrink_x),
-        _axis_forward(q, k, values_y, height, width, True, gate_scale, shrink_y),
-    )
+    table_x, table_y = _wide(table_x, table_y)
+    codes_x, codes_y = _empty_codes(q, height, width, mode)
+    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
+        q_, k_ = _wide(q[chunk], k[chunk])
+        values_x, values_y = zip(*_values(_sources(mode, q_, k_), table_x, table_y))
+        codes_x[chunk] = _axis_forward(q_, k_, values_x, height, width, False, gate_scale, shrink_x)
+        codes_y[chunk] = _axis_forward(q_, k_, values_y, height, width, True, gate_scale, shrink_y)
+    return codes_x, codes_y
 
 
 @_axis_codes.register_fake
 def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    shape, n = q.shape[:-1], len(mode)
-    return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
+    return _empty_codes(q, height, width, mode)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
@@ -135,15 +142,20 @@ def _axis_codes_backward(
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dtypes = [t.dtype for t in (q, k, table_x, table_y)]
-    q, k, table_x, table_y = _wide(q, k, table_x, table_y)
-    grad_q, grad_k = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k))
-    grads = grad_q, grad_k, _sources(mode, grad_q, grad_k)
-    sources = _sources(mode, q, k)
-    values_x, values_y = zip(*_values(sources, table_x, table_y))
-    grad_table_x = _axis_backward(
-        grad_x, q, k, sources, values_x, grads, table_x, height, width, False, gate_scale, shrink_x)
-    grad_table_y = _axis_backward(
-        grad_y, q, k, sources, values_y, grads, table_y, height, width, True, gate_scale, shrink_y)
+    table_x, table_y = _wide(table_x, table_y)
+    grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
+    grad_table_x, grad_table_y = torch.zeros_like(table_x), torch.zeros_like(table_y)
+    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
+        q_, k_, grad_x_, grad_y_ = _wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
+        part_q, part_k = torch.zeros_like(q_), torch.zeros_like(k_)
+        grads = part_q, part_k, _sources(mode, part_q, part_k)
+        sources = _sources(mode, q_, k_)
+        values_x, values_y = zip(*_values(sources, table_x, table_y))
+        grad_table_x += _axis_backward(
+            grad_x_, q_, k_, sources, values_x, grads, table_x, height, width, False, gate_scale, shrink_x)
+        grad_table_y += _axis_backward(
+            grad_y_, q_, k_, sources, values_y, grads, table_y, height, width, True, gate_scale, shrink_y)
+        grad_q[chunk], grad_k[chunk] = part_q, part_k
     return tuple(g.to(dtype) for g, dtype in zip((grad_q, grad_k, grad_table_x, grad_table_y), dtypes))
 
 

@@ -1,9 +1,8 @@
 """Attention with a bias of distances between codes, without storing anything N x N: a block of queries at a time.
 
 The squared distance of two codes is a product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with s = |w|^2,
-so one matrix product gives a block of them. In float32 it would lose the small distances, those between patches of one
-region; in float64 it is as good as a difference, and costs little, as the codes are short. From s_i and s_j goes what
-the codes' own rounding may amount to: a distance below it is 0 and has no gradient, as its direction would be random.
+so one matrix product gives a block of them. Of small distances, those between patches of one region, it loses the
+digits: what comes out as a small part of s_i is computed once more, from the difference.
 
 The backward pass computes the blocks anew. With G the gradient of a distance D and R = G / D, that of the codes is
 rowsum(R + R^T) w - (R + R^T) w.
@@ -15,58 +14,76 @@ import torch.nn.functional as F
 
 from ..grid import Grid
 from .attention import attend, merge_masks
+from .chunks import CHUNK, chunks
 from .contextual import pairwise_distance, without_autocast
 
 __all__ = ['distance_attention', 'distance_bias']
 
 NARROW = 4  # codes of so few channels lie so close that the gradient's differences lose digits as well
-BLOCK = 2 ** 17  # logits in a block: what of them is at hand at one time fits a cache
+NEAR = 2 ** -6  # squared distances below this part of s are computed from differences
 
 
 class _Codes(NamedTuple):
-    """Codes of one axis in the form that the blocks want them, zeros in the rows of prefix tokens, `[B*h, N, ...]`."""
+    """Codes of one axis in the form that the blocks want them, `[n, N, ...]`; those of prefix tokens are zeros."""
+    centred: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
-    centred: torch.Tensor
-    noise: torch.Tensor  # what was taken off s, and what a squared distance counts as at least when divided by
+    near: torch.Tensor  # squared distances below this want a second look, `[n, N, 1]`
+    noise: torch.Tensor  # squared distances up to this are 0, `[n, N, 1]`; infinite for prefix tokens
 
 
 def _prepare(codes: torch.Tensor, num_tokens: int) -> _Codes:
-    dtype = codes.dtype
-    codes = codes.flatten(0, 1)
-    if codes.device.type != 'mps':  # it has no float64
-        codes = codes.double()
+    """Of codes `[n, N-P, C]`."""
     w = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance, saves digits
     s = w.square().sum(dim=-1, keepdim=True)
-    noise = 16 * torch.finfo(w.dtype).eps * s
-    noise += (64 * torch.finfo(dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
-    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(w.shape[-1] + 2) % 8)  # widths that are quick
+    noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
+    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(w.shape[-1] + 2) % 4)  # widths that are quick
     prefix = (0, 0, num_tokens - w.shape[-2], 0)
     return _Codes(
-        F.pad(torch.cat([-2 * w, s - noise, one, fill], dim=-1), prefix),
-        F.pad(torch.cat([w, one, s - noise, fill], dim=-1), prefix),
-        F.pad(w, prefix).to(dtype),
-        F.pad(noise.to(dtype).clamp_min(torch.finfo(dtype).tiny), prefix, value=1.0),
+        F.pad(w, prefix),
+        F.pad(torch.cat([-2 * w, s, one, fill], dim=-1), prefix),
+        F.pad(torch.cat([w, one, s, fill], dim=-1), prefix),
+        F.pad(torch.maximum(NEAR * s, 4 * noise), prefix),
+        F.pad(noise, prefix, value=float('inf')),
     )
 
 
-def _blocks(num_heads: int, num_tokens: int) -> Iterator[Tuple[slice, slice]]:
-    """Slices of `[B*h, N]`: whole heads if they are small, else rows of one."""
-    heads = max(1, BLOCK // num_tokens ** 2)
-    rows = min(num_tokens, max(16, BLOCK // num_tokens))
-    for head in range(0, num_heads, heads):
-        for row in range(0, num_tokens, rows):
-            yield slice(head, head + heads), slice(row, row + rows)
+def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> torch.Tensor:
+    """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[n, R, N]`."""
+    w = codes.centred
+    if w.device.type != 'cpu':  # a look at what comes out would make a GPU wait
+        return _squares_by_difference(codes, rows)
+    squares = torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2))
+    diagonal = squares.diagonal(rows.start, 1, 2)
+    diagonal.fill_(float('inf'))
+    near = codes.near[:, rows]
+    if (squares[:, :, num_prefix_tokens:].amin(-1, keepdim=True) < near).any():
+        head, row, column = (squares < near).nonzero(as_tuple=True)
+        if len(head) * w.shape[-1] > squares.numel():
+            return _squares_by_difference(codes, rows)
+        i, j = (head, row + rows.start), (head, column)
+        square = (w[i] - w[j]).square_().sum(dim=-1)
+        noise = codes.noise[..., 0]
+        squares[head, row, column] = square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
+    diagonal.zero_()
+    return squares
 
 
-def _square(codes: _Codes, heads: slice, rows: slice) -> torch.Tensor:
-    """Squared distances less noise, negative where they are no more than that. Those of prefix tokens are 0."""
-    return torch.bmm(codes.left[heads, rows], codes.right[heads].transpose(1, 2)).to(codes.centred.dtype)
+def _squares_by_difference(codes: _Codes, rows: slice) -> torch.Tensor:
+    w, noise = codes.centred, codes.noise
+    squares = torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist').square_()
+    return squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
 
 
-def _flat(*tensors: torch.Tensor):
-    """`[B, h, ...]` to `[B*h, ...]`, in float32 at least."""
-    return [t.to(torch.promote_types(t.dtype, torch.float32)).flatten(0, 1) for t in tensors]
+def _rows(num_tokens: int) -> Iterator[slice]:
+    """Blocks of the tokens of one head, or of few small heads."""
+    rows = min(num_tokens, max(16, CHUNK // num_tokens))
+    for row in range(0, num_tokens, rows):
+        yield slice(row, min(row + rows, num_tokens))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.library.custom_op('timm_sape::distance_attention', mutates_args=())
@@ -81,18 +98,19 @@ def _distance_attention(
         scale: float,
 ) -> torch.Tensor:
     batch, num_heads, num_tokens, _ = q.shape
+    num_prefix_tokens = num_tokens - codes_x.shape[-2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    flat_out = out.flatten(0, 1)
-    qs, ks, vs = _flat(q, k, v)
-    x, y = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
-    gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads).reshape(-1, 1, 1)
-    for heads, rows in _blocks(len(qs), num_tokens):
-        bias = _square(x, heads, rows).relu_().sqrt_()
-        bias += _square(y, heads, rows).relu_().sqrt_()
-        bias *= gain[heads]
-        block = F.scaled_dot_product_attention(
-            qs[None, heads, rows], ks[None, heads], vs[None, heads], attn_mask=bias[None], scale=scale)
-        flat_out[heads, rows] = block[0].to(out.dtype)
+    gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
+    codes = [_prepare(c, num_tokens) for c in (codes_x, codes_y)]
+    for chunk in chunks(batch, num_heads, num_tokens ** 2):
+        qs, ks, vs = (_wide(t[chunk]) for t in (q, k, v))  # [b, n, N, d]
+        parts = [_Codes(*(t[chunk].flatten(0, 1) for t in c)) for c in codes]
+        gains = gain[chunk][..., None, None]
+        for rows in _rows(num_tokens):
+            dx, dy = (_squares(c, rows, num_prefix_tokens).sqrt_() for c in parts)
+            bias = dx.add_(dy).view(*gains.shape[:2], *dx.shape[1:]).mul_(gains)
+            out[chunk][:, :, rows] = F.scaled_dot_product_attention(
+                qs[:, :, rows], ks, vs, attn_mask=bias, scale=scale)
     return out
 
 
@@ -114,42 +132,48 @@ def _distance_attention_backward(
         scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, num_heads, num_tokens, _ = q.shape
-    gs, qs, ks, vs = _flat(grad, q, k, v)
-    codes = _prepare(codes_x, num_tokens), _prepare(codes_y, num_tokens)
-    gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads).reshape(-1, 1, 1)
-    grad_q, grad_k, grad_v = torch.empty_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
-    grad_codes = [torch.zeros_like(c.centred) for c in codes]
-    grad_gain = torch.zeros_like(gain)
-    for heads, rows in _blocks(len(qs), num_tokens):
-        squares = [_square(c, heads, rows) for c in codes]
-        distances = [square.relu().sqrt_() for square in squares]
-        distance = distances[0] + distances[1]
-        logits = torch.baddbmm(
-            distance * gain[heads], qs[heads, rows], ks[heads].transpose(1, 2), alpha=scale)
-        p = logits.softmax(dim=-1)
-        g = gs[heads, rows]
-        grad_v[heads].baddbmm_(p.transpose(1, 2), g)
-        grad_p = torch.bmm(g, vs[heads].transpose(1, 2))
-        grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
-        grad_q[heads, rows] = torch.bmm(grad_logits, ks[heads])
-        grad_k[heads].baddbmm_(grad_logits.transpose(1, 2), qs[heads, rows])
-        grad_gain[heads] += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
-        for c, square, d, grad_w in zip(codes, squares, distances, grad_codes):
-            # D / D^2 = 1 / D, 0 where D = 0; the divisor is no noise, so nothing explodes on the way to 0
-            r = d.div_(torch.maximum(square, c.noise[heads, rows], out=square)).mul_(grad_logits)
-            w = c.centred
-            if w.shape[-1] <= NARROW and w.device.type != 'mps':
-                r, w = r.double(), w.double()
-            grad_w[heads, rows] += r.sum(dim=2, keepdim=True) * w[heads, rows] - torch.bmm(r, w[heads])
-            grad_w[heads] += r.sum(dim=1).unsqueeze(-1) * w[heads] - torch.bmm(r.transpose(1, 2), w[heads, rows])
-    prefix = num_tokens - codes_x.shape[-2]
-    grad_codes = [(gain * g[:, prefix:]).unflatten(0, (batch, num_heads)) for g in grad_codes]
-    grads = (grad_q.mul_(scale), grad_k.mul_(scale), grad_v)
-    grad_q, grad_k, grad_v = (g.unflatten(0, (batch, num_heads)).to(t.dtype) for g, t in zip(grads, (q, k, v)))
-    grad_scale = grad_gain.view(batch, num_heads).sum(0)
+    num_prefix_tokens = num_tokens - codes_x.shape[-2]
+    gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y)]
+    grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
+    codes = [_prepare(c, num_tokens) for c in (codes_x, codes_y)]
+    for chunk in chunks(batch, num_heads, num_tokens ** 2):
+        gs, qs, ks, vs = (_wide(t[chunk]).flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
+        parts = [_Codes(*(t[chunk].flatten(0, 1) for t in c)) for c in codes]
+        gains = gain[chunk].reshape(-1, 1, 1)
+        grad_q, grad_k, grad_v = torch.empty_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+        grad_codes = [torch.zeros_like(c.centred) for c in parts]
+        grad_gains = torch.zeros_like(gains)
+        for rows in _rows(num_tokens):
+            squares = [_squares(c, rows, num_prefix_tokens) for c in parts]
+            distances = [square.sqrt() for square in squares]
+            distance = distances[0] + distances[1]
+            logits = torch.baddbmm(distance * gains, qs[:, rows], ks.transpose(1, 2), alpha=scale)
+            p = logits.softmax(dim=-1)
+            g = gs[:, rows]
+            grad_v.baddbmm_(p.transpose(1, 2), g)
+            grad_p = torch.bmm(g, vs.transpose(1, 2))
+            grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
+            grad_q[:, rows] = torch.bmm(grad_logits, ks)
+            grad_k.baddbmm_(grad_logits.transpose(1, 2), qs[:, rows])
+            grad_gains += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
+            for c, square, d, grad_w in zip(parts, squares, distances, grad_codes):
+                # D / D^2 = 1 / D, and 0 where D = 0
+                r = d.div_(square.clamp_(min=torch.finfo(d.dtype).tiny)).mul_(grad_logits)
+                w = c.centred
+                if w.shape[-1] <= NARROW and w.device.type != 'mps':
+                    r, w = r.double(), w.double()
+                grad_w[:, rows] += r.sum(dim=2, keepdim=True) * w[:, rows] - torch.bmm(r, w)
+                grad_w += r.sum(dim=1).unsqueeze(-1) * w - torch.bmm(r.transpose(1, 2), w[:, rows])
+        found = (
+            grad_q.mul_(scale), grad_k.mul_(scale), grad_v, *(gains * g[:, num_prefix_tokens:] for g in grad_codes))
+        for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
+            whole = whole[chunk]
+            whole.copy_(part.view(whole.shape))
+    grad_scale = grad_gain.sum(0)
     if bias_scale.shape[0] == 1:
         grad_scale = grad_scale.sum(0, keepdim=True)
-    return grad_q, grad_k, grad_v, *grad_codes, grad_scale.to(bias_scale.dtype)
+    return *grads, grad_scale.to(bias_scale.dtype)
 
 
 @_distance_attention_backward.register_fake
