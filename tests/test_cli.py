@@ -198,6 +198,6 @@ def test_appendix_d_is_our_attention(size):
     (['--output', 'nowhere/cost.csv'], 'there is no directory'),
 ])
 def test_bench_says_what_is_wrong(args, text, capsys, monkeypatch):
-    monkeypatch.setattr(cli, 'find_spec', lambda name: None)
+    monkeypatch.setattr(cli.bench, 'find_spec', lambda name: None)
     assert main(['bench', *args]) == 2
     assert text in capsys.readouterr().err

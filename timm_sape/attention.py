@@ -71,12 +71,8 @@ class PosEncAttention(Attention):
             `[B, N, D]`.
         """
         x = x if pos is None else x + pos
-        B, N, _ = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # [B, h, N, d]
-        q, k = self.q_norm(q), self.k_norm(k)
-
+        q, k, v = self._qkv(x)
         dropout_p = self.attn_drop.p if self.training else 0.
         for encoding in self.acting_on('distances')[:1]:
             # Where distances of codes are all that is added to the logits, nothing N x N need be stored.
@@ -94,14 +90,7 @@ class PosEncAttention(Attention):
                     q, k, v, codes_x, codes_y, encoding.gated(gain), grid, scale=self.scale, backend=backend)
                 return self._project(x, gate)
 
-        # Geometry is rounded to the dtype of q, as everywhere in timm; what depends on content stays wide.
-        biases = [] if bias is None else [bias.to(q.dtype)]
-        for encoding in self.acting_on('position_bias'):
-            biases.append(grid.keep_pairs(encoding.gated(encoding.position_bias(grid))).to(q.dtype))
-        for encoding in self.acting_on('content_bias'):
-            biases.append(encoding.gated(encoding.content_bias(q, k, grid)))
-        bias = reduce(operator.add, biases) if biases else None
-        mask = ops.merge_masks(bias, attn_mask, is_causal, N, x.device)
+        mask = ops.merge_masks(self._bias(q, k, grid, bias), attn_mask, is_causal, x.shape[1], x.device)
         channels = [encoding.channels(q, k, x, grid, self.scale) for encoding in self.acting_on('channels')]
         q, k = self._rotated(q, k, rotation, grid)
         if channels:
@@ -117,6 +106,59 @@ class PosEncAttention(Attention):
                 x = x + encoding.gated(encoding.values(attn, grid)).to(v.dtype)
 
         return self._project(x, gate)
+
+    def logits(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            rotation: Optional[torch.Tensor] = None,
+            bias: Optional[torch.Tensor] = None,
+            pos: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """What the softmax gets, in two parts, for those who want to look at it. `forward` does not call it.
+
+        Arguments are those of `forward`, and so are the methods that compute it, but in plain attention.
+
+        Returns:
+            What content says, scale * q.k, and what position adds to it: biases as they are, products as their
+            products, rotations as scale * (Rq.Rk - q.k). Both `[B, h, N, N]`.
+        """
+        x = x if pos is None else x + pos
+        q, k, _ = self._qkv(x)
+        content = self.scale * q @ k.transpose(-2, -1)
+        position = torch.zeros_like(content)
+        bias = self._bias(q, k, grid, bias)
+        if bias is not None:
+            position = position + bias
+        for encoding in self.acting_on('channels'):
+            a, b = encoding.channels(q, k, x, grid, self.scale)
+            position = position + self.scale * a @ b.transpose(-2, -1)
+        rotated_q, rotated_k = self._rotated(q, k, rotation, grid)
+        if rotated_q is not q:
+            position = position + (self.scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
+        return content, position
+
+    def _qkv(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)  # [B, h, N, d]
+        return self.q_norm(q), self.k_norm(k), v
+
+    def _bias(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            grid: Grid,
+            shared: Optional[torch.Tensor],
+    ) -> Optional[torch.Tensor]:
+        """The sum of all biases, None if there is none."""
+        # Geometry is rounded to the dtype of q, as everywhere in timm; what depends on content stays wide.
+        biases = [] if shared is None else [shared.to(q.dtype)]
+        for encoding in self.acting_on('position_bias'):
+            biases.append(grid.keep_pairs(encoding.gated(encoding.position_bias(grid))).to(q.dtype))
+        for encoding in self.acting_on('content_bias'):
+            biases.append(encoding.gated(encoding.content_bias(q, k, grid)))
+        return reduce(operator.add, biases) if biases else None
 
     def _project(self, x: torch.Tensor, gate: Optional[torch.Tensor]) -> torch.Tensor:
         x = x.transpose(1, 2).flatten(2)  # [B, N, D]

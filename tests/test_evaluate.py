@@ -1,0 +1,713 @@
+"""Evaluation: statistics against counting and published numbers, sweeps and comparisons on tiny models and images."""
+import argparse
+import csv
+import gc
+import json
+import math
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from PIL import Image
+from timm.data import create_transform
+from timm.models import save_for_hf
+from torchvision.transforms import v2
+
+from common import awaken
+from timm_sape import cli
+from timm_sape.analysis import compare as compare_module
+from timm_sape.analysis import sweep as sweep_module
+from timm_sape.analysis.compare import compare, comparison_table
+from timm_sape.analysis.evaluate import (
+    accuracy,
+    expected_calibration_error,
+    holm,
+    mcnemar,
+    mcnemar_p,
+    negative_log_likelihood,
+    predict,
+    top_k_correct,
+    wilson_interval,
+)
+from timm_sape.analysis.figures_sweep import plot_sweep
+from timm_sape.analysis.inputs import load_model, open_dataset
+from timm_sape.analysis.sweep import sweep, sweep_table
+from timm_sape.cli import compare as compare_command
+from timm_sape.cli import files
+from timm_sape.cli import sweep as sweep_command
+from timm_sape.cli.common import CommandError
+
+PATCH = 8
+CLASSES = 3
+
+
+# Statistics
+
+
+@pytest.mark.parametrize('successes, n, expected', [
+    # Newcombe, 'Two-sided confidence intervals for the single proportion', Statistics in Medicine 1998, method 3
+    (81, 263, (.2553, .3662)),
+    (15, 148, (.0624, .1605)),
+    (0, 20, (0, .1611)),
+    (1, 29, (.0061, .1718)),
+])
+def test_wilson_interval_as_published(successes, n, expected):
+    assert wilson_interval(successes, n) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize('confidence, z', [(.95, 1.959964), (.99, 2.575829), (.6826895, 1)])
+@pytest.mark.parametrize('successes, n', [(0, 1), (1, 1), (3, 7), (7, 7), (499, 1000), (49999, 50000)])
+def test_wilson_interval_solves_its_equation(successes, n, confidence, z):
+    low, high = wilson_interval(successes, n, confidence)
+    assert 0 <= low <= successes / n <= high <= 1 and low < high
+    for p in (low, high):  # as far from the share as z standard errors at p
+        assert (successes / n - p) ** 2 == pytest.approx(z ** 2 * p * (1 - p) / n, rel=1e-5, abs=1e-14)
+
+
+def exact_p(b, c):
+    """Both tails of b + c fair coins, in whole numbers."""
+    n = b + c
+    tail = sum(math.comb(n, k) for k in range(n + 1) if abs(2 * k - n) >= abs(b - c))
+    return float(Fraction(tail, 2 ** n))
+
+
+def test_mcnemar_by_enumeration():
+    for b in range(12):
+        for c in range(12):
+            assert mcnemar_p(b, c) == pytest.approx(exact_p(b, c), rel=1e-12)
+    assert mcnemar_p(0, 0) == mcnemar_p(7, 7) == 1
+    assert mcnemar_p(0, 5) == pytest.approx(2 / 32)
+
+
+@pytest.mark.parametrize('b, c', [(700, 800), (1000, 1001), (0, 900), (1500, 1900)])
+def test_mcnemar_of_big_counts(b, c):
+    assert mcnemar_p(b, c) == mcnemar_p(c, b) == pytest.approx(exact_p(b, c), rel=1e-9)
+
+
+def test_mcnemar_of_very_big_counts():
+    b, c = 5_000_000, 5_010_000  # here the normal distribution, with its continuity correction, is as good
+    expected = math.erfc((c - b - 1) / math.sqrt(b + c) / math.sqrt(2))
+    assert mcnemar_p(b, c) == pytest.approx(expected, rel=1e-4)
+    assert mcnemar_p(5_000_000, 5_000_001) == pytest.approx(1, rel=1e-8)
+    assert mcnemar_p(0, 10 ** 6) == 0  # below the smallest number
+
+
+def test_mcnemar_counts():
+    first = torch.tensor([1, 1, 1, 0, 0, 1], dtype=torch.bool)
+    second = torch.tensor([1, 0, 0, 1, 0, 0], dtype=torch.bool)
+    assert mcnemar(first, second) == (3, 1, pytest.approx(exact_p(3, 1)))
+
+
+def test_holm_by_hand():
+    # .01 * 4, .03 * 2 before .04 * 1, which may not be less
+    assert holm([.01, .04, .03, .005]) == pytest.approx([.03, .06, .06, .02])
+    assert holm([.7, .6]) == [1, 1] and holm([.2]) == [.2] and holm([]) == []
+
+
+def logits_of(probabilities):
+    return torch.tensor(probabilities).log()
+
+
+def test_calibration_by_hand():
+    logits = logits_of([[.9, .1], [.92, .08], [.4, .6], [.55, .45]])
+    labels = torch.tensor([0, 1, 1, 0])
+    # of 15 bins .9 and .92 share one, confidence .91, accuracy .5; .6 (the end of its bin) and .55 too, .575 and 1
+    assert expected_calibration_error(logits, labels) == pytest.approx((.41 * 2 + .425 * 2) / 4, abs=1e-6)
+    assert expected_calibration_error(logits, labels, 1) == pytest.approx(abs(.7425 - .75), abs=1e-6)
+    expected = -(math.log(.9) + math.log(.08) + math.log(.6) + math.log(.55)) / 4
+    assert negative_log_likelihood(logits, labels) == pytest.approx(expected, rel=1e-6)
+
+
+def test_calibration_is_that_of_plain_loops():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(200, 4, generator=generator)
+    labels = torch.randint(4, (200,), generator=generator)
+    probabilities = logits.double().softmax(1)
+    expected = 0
+    for m in range(15):
+        rows = [i for i in range(200) if m / 15 < probabilities[i].max() <= (m + 1) / 15]
+        gaps = [float(probabilities[i].max()) - float(probabilities[i].argmax() == labels[i]) for i in rows]
+        expected += abs(sum(gaps)) / 200
+    assert expected_calibration_error(logits, labels) == pytest.approx(expected, rel=1e-9)
+
+
+def test_certain_models_are_calibrated_or_not():
+    logits = torch.tensor([[1e4, 0.], [1e4, 0.]])
+    assert expected_calibration_error(logits, torch.tensor([0, 0])) == 0
+    assert expected_calibration_error(logits, torch.tensor([1, 1])) == 1
+
+
+def test_top_k_by_hand():
+    logits = torch.tensor([[3., 2, 1, 0], [0, 1, 2, 3], [1, 0, 3, 2]])
+    labels = torch.tensor([0, 1, 3])
+    assert top_k_correct(logits, labels).tolist() == [True, False, False]
+    assert top_k_correct(logits, labels, 2).tolist() == [True, False, True]
+    assert top_k_correct(logits, labels, 5).all()
+    assert accuracy(logits, labels, 2) == (pytest.approx(2 / 3), *wilson_interval(2, 3))
+
+
+@pytest.mark.parametrize('call, text', [
+    (lambda: wilson_interval(3, 2), 'got 3 of 2'),
+    (lambda: wilson_interval(0, 0), 'n at least 1'),
+    (lambda: wilson_interval(1, 2, 95), 'such as 0.95, got 95'),
+    (lambda: mcnemar_p(-1, 2), 'Counts must be 0 or more'),
+    (lambda: mcnemar(torch.ones(2).bool(), torch.ones(3).bool()), 'must have seen the same images'),
+    (lambda: accuracy(torch.ones(2, 3), torch.ones(3)), r'got \[2, 3\] and \[3\]'),
+    (lambda: accuracy(torch.ones(0, 3), torch.ones(0)), 'at least 1'),
+    (lambda: accuracy(torch.ones(1, 3), torch.tensor([-1])), 'no labels.*one sub-folder of images per class'),
+    (lambda: accuracy(torch.ones(1, 3), torch.tensor([3])), 'labels up to 3, but the model knows 3 classes.*train'),
+    (lambda: accuracy(torch.tensor([[0, math.nan]]), torch.tensor([0])), 'not finite. Leave half precision out'),
+    (lambda: expected_calibration_error(torch.ones(1, 3), torch.tensor([0]), 0), 'bins must be at least 1'),
+])
+def test_statistics_say_what_is_wrong(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+# Predictions
+
+
+class Sum(nn.Module):
+    """Logits [s, -s, 0] of the sum s of an image, slow on the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.wait = lambda: None
+
+    def forward(self, x):
+        assert not self.training and not torch.is_grad_enabled()
+        self.calls += 1
+        self.wait()
+        s = x.sum((1, 2, 3))
+        return torch.stack([s, -s, torch.zeros_like(s)], 1)
+
+
+def batches(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 3, 4, 4, generator=generator), torch.arange(n) % 3) for n in sizes]
+
+
+def test_predict():
+    loader = batches(4, 4, 2)
+    found = predict(Sum().train(), loader)
+    sums = torch.cat([x for x, _ in loader]).sum((1, 2, 3))
+    assert found.logits.dtype == torch.float32 and found.labels.dtype == torch.int64
+    assert torch.allclose(found.logits, torch.stack([sums, -sums, 0 * sums], 1))
+    assert found.labels.tolist() == [0, 1, 2, 0, 0, 1, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize('sizes, seconds, speed', [((4, 4, 2), 2 + 3, 6 / 5), ((4,), 1, 4)])
+def test_predict_times_the_model_without_its_first_batch(sizes, seconds, speed, monkeypatch):
+    model, clock = Sum(), [0.0]
+    model.wait = lambda: clock.__setitem__(0, clock[0] + model.calls)  # 1, 2, 3 seconds
+    monkeypatch.setattr('timm_sape.analysis.evaluate._now', lambda device: clock[0])
+
+    def loading():
+        for batch in batches(*sizes):
+            clock[0] += 100  # does not count
+            yield batch
+
+    found = predict(model, loading())
+    assert (found.seconds, found.images_per_second) == (seconds, pytest.approx(speed))
+
+
+def test_predict_shows_what_takes_long(capsys, monkeypatch):
+    model, clock = Sum(), [0.0]
+    model.wait = lambda: clock.__setitem__(0, clock[0] + 1.5)
+    monkeypatch.setattr('tqdm.std.time', lambda: clock[0])
+    predict(model, batches(2), progress='quick')
+    predict(model, batches(2, 2, 2, 2))
+    assert capsys.readouterr().err.strip() == ''
+    predict(model, batches(2, 2, 2, 2), progress='slow')
+    printed = capsys.readouterr()
+    assert 'slow: ' in printed.err and '/4 [' in printed.err and not printed.out
+
+
+def test_predict_amp():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    exact, half = (predict(model, batches(4), amp=amp).logits for amp in (False, True))
+    assert half.dtype == torch.float32 and torch.equal(half, half.bfloat16().float())
+    assert not torch.equal(exact, half) and torch.allclose(exact, half, atol=0.05)
+
+
+def test_predict_says_what_is_wrong():
+    images = torch.randn(2, 3, 4, 4)
+    with pytest.raises(ValueError, match='There are no images'):
+        predict(Sum(), [])
+    with pytest.raises(ValueError, match='no labels'):
+        predict(Sum(), [(images, torch.tensor([-1, -1]))])
+    with pytest.raises(ValueError, match='labels up to 9, but the model knows 3 classes'):
+        predict(Sum(), [(images, torch.tensor([0, 9]))])
+    model = Sum()
+
+    def too_much():
+        raise torch.OutOfMemoryError('CUDA out of memory')
+
+    model.wait = too_much
+    with pytest.raises(ValueError, match=r'\[2, 3, 4, 4\] does not fit into the memory.*smaller batch size'):
+        predict(model, [(images, torch.tensor([0, 1]))])
+
+
+# Sweeps and comparisons
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    """8 images of each class, all wider than high, and all different."""
+    root = tmp_path_factory.mktemp('images')
+    generator = np.random.default_rng(0)
+    for i in range(CLASSES):
+        folder = root / 'val' / f'class{i}'
+        folder.mkdir(parents=True)
+        for n in range(8):
+            rough = Image.fromarray(generator.integers(0, 256, (4, 6, 3), dtype=np.uint8))
+            rough.resize((60 + n, 40), Image.BICUBIC).save(folder / f'{n}.png')
+    return root
+
+
+def make(pos_enc, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    sizes = dict(num_classes=CLASSES, img_size=48, patch_size=PATCH)
+    if pos_enc is None:
+        return awaken(timm.create_model('test_vit', **{**sizes, **kwargs}))
+    return awaken(timm.create_model('test_vit_nope', pos_enc=pos_enc, **{**sizes, **kwargs}))
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """Saved models."""
+    root = tmp_path_factory.mktemp('models')
+    for pos_enc in ('rope2d', 'sincos2d', 'ape+sape2_k', 'nope'):
+        save_for_hf(make(pos_enc), root / pos_enc)
+    keywords = {'alibi2d': {'distance': 'manhattan', 'resolution': 'rescale'}, 'sincos2d': {}}
+    save_for_hf(make('alibi2d+sincos2d', pos_enc_kwargs=keywords, img_size=(48, 64)), root / 'two')
+    save_for_hf(make(None), root / 'timm')
+    save_for_hf(timm.create_model('test_resnet', num_classes=CLASSES), root / 'convolutions')
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What a sweep or a comparison evaluates: models and their images."""
+    calls = []
+
+    def spy(model, loader, *args):
+        calls.append((model, torch.cat([x for x, _ in loader])))
+        return predict(model, loader, *args)
+
+    for module in (sweep_module, compare_module):
+        monkeypatch.setattr(module, 'predict', spy)
+    return calls
+
+
+def test_sweep_of_both_policies(images, folders, seen):
+    data = open_dataset(images)
+    sizes = [48, (32, 64), (80, 80), 48]
+    rows = sweep([folders['rope2d'], 'local-dir:' + folders['sincos2d']], data, sizes, progress=False)
+    key = [(row['model'], row['policy'], row['height'], row['width'], row['patches']) for row in rows]
+    assert key == [
+        (model, policy, *size)
+        for model in (folders['rope2d'], f'local-dir:{folders["sincos2d"]}')
+        for policy in ('extrapolate', 'rescale')
+        for size in ((48, 48, 36), (32, 64, 32), (80, 80, 100))]
+    assert list(rows[0]) == [
+        'model', 'policy', 'height', 'width', 'patches', 'num_images', 'top1', 'top1_low', 'top1_high', 'top5',
+        'images_per_second']
+    for row, (model, x) in zip(rows, seen):
+        size = row['height'], row['width']
+        encoding, = model.position_encodings().values()
+        assert x.shape[-2:] == model.patch_embed.img_size == size
+        assert encoding.rescales == (row['policy'] == 'rescale')
+        assert not encoding.rescales or encoding.ref_grid_size == (6, 6)
+        assert row['num_images'] == 24 and row['top5'] == 100 and row['images_per_second'] > 0
+
+        # the road that needs no files: the trained model, set to the size
+        pos_enc = model.pos_enc
+        other = make(pos_enc, pos_enc_kwargs={pos_enc: {'resolution': row['policy']}})
+        other.set_input_size(size)
+        with torch.no_grad():
+            logits = other.eval()(x)
+        labels = torch.arange(CLASSES).repeat_interleave(8)
+        right = int((logits.argmax(1) == labels).sum())
+        assert row['top1'] == pytest.approx(100 * right / 24, abs=1e-3)
+        assert (row['top1_low'], row['top1_high']) == pytest.approx(
+            [100 * p for p in wilson_interval(right, 24)], abs=1e-3)
+    at_home = [row['top1'] for row in rows if row['height'] == 48]
+    assert at_home[0] == at_home[1] and at_home[2] == at_home[3]
+    table = sweep_table(rows).splitlines()
+    assert len(table) == 14 and '| 32x64 | 32 |' in table[3] and '[' in table[3]
+
+
+def test_sweep_shows_the_same_content_at_each_size(images, folders, seen):
+    sweep([folders['nope']], open_dataset(images), [48, (96, 48), (48, 192)], progress=False)
+    data = open_dataset(images, transform=create_transform((48, 192), crop_mode='center', mean=[.5] * 3, std=[.5] * 3))
+    other = torch.stack([x for x, _ in data])
+    small = [nn.functional.interpolate(x, (12, 12), mode='area') for x in (*(x for _, x in seen), other)]
+    distances = [(small[0] - x).abs().mean().item() for x in small[1:]]
+    assert max(distances[:2]) < 0.03 and distances[2] > 0.3  # the last is what timm's usual crop would show
+    # the central 90 % of height and width
+    transform = v2.Compose([
+        v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Resize((53, 53), antialias=True),
+        v2.CenterCrop(48), v2.Normalize((.5,), (.5,))])
+    expected = transform(Image.open(images / 'val' / 'class0' / '0.png'))
+    assert (seen[0][1][0] - expected).abs().mean() < 0.02
+
+
+def test_sweep_can_crop_as_validate_does(images, folders, seen):
+    data = open_dataset(images)
+    sweep([folders['nope']], data, [48], crop_mode='center', progress=False)
+    compare([folders['nope']], data, progress=False)
+    assert torch.equal(seen[0][1], seen[1][1])
+    sweep([folders['nope']], data, [48], progress=False)
+    assert not torch.equal(seen[0][1], seen[2][1])
+
+
+def test_sweep_of_models_with_one_rule(images, folders, seen):
+    models = [folders['timm'], folders['ape+sape2_k'], folders['nope']]
+    rows = sweep(models, open_dataset(images), [48, (32, 64)], num_images=5, progress=False)
+    assert [(row['policy'], row['num_images']) for row in rows] == [('timm', 5)] * 2 + [('own', 5)] * 4
+    assert torch.equal(seen[2][1], seen[4][1])  # the same images for all models
+    model = make(None)
+    model.set_input_size((32, 64))
+    with torch.no_grad():
+        assert torch.allclose(model.eval()(seen[1][1]), seen[1][0](seen[1][1]), atol=1e-4)
+
+
+def test_sweep_of_two_encodings_with_other_keywords(images, folders, seen):
+    rows = sweep([folders['two']], open_dataset(images), [32], num_images=3, progress=False)
+    assert [row['policy'] for row in rows] == ['extrapolate', 'rescale']
+    for (model, _), rescales in zip(seen, (False, True)):
+        assert model.pos_enc_kwargs['alibi2d']['distance'] == 'manhattan'
+        assert [e.rescales for e in model.position_encodings().values()] == [rescales] * 2
+        assert not rescales or {e.ref_grid_size for e in model.position_encodings().values()} == {(6, 8)}
+
+
+@pytest.mark.parametrize('kind', ['bare', 'training'])
+def test_sweep_of_files_that_do_not_tell_the_trained_grid(kind, images, seen, tmp_path):
+    if kind == 'bare':
+        torch.manual_seed(0)
+        model = timm.create_model('test_vit_rope2d', num_classes=CLASSES)
+        torch.save(model.state_dict(), tmp_path / 'model.pth')
+        spec, patch = f'test_vit_rope2d@{tmp_path / "model.pth"}', model.patch_embed.patch_size[0]
+    else:
+        model, patch = make('rope2d'), PATCH
+        kwargs = dict(pos_enc='rope2d', img_size=48, patch_size=PATCH)
+        args = argparse.Namespace(num_classes=CLASSES, model_kwargs=kwargs)
+        checkpoint = {'arch': 'test_vit_nope', 'state_dict': model.state_dict(), 'args': args}
+        torch.save(checkpoint, tmp_path / 'last.pth.tar')
+        spec = str(tmp_path / 'last.pth.tar')
+    rows = sweep([spec], open_dataset(images), [(2 * patch, 3 * patch)], num_images=3, progress=False)
+    assert [row['policy'] for row in rows] == ['extrapolate', 'rescale']
+    assert seen[1][0].encodings['rope2d'].ref_grid_size == model.patch_embed.grid_size
+
+
+def test_compare(images, folders, seen):
+    models = [folders['rope2d'], 'local-dir:' + folders['ape+sape2_k'], folders['two'], folders['timm']]
+    rows = compare(models, open_dataset(images), progress=False)
+    assert [row['model'] for row in rows] == models
+    labels = torch.arange(CLASSES).repeat_interleave(8)
+    correct, p_values = [], []
+    for row, (model, x) in zip(rows, seen):
+        with torch.no_grad():
+            logits = load_model(row['model'])(x)
+        right = logits.argmax(1) == labels
+        correct.append(right)
+        assert (row['height'], row['width']) == tuple(x.shape[-2:]) == tuple(model.patch_embed.img_size)
+        assert row['top1'] == pytest.approx(100 * right.float().mean().item(), abs=1e-3)
+        assert row['nll'] == pytest.approx(negative_log_likelihood(logits, labels), abs=1e-3)
+        assert row['ece'] == pytest.approx(100 * expected_calibration_error(logits, labels), abs=0.1)
+        assert row['parameters'] == sum(p.numel() for p in make(
+            getattr(model, 'pos_enc', None), img_size=model.patch_embed.img_size).parameters())
+    assert {rows[0][name] for name in ('wins', 'losses', 'mcnemar_p', 'holm_p')} == {None}
+    for row, right in zip(rows[1:], correct[1:]):
+        wins = sum(a and not b for a, b in zip(right.tolist(), correct[0].tolist()))
+        losses = sum(b and not a for a, b in zip(right.tolist(), correct[0].tolist()))
+        assert (row['wins'], row['losses']) == (wins, losses)
+        p_values.append(exact_p(wins, losses))
+        assert row['mcnemar_p'] == pytest.approx(p_values[-1])
+    assert any(row['wins'] != row['losses'] for row in rows[1:])
+    assert [row['holm_p'] for row in rows[1:]] == pytest.approx(holm(p_values))
+    table = comparison_table(rows).splitlines()
+    assert table[0].count('|') == 12 and all(line.count('|') == 12 for line in table) and 'p (Holm)' in table[0]
+
+
+def test_compare_of_fewer_models_has_fewer_columns(images, folders):
+    data = open_dataset(images)
+    two = compare([folders['nope'], folders['rope2d']], data, num_images=6, progress=False)
+    assert 'holm_p' not in two[0] and two[1]['mcnemar_p'] is not None
+    assert 'Holm' not in comparison_table(two) and '| p |' in comparison_table(two)
+    one = compare([folders['nope'], folders['nope']], data, num_images=6, progress=False)
+    assert len(one) == 1 and '| p |' not in comparison_table(one)
+
+
+def test_what_is_wrong_is_said_before_the_work(images, folders, seen):
+    data = open_dataset(images)
+    one = [folders['rope2d']]
+    for call, text in (
+            (lambda: sweep(one, data, [48, 50]), 'does not divide the size 50x50. Use 48x48 or 56x56.$'),
+            (lambda: sweep(one, data, [(48, 3)]), 'does not divide the size 48x3. Use 48x8.$'),
+            (lambda: sweep([folders['timm']], data, [(33, 48)]), 'the size 33x48. Use 32x48 or 40x48.$'),
+            (lambda: sweep([], data, [48]), 'at least one model and one size'),
+            (lambda: sweep(one, data, []), 'at least one model and one size'),
+            (lambda: sweep(one, data, [48], crop_mode='border'), "must be squash or center, got 'border'"),
+            (lambda: sweep(one, data, [(48, 64)], crop_mode='center'), "at 48x64 than at a square size. Use 'squash'"),
+            (lambda: sweep([folders['convolutions']], data, [48]), 'convolutions has no patches'),
+            (lambda: sweep([*one, 'vit_small_rope9d'], data, [48]), 'no model, file or folder'),
+            (lambda: compare([], data), 'at least one model'),
+            (lambda: compare([*one, folders['convolutions']], data), 'convolutions has no patches'),
+            (lambda: compare([*one, 'vit_small_rope9d'], data), 'no model, file or folder')):
+        with pytest.raises(ValueError, match=text) as e:
+            call()
+        assert '\n' not in str(e.value)
+    assert not seen
+
+
+# Figures
+
+
+def curve(model, policy, sizes, top1):
+    return [
+        {'model': model, 'policy': policy, 'height': h, 'width': w, 'top1': t, 'top1_low': t - 2, 'top1_high': t + 2}
+        for (h, w), t in zip(sizes, top1)]
+
+
+@pytest.mark.parametrize('suffix', ['png', 'svg', 'pdf'])
+def test_figure(suffix, tmp_path):
+    sizes = [(160, 160), (224, 224), (224, 448), (448, 224)]
+    rows = [row for i in range(5) for policy in ('extrapolate', 'rescale') for row in curve(
+        f'/some/long/folder/model_{i}', policy, sizes, [60 + i, 70 + i, 50 + 3 * i, 40 + 3 * i])]
+    path = tmp_path / f'sweep.{suffix}'
+    plot_sweep(rows, path)
+    if suffix == 'png':
+        picture = matplotlib.image.imread(path)
+        assert min(picture.shape[:2]) > 500 and picture.std() > 0.05
+    elif suffix == 'svg':
+        text = path.read_text()
+        assert text.count('<!-- /some/long/folder/model_') == 10
+        assert '<!-- 224x448 -->' in text and '<!-- top-1 accuracy (%), 95 % interval -->' in text
+    else:
+        assert path.read_bytes().startswith(b'%PDF')
+
+
+def test_figure_of_square_sizes_has_a_scale(tmp_path):
+    plot_sweep(curve('model', 'timm', [(224, 224), (160, 160)], [70, 60]), tmp_path / 'sweep.svg')
+    text = (tmp_path / 'sweep.svg').read_text()
+    assert '<!-- 224 -->' in text and '<!-- image size (px) -->' in text
+
+
+# Files
+
+
+def test_files_are_written_all_or_none(tmp_path):
+    first, second = tmp_path / 'a.csv', tmp_path / 'b.json'
+
+    def interrupted(path):
+        path.write_text('half')
+        raise KeyboardInterrupt
+
+    for error, writer in ((KeyboardInterrupt, interrupted), (CommandError, lambda path: path.read_text())):
+        with pytest.raises(error):
+            files.write_files({first: lambda path: path.write_text('all'), second: writer}, force=False)
+        assert not list(tmp_path.iterdir())
+    write = {path: lambda path: path.write_text('all') for path in (first, second)}
+    files.write_files(write, force=False)
+    assert [path.read_text() for path in (first, second)] == ['all', 'all']
+    umask = os.umask(0)
+    os.umask(umask)
+    assert first.stat().st_mode & 0o777 == 0o666 & ~umask  # as of any other file
+    assert sorted(tmp_path.iterdir()) == [first, second]
+
+
+def test_files_that_are_there_are_kept_unless_forced(tmp_path):
+    path = tmp_path / 'a.csv'
+    path.write_text('mine')
+    writes = {path: lambda path: path.write_text('yours')}
+    for refused in (lambda: files.write_files(writes, force=False), lambda: files.check_outputs([path], force=False)):
+        with pytest.raises(CommandError, match='--force overwrites what is there: .*a.csv'):
+            refused()
+    assert path.read_text() == 'mine'
+
+    def interrupted(path):
+        path.write_text('half')
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.write_files({path: interrupted}, force=True)
+    assert path.read_text() == 'mine'
+    files.check_outputs([path], force=True)
+    files.write_files(writes, force=True)
+    assert path.read_text() == 'yours' and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_came_in_between_is_kept(tmp_path):
+    path = tmp_path / 'a.csv'
+
+    def write(staged):
+        staged.write_text('ours')
+        path.write_text('mine')
+
+    with pytest.raises(CommandError, match='--force'):
+        files.write_files({path: write}, force=False)
+    assert path.read_text() == 'mine' and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize('name, suffixes, text', [
+    ('a.txt', files.TABLES, 'a.txt must end in .csv or .json or .md'),
+    ('a', files.TABLES, 'must end in'),
+    ('a.png', files.TABLES, 'must end in'),
+    ('a.csv', files.FIGURES, 'must end in .png or .svg or .pdf'),
+    ('none/a.csv', files.TABLES, 'there is no directory .*none to write a.csv to'),
+    ('folder.csv', files.TABLES, 'folder.csv is a directory; name a file'),
+    ('a.pdf', files.FIGURES, 'a.pdf wants matplotlib: pip install matplotlib, or leave it out'),
+])
+def test_outputs_are_checked(name, suffixes, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, 'find_spec', lambda name: None)
+    (tmp_path / 'folder.csv').mkdir()
+    with pytest.raises(CommandError, match=text):
+        files.check_outputs([None, tmp_path / name], True, suffixes)
+    files.check_outputs([None], False, suffixes)
+
+
+# The command line
+
+
+@pytest.fixture
+def main(monkeypatch):
+    monkeypatch.setattr(cli, 'COMMANDS', (sweep_command, compare_command))
+    return cli.main
+
+
+def read_csv(path):
+    notes, *lines = path.read_text().splitlines()
+    assert notes.startswith('# ') and 'batch 8, float32' in notes and 'torch' in notes
+    return list(csv.DictReader(lines))
+
+
+def test_sweep_command(main, images, folders, tmp_path, capsys):
+    out = tmp_path / 'sweep.csv', tmp_path / 'sweep.svg'
+    args = [
+        'sweep', folders['rope2d'], '--data-dir', str(images), '--sizes', '48', '32X64', '--batch-size', '8',
+        '--workers', '0', '--output', str(out[0]), '--plot', str(out[1])]
+    assert main(args) == 0
+    printed = capsys.readouterr()
+    assert '| 32x64 | 32 |' in printed.out and '24 images of' in printed.out and not printed.err
+    rows = read_csv(out[0])
+    assert [(row['policy'], row['height'], row['width']) for row in rows] == [
+        (policy, *size) for policy in ('extrapolate', 'rescale') for size in (('48', '48'), ('32', '64'))]
+    assert out[1].read_text().count('rope2d, ') == 2
+
+    before = [path.read_text() for path in out]
+    assert main([*args[:-2], '--plot', str(tmp_path / 'other.svg')]) == 2  # the table is there
+    err = capsys.readouterr().err
+    assert err == f'timm-sape: nothing written; --force overwrites what is there: {out[0]}\n'
+    assert [path.read_text() for path in out] == before and not (tmp_path / 'other.svg').exists()
+    assert main([*args, '--force', '--num-images', '9']) == 0
+    assert {row['num_images'] for row in read_csv(out[0])} == {'9'}
+    assert set(tmp_path.iterdir()) == set(out)
+
+
+@pytest.mark.parametrize('suffix', ['csv', 'json', 'md'])
+def test_compare_command(suffix, main, images, folders, tmp_path, capsys):
+    out = tmp_path / f'table.{suffix}'
+    models = [folders['rope2d'], folders['nope'], folders['timm']]
+    assert main([
+        'compare', *models, '--data-dir', str(images), '--split', 'val', '--batch-size', '8', '--workers', '0',
+        '--output', str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f'against {models[0]}, p (Holm) corrected for 2 tests' in printed
+    if suffix == 'csv':
+        assert [row['model'] for row in read_csv(out)] == models and read_csv(out)[0]['holm_p'] == ''
+    elif suffix == 'json':
+        read = json.loads(out.read_text())
+        assert [row['model'] for row in read['rows']] == models and 'Wilson' in read['notes']
+        assert read['rows'][0]['holm_p'] is None and 0 < read['rows'][1]['holm_p'] <= 1
+    else:
+        assert out.read_text() == printed and printed.startswith('| model | size (px) | top-1 (%) |')
+
+
+def test_names_without_weights_are_pointed_out(main, images, capsys):
+    args = ['--data-dir', str(images), '--num-images', '3', '--batch-size', '8', '--workers', '0']
+    assert main(['compare', 'test_vit_rope2d', *args]) == 0
+    assert capsys.readouterr().err == (
+        'timm-sape: test_vit_rope2d has no pretrained weights: its speed means something, its accuracy does not\n')
+
+
+@pytest.mark.parametrize('args, text', [
+    (['sweep', '{rope2d}', '--sizes', '50'], 'does not divide the size 50x50. Use 48x48 or 56x56.'),
+    (['sweep', '{rope2d}', '--sizes', '48x64', '--crop-mode', 'center'], "Use 'squash'."),
+    (['sweep', '{rope2d}', '--sizes', '48', '--output', 'none/a.csv'], 'there is no directory'),
+    (['sweep', '{rope2d}', '--sizes', '48', '--plot', 'a.csv'], 'must end in .png or .svg or .pdf'),
+    (['compare', '{rope2d}', '--output', 'a.png'], 'must end in .csv or .json or .md'),
+    (['compare', '{rope2d}', '--batch-size', '0'], '--batch-size must be at least 1, got 0'),
+    (['compare', '{rope2d}', '--num-images', '0'], '--num-images must be at least 1, got 0'),
+    (['compare', '{rope2d}', '--workers', '-1'], '--workers must be at least 0, got -1'),
+    (['compare', '{rope2d}', '--device', 'warp'], '--device warp: '),
+    (['compare', '{rope2d}', '--split', 'test9'], "has no folder 'test9'. Its folders: val."),
+    (['compare', '{rope2d}', '--dataset', 'cifar10'], "Unknown data set 'cifar10'. Write e.g. torch/cifar10"),
+    (['compare', '{rope2d}', '--data-dir', '{image}'], 'The images have no labels'),
+    (['compare', '{rope2d}', '--data-dir', 'nowhere'], "There is no image or folder 'nowhere'."),
+    (['compare', '{rope2d}', '{few}'], 'the model knows 2 classes, from 0 on. Use a model that was trained on these'),
+    (['compare', 'vit_small_rope9d'], 'There is no model, file or folder'),
+], ids=lambda value: '' if isinstance(value, str) else ' '.join(value))
+def test_commands_say_what_is_wrong_in_one_line(args, text, main, images, folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if '{few}' in args:
+        save_for_hf(make('nope', num_classes=2), tmp_path / 'few')
+    named = dict(folders, few=str(tmp_path / 'few'), image=str(images / 'val' / 'class0' / '0.png'))
+    args = [named.get(arg[1:-1], arg) for arg in args]
+    if '--data-dir' not in args:
+        args += ['--data-dir', str(images)]
+    if '--workers' not in args:
+        args += ['--workers', '0']
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert not out and text in err and err.startswith('timm-sape: ') and err.count('\n') == 1
+
+
+def test_an_image_that_cannot_be_read_in_another_process(main, folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr('torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL', 0.1)  # seconds that the process may take
+    (tmp_path / 'a.png').write_text('no image')
+    assert main(['compare', folders['nope'], '--data-dir', str(tmp_path / 'a.png'), '--workers', '1']) == 2
+    err = capsys.readouterr().err
+    assert 'a.png is no image that can be read' in err and err.count('\n') == 1 and 'Traceback' not in err
+    gc.collect()  # ends the process while the interval is short
+
+
+@pytest.mark.parametrize('sizes', ['0', '-8', '4x4x4', 'big', '48x', ''])
+def test_sizes_that_are_none(sizes, main, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(['sweep', 'model', '--data-dir', 'data', f'--sizes={sizes}'])
+    assert e.value.code == 2
+    assert 'is no size; write e.g. 224, or 224x448 for height x width' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('command', ['sweep', 'compare'])
+def test_help(command, main, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([command, '--help'])
+    assert e.value.code == 0
+    out = capsys.readouterr().out
+    assert out.count(f'\n  timm-sape {command} ') == 3 and '--force' in out
+
+
+@pytest.mark.parametrize('at', ['work', 'writing'])
+def test_interrupt(at, main, images, folders, tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        if at == 'writing':
+            Path(args[1]).write_text('half')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        *(('timm_sape.analysis.compare.predict',) if at == 'work' else ('timm_sape.bench.write_csv',)), interrupted)
+    assert main([
+        'compare', folders['nope'], '--data-dir', str(images), '--workers', '0', '--output',
+        str(tmp_path / 'a.csv')]) == 130
+    assert capsys.readouterr().err == 'timm-sape: interrupted\n'
+    assert not list(tmp_path.iterdir())

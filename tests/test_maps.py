@@ -1,0 +1,154 @@
+"""Maps of position: what they show is what the layers compute."""
+import pytest
+import timm
+import torch
+import torch.nn as nn
+
+import timm_sape
+from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
+from references import assert_near
+from timm_sape.analysis import attention_distance, position_maps
+from timm_sape.functional import sape2_bias
+
+SIZE = (24, 40)  # 3 x 5 patches
+
+
+@pytest.fixture(autouse=True, scope='module')
+def third_party():
+    with registered(ToyShared, ToyLayer):
+        yield
+
+
+def build(pos_enc, **kwargs):
+    kwargs = dict(img_size=SIZE, patch_size=8, reg_tokens=2) | kwargs
+    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs).double().eval()
+    with torch.no_grad():
+        return awaken(model)
+
+
+def images(batch=2, size=SIZE):
+    return torch.randn(batch, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def output_of(module, model, x):
+    seen = []
+    hook = module.register_forward_hook(lambda module, args, out: seen.append((args, out)))
+    model(x)
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize('mode', ['q', 'k', 'qk'])
+def test_bias_is_that_of_the_functional_api(mode):
+    model, x = build(f'sape2_{mode}'), images()
+    maps = position_maps(model, x, layers=[1])
+    block = model.blocks[1]
+    encoding = block.attn.encodings[f'sape2_{mode}']
+    (tokens, *_), _ = output_of(block.attn, model, x)
+    qkv = block.attn.qkv(tokens).view(2, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    q, k = block.attn.q_norm(qkv[0]), block.attn.k_norm(qkv[1])
+    expected = sape2_bias(q, k, encoding.table_x, encoding.table_y, (3, 5), mode=mode, num_prefix_tokens=3)
+    assert maps.grid.size == (3, 5) and maps.grid.num_prefix_tokens == 3
+    assert maps.layers[0].position.shape == (2, 4, 18, 18) and expected.max() > 0.1
+    assert_near(maps.layers[0].position, expected, 1e-12)
+    assert_near(maps.layers[0].content, q @ k.transpose(-2, -1) / 4, 1e-12)
+
+
+@pytest.mark.parametrize('pos_enc', POS_ENCS)
+def test_attention_is_what_the_layer_computes(pos_enc):
+    model, x = build(pos_enc), images()
+    maps = position_maps(model, x)
+    assert [layer.index for layer in maps.layers] == list(range(len(model.blocks)))
+    for layer, block in zip(maps.layers, model.blocks):
+        attn = block.attn
+        args, out = output_of(attn, model, x)
+        tokens = args[0] if args[4] is None else args[0] + args[4]
+        _, _, v = attn._qkv(tokens)
+        found = layer.attention @ v
+        for encoding in attn.acting_on('values'):
+            found = found + encoding.values(layer.attention, maps.grid)
+        assert_near(attn._project(found, None), out, 1e-9)
+
+
+@pytest.mark.parametrize('name, kwargs', [
+    ('vit_tiny_patch16_224', {}),
+    ('vit_small_patch14_reg4_dinov2', {'img_size': 56}),
+    ('vit_relpos_small_patch16_224', {}),
+    ('vit_srelpos_small_patch16_224', {}),
+    ('vit_small_patch16_rope_224', {}),
+    ('eva02_tiny_patch14_224', {'img_size': 56}),
+    ('eva02_base_patch16_clip_224', {}),
+    ('vit_small_patch16_dinov3', {}),
+])
+def test_attention_of_stock_models(name, kwargs):
+    model = timm.create_model(name, **{'img_size': 64, 'depth': 2} | kwargs).eval()
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    x = torch.randn(1, 3, *model.patch_embed.img_size)
+    maps = position_maps(model, x, layers=[-1])
+    (expected,), _ = output_of(model.blocks[-1].attn.attn_drop, model, x)
+    assert maps.layers[0].index == 1
+    assert_near(maps.layers[0].attention, expected.detach(), 1e-5)
+    moves = 'relpos' in name or 'rope' in name or 'dinov3' in name or 'eva' in name
+    assert bool(maps.layers[0].position.abs().max() > 0) is moves
+
+
+def test_rotations_do_not_change_what_a_patch_says_to_itself():
+    maps = position_maps(build('rope2d'), images())
+    for layer in maps.layers:
+        assert layer.position.diagonal(dim1=-2, dim2=-1).abs().max() < 1e-12
+        assert (layer.position[:, :, :3, :3] == 0).all() and (layer.position[:, :, 3:, 3:].abs().max() > 0.1)
+
+
+def test_vectors_of_the_tokens():
+    model = build('ape+sincos2d')
+    maps = position_maps(model, images())
+    sincos = build('sincos2d')
+    alone = position_maps(sincos, images()).vectors
+    assert_near(maps.vectors, model.pos_embed[0, -15:] + alone, 1e-12)
+    unit = maps.vectors / maps.vectors.norm(dim=1, keepdim=True)
+    assert_near(maps.similarity, unit @ unit.T, 1e-12)
+    assert position_maps(build('ope'), images()).similarity.shape == (2, 15, 15)
+    assert position_maps(build('rope2d'), images()).similarity is None
+    stock = timm.create_model('vit_tiny_patch16_224', depth=1, img_size=64)
+    assert torch.equal(position_maps(stock, torch.zeros(1, 3, 64, 64)).vectors, stock.pos_embed[0, 1:])
+
+
+def test_the_caller_names_objects():
+    model = build('ope')
+    index = torch.arange(15).expand(2, -1)
+    found = position_maps(model, images(), object_index=index).vectors
+    assert (found != position_maps(model, images()).vectors).any()
+
+
+def test_model_is_left_as_it_was():
+    model, x = build('ape+sape2_k'), images()
+    before = model(x)
+    position_maps(model, x)
+    assert torch.equal(model(x), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ValueError, match='made for 24x40'):
+        position_maps(model, images(size=(8, 8)))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_attention_distance():
+    grid = timm_sape.Grid(1, 3, 1)
+    looks_at_itself = torch.eye(4)[None, None]
+    assert attention_distance(looks_at_itself, grid).tolist() == [0]
+    everywhere = torch.full((1, 1, 4, 4), 0.25)  # (0+1+2)/3, (1+0+1)/3, (2+1+0)/3
+    assert_near(attention_distance(everywhere, grid), torch.tensor([8 / 9]), 1e-6)
+    heads = torch.cat([looks_at_itself, everywhere], dim=1)
+    assert_near(attention_distance(heads, grid), torch.tensor([0, 8 / 9]), 1e-6)
+
+
+@pytest.mark.parametrize('layers', [[2], [-3], [0, 7]])
+def test_no_such_layer(layers):
+    with pytest.raises(ValueError, match='There is no layer .*: the model has 2, 0 to 1'):
+        position_maps(timm.create_model('test_vit_ape', depth=2), torch.zeros(1, 3, 160, 160), layers)
+
+
+@pytest.mark.parametrize('model', [nn.Linear(2, 2), timm.create_model('test_resnet')])
+def test_no_transformer(model):
+    with pytest.raises(ValueError, match='position_maps cannot read'):
+        position_maps(model, torch.zeros(1, 3, 32, 32))

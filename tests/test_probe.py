@@ -1,0 +1,93 @@
+"""Probes: what theory says is what is measured, and what it does not say fails."""
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import timm_sape
+from timm_sape.analysis import awaken_encodings, probe
+
+MODELS = [
+    name if timm_sape.get_encoding(name).alone else f'sincos2d+{name}' for name in timm_sape.list_encodings()
+] + ['ape+sape2_k', 'alibi2d+auto_rope2d']
+
+
+def build(pos_enc):
+    torch.manual_seed(0)
+    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, img_size=(32, 40), patch_size=8, num_classes=10)
+    awaken_encodings(model)
+    return model
+
+
+def picture():
+    coarse = torch.randn(2, 3, 8, 10, generator=torch.Generator().manual_seed(0))
+    return F.interpolate(coarse, (32, 40), mode='bicubic')
+
+
+def by_name(rows):
+    return {(row.probe, row.what): row for row in rows}
+
+
+@pytest.mark.parametrize('pos_enc', MODELS)
+def test_theorems_hold(pos_enc):
+    model = build(pos_enc)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    rows = probe(model, picture())
+    tested = [row for row in rows if row.verdict]
+    assert tested and [row for row in tested if row.verdict == 'fail'] == []
+    assert all(row.change >= 0 for row in rows)
+    assert by_name(rows)['image twice as large', 'class logits'].change > 0
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_what_is_predicted():
+    exact, changes = {}, {}
+    for pos_enc in ('nope', 'ape', 'rope2d', 'alibi2d', 'sape2_k'):
+        for key, row in by_name(probe(build(pos_enc), picture())).items():
+            (exact if row.expected == '0' else changes if row.expected else {}).setdefault(pos_enc, set()).add(key)
+    shift = ('patches shifted by one', 'first layer, attention logits')
+    assert shift in exact['rope2d'] and shift in exact['alibi2d'] and shift in changes['ape']
+    assert ('patches permuted', 'class logits') in exact['nope']
+    assert all(('patches permuted', 'class logits') in changes[name] for name in ('ape', 'rope2d', 'sape2_k'))
+    mirror = ('patches mirrored', 'class logits')
+    assert mirror in exact['alibi2d'] and mirror in changes['rope2d']
+    assert ('rows exchanged', 'first layer, x bias') in exact['sape2_k']
+    assert ('rows exchanged', 'first layer, y bias') in changes['sape2_k']
+
+
+def test_a_broken_encoding_fails(monkeypatch):
+    cls = timm_sape.get_encoding('alibi2d')
+    compute = cls.compute
+
+    def with_direction(self, grid, device, dtype):
+        table = compute(self, grid, device, dtype)
+        return table + 0.1 * torch.arange(table.shape[-1], dtype=dtype)
+
+    monkeypatch.setattr(cls, 'compute', with_direction)
+    rows = by_name(probe(build('alibi2d'), picture()))
+    assert rows['patches mirrored', 'class logits'].verdict == 'fail'
+    assert rows['patches shifted by one', 'first layer, attention logits'].verdict == 'pass'
+    asleep = timm.create_model('test_vit_irpe_k', img_size=(32, 40), patch_size=8)  # its tables start at zero
+    assert by_name(probe(asleep, picture()))['patches permuted', 'class logits'].verdict == 'fail'
+
+
+def test_masked_logits_that_move():
+    rows = by_name(probe(build('lookhere'), picture()))
+    assert rows['patches permuted', 'first layer, attention logits'].change == math.inf
+
+
+def test_stock_model():
+    model = timm.create_model('vit_tiny_patch16_224', depth=2, img_size=64, num_classes=10)
+    rows = probe(model, torch.randn(1, 3, 64, 64))
+    assert len(rows) == 4 * 3 + 3 and not any(row.verdict for row in rows)
+
+
+def test_what_is_wrong():
+    with pytest.raises(ValueError, match='Linear has no patches to move. Use a Vision Transformer'):
+        probe(nn.Linear(2, 2), picture())
+    with pytest.raises(ValueError, match='The image is 32x33, the model is made for 32x40'):
+        probe(build('nope'), picture()[..., :33])

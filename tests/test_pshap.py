@@ -1,0 +1,194 @@
+"""Position-SHAP against its definition, against Kernel SHAP, and on models whose answer is known."""
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn as nn
+
+from common import awaken
+from references import assert_near
+from timm_sape.analysis import attributions, position_shap, shuffle_patches
+from timm_sape.analysis.pshap import _order
+
+EVERY = ['ape', 'rope2d_mixed', 'sape2_k', 'rpb', 'irpe_qkv', 'lape', 'peg', 'ope', 'alibi2d', 'ape+auto_cope']
+
+
+def build(pos_enc, **kwargs):
+    kwargs = dict(img_size=(16, 24), patch_size=8, num_classes=5, drop_rate=0.) | kwargs
+    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs).double().eval()
+    with torch.no_grad():
+        return awaken(model)
+
+
+def data(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, 16, 24, dtype=torch.float64, generator=generator)
+    return x, torch.randint(5, (n,), generator=generator)
+
+
+def definition(model, x, y, background, seed=0):
+    """Section G word by word: one pair of images and one forward pass at a time."""
+    order = [_order(i + 1_000_003 * seed, 6) for i in range(len(x))]
+
+    def f(i, label, permutation):
+        image = x[i:i + 1]
+        if permutation is not None:
+            image = shuffle_patches(image, (8, 8), permutation[None])
+        with torch.no_grad():
+            return model(image)[0, label].item()
+
+    position, image = [], []
+    for start in range(0, len(x), 2 * background):
+        end = min(start + 2 * background, len(x))
+        middle = start + (end - start) // 2
+        for mine, others in ((range(start, middle), range(middle, end)), (range(middle, end), range(start, middle))):
+            for i in mine:
+                pe = im = 0
+                for b in others:
+                    both, only_image = f(i, y[i], None), f(i, y[i], order[b])
+                    only_position, neither = f(b, y[i], None), f(b, y[i], order[b])
+                    pe += (only_position - neither + both - only_image) / 2 / len(others)
+                    im += (only_image - neither + both - only_position) / 2 / len(others)
+                position.append(pe)
+                image.append(im)
+    return torch.tensor(position, dtype=torch.float64), torch.tensor(image, dtype=torch.float64)
+
+
+@pytest.mark.parametrize('pos_enc', EVERY)
+def test_definition(pos_enc):
+    model, (x, y) = build(pos_enc), data(10)
+    found = position_shap(model, [(x, y)], background=3, batch_size=7)
+    position, image = definition(model, x, y, 3)
+    assert found.values.shape == (10,) and position.abs().max() > 1e-6
+    assert_near(found.position.double(), position, 1e-4)
+    assert_near(found.image.double(), image, 1e-4)
+    values = found.position.abs() / (found.position.abs() + found.image.abs())
+    assert torch.equal(found.values, values) and torch.equal(found.labels, y)
+    with torch.no_grad():
+        correct = model(x).argmax(1) == y
+    assert torch.equal(found.correct, correct)
+    if correct.any():
+        assert found.value == pytest.approx(values[correct].mean().item())
+
+
+def test_batches_and_their_sizes_do_not_matter():
+    model, (x, y) = build('ape'), data(23)
+    whole = position_shap(model, [(x, y)], background=4)
+    parts = position_shap(model, zip(x.split(5), y.split(5)), background=4, batch_size=3)
+    assert len(whole.values) == 23
+    assert_near(parts.values, whole.values, 1e-5)
+    other = position_shap(model, [(x, y)], background=4, seed=1)
+    assert (other.values != whole.values).any()
+    assert len(position_shap(model, [(x[:9], y[:9])], background=4).values) == 8  # one is left over
+
+
+def test_kernel_shap():
+    """The same game, solved by the `shap` package: two features, the image and the position, by their numbers."""
+    shap = pytest.importorskip('shap')
+    model, (x, y) = build('ape+rope2d'), data(8)
+    found = position_shap(model, [(x, y)], background=4)
+    order = torch.stack([_order(i, 6) for i in range(8)])
+    for i, others in ((1, range(4, 8)), (6, range(4))):
+        def f(rows):  # a row has the number of an image, and that of a permutation or -1 for none
+            out = []
+            for image, permutation in rows.astype(int):
+                picture = x[image:image + 1]
+                if permutation >= 0:
+                    picture = shuffle_patches(picture, (8, 8), order[permutation:permutation + 1])
+                with torch.no_grad():
+                    out.append(model(picture)[0, y[i]].item())
+            return np.array(out)
+
+        explainer = shap.KernelExplainer(f, np.array([[b, b] for b in others]))
+        image, position = explainer.shap_values(np.array([[i, -1]]), silent=True)[0]
+        assert abs(position - found.position[i].item()) < 1e-5
+        assert abs(image - found.image[i].item()) < 1e-5
+
+
+def test_exchanging_patches_is_exchanging_positions():
+    """With `ape` one can do it by hand: the same logits as from a table with exchanged rows."""
+    model, (x, _) = build('ape'), data(1)
+    order = torch.tensor([[3, 0, 5, 1, 4, 2]])
+    exchanged = model(shuffle_patches(x, (8, 8), order))
+    place = order[0].argsort()  # where each patch has gone
+    with torch.no_grad():
+        model.pos_embed[:, 1:] = model.pos_embed[:, 1:][:, place]
+    assert_near(model(x), exchanged, 1e-12)
+
+
+def test_each_layer_on_its_own():
+    model, (x, y) = build('rope2d', depth=1), data(4)
+    found = position_shap(model, [(x, y)], background=2, per_layer=True)
+    original = model.encodings['rope2d'].rotation
+
+    def f(i, label, permuted):
+        image = x[i:i + 1]
+        if permuted is not None:
+            order = _order(permuted + 7919, 6)
+            model.encodings['rope2d'].rotation = lambda grid: original(grid)[order]
+            image = shuffle_patches(image, (8, 8), _order(permuted, 6)[None])  # for encodings on the tokens
+        with torch.no_grad():
+            out = model(image)[0, label].item()
+        model.encodings['rope2d'].__dict__.pop('rotation', None)
+        return out
+
+    i, others = 0, (2, 3)
+    expected = sum(f(b, y[i], None) - f(b, y[i], b) + f(i, y[i], None) - f(i, y[i], b) for b in others) / 4
+    assert abs(expected) > 1e-6
+    assert found.position[0].item() == pytest.approx(expected, rel=1e-3)
+    ape = build('ape')
+    together, apart = (position_shap(ape, [(x, y)], background=2, per_layer=p) for p in (False, True))
+    assert_near(together.values, apart.values, 1e-5)
+
+
+def test_a_model_that_ignores_position_scores_0():
+    found = position_shap(build('nope'), [data(8)])
+    assert found.values.max() < 1e-5
+
+
+def test_a_model_that_ignores_the_image_scores_1():
+    """All it sees is a channel that is the same in all images: whatever it says, it has from where things are."""
+    x, y = data(8)
+    x[:, 0] = x[0, 0]
+    model = build('ape')
+    with torch.no_grad():
+        model.patch_embed.proj.weight[:, 1:] = 0
+    found = position_shap(model, [(x, y)])
+    assert (found.values > 1 - 1e-5).all() and (found.position.abs() > 1e-6).all()
+
+
+def test_attributions_add_up():
+    values = torch.randn(4, 100, dtype=torch.float64)
+    position, image = attributions(*values)
+    assert_near(position + image, values[0] - values[3], 1e-12)
+    same = attributions(values[0], values[1], values[1], values[3])  # players that do the same get the same
+    assert_near(same[0], same[1], 1e-12)
+
+
+def test_cost():
+    class Counted(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.patch_embed, self.images = model, model.patch_embed, 0
+
+        def forward(self, x):
+            self.images += len(x)
+            return self.model(x)
+
+    model = Counted(build('ape').float())
+    x, y = data(64)
+    position_shap(model, [(x.float(), y)])
+    assert model.images == 64 * (16 + 2)  # passes over the images; 30 are allowed
+
+
+@pytest.mark.parametrize('call, text', [
+    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear has no patches to exchange'),
+    (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'two images at least'),
+    (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),
+    (lambda x, y: position_shap(build('ape'), [(x, y)], background=0), 'background must be 1 or more'),
+    (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),
+    (lambda x, y: shuffle_patches(x, (5, 8), torch.zeros(4, 6)), 'Patches of 5 x 8 do not divide images of 16 x 24'),
+])
+def test_what_is_wrong(call, text):
+    with pytest.raises(ValueError, match=text):
+        call(*data(4))

@@ -1,0 +1,119 @@
+"""Several models on one data set."""
+from typing import Any, Dict, List, Optional, Sequence
+
+from torch.utils.data import Dataset
+
+from ..bench import markdown
+from .evaluate import (
+    accuracy,
+    expected_calibration_error,
+    holm,
+    mcnemar,
+    negative_log_likelihood,
+    predict,
+    top_k_correct,
+)
+from .inputs import load_images, load_model, preprocessing
+
+__all__ = ['compare', 'comparison_table']
+
+
+def compare(
+        models: Sequence[str],
+        data: Dataset,
+        *,
+        batch_size: int = 64,
+        num_images: Optional[int] = None,
+        workers: int = 0,
+        seed: int = 0,
+        device: str = 'cpu',
+        amp: bool = False,
+        progress: bool = True,
+) -> List[Dict[str, Any]]:
+    """Evaluate models on the same images, each at its own size and with its own preprocessing, as validate.py does.
+
+    Args:
+        models: As for `load_model`; the first is the baseline that the others are tested against.
+        data: Labelled images, as `open_dataset` returns them. Their transform is replaced.
+        batch_size: Images in a batch.
+        num_images: How many images to draw, the same ones for all; None for all.
+        workers: Processes that load them.
+        seed: Of the draw.
+        device: Where the models run.
+        amp: bfloat16 autocast.
+        progress: Show progress bars on stderr.
+
+    Returns:
+        One row for each model: `model`; `height` and `width` in pixels; `num_images`; `top1` and `top5` with their 95 %
+        Wilson intervals `..._low` to `..._high`, and `ece`, the expected calibration error, in percent; `nll`, the
+        negative log-likelihood in nats; `wins` and `losses`, images that only this model or only the baseline gets
+        right; `mcnemar_p`, the p-value of McNemar's exact test on these two; with more than two models `holm_p`, the
+        same corrected by Holm for the number of tests; `parameters`; `images_per_second` of the model alone. What
+        compares with the baseline is None for the baseline.
+
+    Raises:
+        ValueError: If a model cannot be loaded, before anything is evaluated, or the images do not fit the models.
+    """
+    models = list(dict.fromkeys(models))
+    if not models:
+        raise ValueError('There is nothing to compare. Name at least one model.')
+    for spec in models:  # what cannot be loaded is to fail before the work, not after half of it
+        if not hasattr(getattr(load_model(spec), 'patch_embed', None), 'img_size'):
+            raise ValueError(f'{spec} has no patches. Only Vision Transformers can be compared.')
+    rows, baseline = [], None
+    for number, spec in enumerate(models, 1):
+        model = load_model(spec)
+        data.transform = preprocessing(model)
+        loader = load_images(data, batch_size, num_images, workers, seed)
+        found = predict(model, loader, device, amp, f'{spec} ({number}/{len(models)})' if progress else '')
+        logits, labels = found.logits, found.labels
+        correct = top_k_correct(logits, labels)
+        test = None if baseline is None else mcnemar(correct, baseline)
+        baseline = correct if baseline is None else baseline
+        height, width = model.patch_embed.img_size
+        row = {'model': spec, 'height': height, 'width': width, 'num_images': len(labels)}
+        for k in (1, 5):
+            share = accuracy(logits, labels, k)
+            row.update({
+                f'top{k}': round(100 * share.value, 3),
+                f'top{k}_low': round(100 * share.low, 3),
+                f'top{k}_high': round(100 * share.high, 3),
+            })
+        row.update({
+            'nll': round(negative_log_likelihood(logits, labels), 4),
+            'ece': round(100 * expected_calibration_error(logits, labels), 3),
+            'wins': test and test.only_first,
+            'losses': test and test.only_second,
+            'mcnemar_p': test and test.p,
+            **({'holm_p': None} if len(models) > 2 else {}),
+            'parameters': sum(p.numel() for p in model.parameters()),
+            'images_per_second': round(found.images_per_second, 1),
+        })
+        rows.append(row)
+    if len(rows) > 2:
+        for row, p in zip(rows[1:], holm([row['mcnemar_p'] for row in rows[1:]])):
+            row['holm_p'] = p
+    return rows
+
+
+def comparison_table(rows: Sequence[Dict[str, Any]]) -> str:
+    """Rows of `compare` as a Markdown table."""
+    def p_value(p: Optional[float]) -> str:
+        return '' if p is None else f'{p:.3f}' if p >= 0.001 else f'{p:.1e}'
+
+    table = []
+    for row in rows:
+        cells = {'model': row['model'], 'size (px)': f'{row["height"]}x{row["width"]}'}
+        for k in (1, 5):
+            cells[f'top-{k} (%)'] = f'{row[f"top{k}"]:.1f} [{row[f"top{k}_low"]:.1f}, {row[f"top{k}_high"]:.1f}]'
+        cells['NLL'] = f'{row["nll"]:.3f}'
+        cells['ECE (%)'] = f'{row["ece"]:.1f}'
+        if len(rows) > 1:
+            cells['wins/losses'] = '' if row['wins'] is None else f'{row["wins"]}/{row["losses"]}'
+            cells['p'] = p_value(row['mcnemar_p'])
+        if 'holm_p' in row:
+            cells['p (Holm)'] = p_value(row['holm_p'])
+        cells['parameters'] = f'{row["parameters"]:,}'
+        cells['images/s'] = f'{row["images_per_second"]:.1f}'
+        table.append(cells)
+    return markdown(table)

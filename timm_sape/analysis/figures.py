@@ -1,0 +1,136 @@
+"""Pictures of what the analyses find. All that wants matplotlib is here and in its neighbours named figures."""
+from typing import Optional, Sequence, Tuple
+
+import torch
+
+__all__ = ['WHITE_TO_GREEN', 'displayed', 'draw_attention_distance', 'draw_histogram', 'draw_maps', 'new_figure']
+
+WHITE_TO_GREEN = 'white to green'  # as in Figure 4 of the SaPE2 paper
+MARKS = ('#d62728', '#1f77b4', '#9467bd', '#ff7f0e', '#8c564b', '#e377c2')
+
+
+def new_figure(width: float, height: float):
+    """An empty figure in inches, which belongs to no window.
+
+    Raises:
+        ImportError: If matplotlib is not there; the message says how to get it.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError('pictures want matplotlib: pip install matplotlib') from e
+    return Figure(figsize=(width, height), layout='constrained')
+
+
+def displayed(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """An image as the model gets it, `[C, height, width]`, as one to look at, `[height, width, 3]`, from 0 to 1."""
+    mean, std = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+    image = (image.detach().cpu().float() * std + mean).clamp(0, 1)
+    return image.expand(3, -1, -1).permute(1, 2, 0) if image.shape[0] == 1 else image.permute(1, 2, 0)[..., :3]
+
+
+def _colours(name: str):
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap
+    if name == WHITE_TO_GREEN:
+        return LinearSegmentedColormap.from_list(name, ['#ffffff', '#41ab5d', '#00441b'])
+    if name not in colormaps:
+        raise ValueError(f'There is no colour map {name!r}; matplotlib has viridis, Greens, RdBu and many others.')
+    return colormaps[name]
+
+
+def draw_maps(
+        image: torch.Tensor,
+        titles: Sequence[str],
+        matrices: Sequence[torch.Tensor],
+        grid_size: Tuple[int, int],
+        patches: Sequence[Tuple[int, int]],
+        what: str,
+        cmap: str = WHITE_TO_GREEN,
+):
+    """Figure 4 of the SaPE2 paper: the image, what is between all patches, and between one patch and the others.
+
+    Args:
+        image: `[height, width, 3]`, from 0 to 1.
+        titles: One for each row of pictures.
+        matrices: What is shown, one for each row, `[H*W, H*W]`.
+        grid_size: (H, W).
+        patches: (x, y) of the patches that have maps of their own.
+        what: What the numbers are, for the colour bar.
+        cmap: `WHITE_TO_GREEN` or a name that matplotlib knows.
+
+    Raises:
+        ImportError: If matplotlib is not there.
+        ValueError: If it has no such colours.
+    """
+    height, width = grid_size
+    columns = 2 + len(patches)
+    panel = 2.6
+    figure = new_figure(panel * columns + 1, panel * min(1.2, max(0.7, height / width)) * len(matrices) + 0.4)
+    axes = figure.subplots(len(matrices), columns, squeeze=False)
+    colours = _colours(cmap)
+    for row, title, matrix in zip(axes, titles, matrices):
+        matrix = matrix.detach().cpu().float()
+        shown = matrix.masked_fill(~matrix.isfinite(), float('nan')).numpy()  # what is masked out stays blank
+        finite = matrix[matrix.isfinite()]
+        scale = dict(cmap=colours, vmin=finite.min().item(), vmax=finite.max().item(), interpolation='nearest')
+        row[0].imshow(image.numpy(), extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation='nearest')
+        row[0].set_title('image', fontsize=9)
+        drawn = row[1].imshow(shown, aspect='auto', **scale)
+        row[1].set(xlabel='to patch', ylabel='from patch')
+        row[1].set_title(title, fontsize=9)
+        for (x, y), axis, colour in zip(patches, row[2:], MARKS * len(patches)):
+            axis.imshow(shown[y * width + x].reshape(height, width), **scale)
+            axis.set_title(f'from patch x={x}, y={y}', fontsize=9, color=colour)
+            for marked in (axis, row[0]):
+                marked.add_patch(_frame(x, y, colour))
+        for axis in (row[0], *row[2:]):
+            axis.set(xlabel='x, patches', ylabel='y, patches')
+        figure.colorbar(drawn, ax=row.tolist(), label=what, shrink=0.9)
+    return figure
+
+
+def _frame(x: int, y: int, colour: str):
+    from matplotlib.patches import Rectangle
+    return Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor=colour, linewidth=2)
+
+
+def draw_attention_distance(distances: Sequence[torch.Tensor], layers: Sequence[int]):
+    """The mean distance that each head looks over.
+
+    Args:
+        distances: In patches, `[h]` for each layer.
+        layers: Their numbers.
+
+    Raises:
+        ImportError: If matplotlib is not there.
+    """
+    figure = new_figure(5, 3.5)
+    axes = figure.subplots()
+    for head, values in enumerate(zip(*(found.tolist() for found in distances))):
+        axes.plot(layers, values, 'o', markersize=4, label=f'head {head}')
+    axes.plot(layers, [found.mean().item() for found in distances], color='black', linewidth=1, label='mean over heads')
+    axes.set(xlabel='layer', ylabel='mean attention distance, patches', xticks=list(layers))
+    axes.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def draw_histogram(values: torch.Tensor, mean: float, label: str, title: Optional[str] = None):
+    """How often each value occurs, from 0 to 1.
+
+    Args:
+        values: `[n]`, NaN for those that have none.
+        mean: Marked by a line.
+        label: Of the axis of values.
+        title: Above it.
+
+    Raises:
+        ImportError: If matplotlib is not there.
+    """
+    figure = new_figure(5, 3.5)
+    axes = figure.subplots()
+    axes.hist(values[values.isfinite()].tolist(), bins=40, range=(0, 1), color='#41ab5d')
+    axes.axvline(mean, color='black', linewidth=1, label=f'mean {mean:.3f}')
+    axes.set(xlabel=label, ylabel='images', title=title, xlim=(0, 1))
+    axes.legend()
+    return figure

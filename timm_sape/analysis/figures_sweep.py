@@ -1,0 +1,60 @@
+"""The figure of a resolution sweep."""
+import math
+from pathlib import Path
+from typing import Any, Dict, Sequence
+
+__all__ = ['plot_sweep']
+
+
+def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
+    """Top-1 accuracy over image size, a line for each model and policy, with its 95 % interval as a band.
+
+    A colour stands for a model; dashed lines are those that `rescale`. Where all sizes are square, the axis is their
+    side in pixels. Else they stand side by side, by their number of patches, as no one number tells them apart.
+
+    Args:
+        rows: As `sweep` returns them.
+        path: Its suffix tells the format, `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ImportError: If matplotlib is not there.
+    """
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which would look for a screen
+    except ImportError as e:
+        raise ImportError('A figure wants matplotlib: pip install matplotlib') from e
+
+    sizes = sorted({(row['height'] * row['width'], row['height'], row['width']) for row in rows})
+    square = all(height == width for _, height, width in sizes)
+    at = {(height, width): height if square else i for i, (_, height, width) in enumerate(sizes)}
+    labels = [f'{height}' if square else f'{height}x{width}' for height, width in at]
+    models = list(dict.fromkeys(row['model'] for row in rows))
+    lines = list(dict.fromkeys((row['model'], row['policy']) for row in rows))
+
+    names = [f'{_short(model)}, {policy}' for model, policy in lines]
+    columns = 2 if max(map(len, names)) <= 45 else 1
+    figure = Figure(figsize=(8, 4.5 + 0.22 * math.ceil(len(lines) / columns)), layout='constrained')
+    axes = figure.subplots()
+    for i, ((model, policy), name) in enumerate(zip(lines, names)):
+        own = [row for row in rows if (row['model'], row['policy']) == (model, policy)]
+        own.sort(key=lambda row: at[row['height'], row['width']])
+        x = [at[row['height'], row['width']] for row in own]
+        color = f'C{models.index(model) % 10}'
+        low, high = [row['top1_low'] for row in own], [row['top1_high'] for row in own]
+        axes.fill_between(x, low, high, color=color, alpha=min(0.15, 0.5 / len(lines)), linewidth=0)
+        axes.plot(
+            x, [row['top1'] for row in own], color=color, linestyle='--' if policy == 'rescale' else '-',
+            marker='osD^vP*Xph'[i % 10], markersize=5, label=name)
+    axes.set_xticks(list(at.values()), labels, rotation=45 if len(at) > 8 else 0)
+    axes.set(
+        xlabel='image size (px)' if square else 'image size, height x width (px)',
+        ylabel='top-1 accuracy (%), 95 % interval')
+    axes.grid(alpha=0.3)
+    # below the axes, where no name is too long and no line is hidden
+    figure.legend(loc='outside lower left', fontsize='small', ncols=columns, handlelength=4)
+    figure.savefig(path, dpi=150)
+
+
+def _short(model: str, most: int = 90) -> str:
+    """The end of a long path, which is what tells models apart."""
+    return model if len(model) <= most else f'...{model[-most:]}'

@@ -1,0 +1,205 @@
+"""Models and images as users name them."""
+import os
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
+
+import timm
+import torch
+from PIL import Image
+from timm.data import create_dataset, create_transform, resolve_model_data_config
+from timm.layers import to_2tuple
+from timm.models import is_model_pretrained, load_state_dict
+from timm.models._helpers import _torch_load
+from torch.utils.data import DataLoader, Dataset, Subset
+
+__all__ = ['ImageFile', 'load_images', 'load_model', 'open_dataset', 'preprocessing']
+
+# Of what train.py writes into a checkpoint, what preprocessing depends on.
+PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
+
+
+class _Source(NamedTuple):
+    """What a model is made of: a name that timm knows, a file of weights, and what it was made with."""
+    name: str
+    file: Optional[str]
+    kwargs: Dict[str, Any]
+    cfg: Dict[str, Any]
+
+
+def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, **kwargs) -> torch.nn.Module:
+    """A model in eval mode, from any of the places that models live in.
+
+    Args:
+        model: One of
+
+            - a name that timm knows, `vit_small_sape2_k` or `vit_small_patch16_224.augreg_in21k_ft_in1k`: with its
+              pretrained weights if it has any, else with fresh ones;
+            - `hf-hub:USER/REPOSITORY`;
+            - `local-dir:FOLDER`, or just the folder, as `timm.models.save_for_hf` or `push_to_hf_hub` write it;
+            - a checkpoint of timm's train.py, which knows its model;
+            - `NAME@FILE`, a model and a file with its weights.
+        img_size: Image size in pixels, or (height, width); the encodings' rules for other sizes apply. Default: that of
+            the model.
+        kwargs: What `timm.create_model` accepts.
+
+    Raises:
+        ValueError: If there is no such model, or the file does not fit it.
+    """
+    source = _find(model)
+    kwargs = {**source.kwargs, **kwargs}
+    if img_size is not None:
+        kwargs['img_size'] = to_2tuple(img_size)
+    if source.file is not None:
+        weights = load_state_dict(source.file)
+        overlay = {**source.cfg, 'file': source.file}
+        head, stem = weights.get('head.weight'), weights.get('patch_embed.proj.weight')
+        if head is not None:
+            kwargs.setdefault('num_classes', head.shape[0])
+        if stem is not None:
+            kwargs.setdefault('in_chans', stem.shape[1])
+        # what the file has, so that timm changes neither the head nor the stem
+        overlay['num_classes'] = kwargs.get('num_classes', 1000)
+        kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
+    elif 'pretrained' not in kwargs:
+        kwargs['pretrained'] = ':' in source.name or is_model_pretrained(source.name)
+    try:
+        return timm.create_model(source.name, **kwargs).eval()
+    except (RuntimeError, TypeError, KeyError, AssertionError, OSError) as e:
+        raise ValueError(f'{model}: {e}') from e
+
+
+def _find(model: str) -> _Source:
+    path = Path(model)
+    if model.startswith(('hf-hub:', 'hf_hub:', 'local-dir:')):
+        return _Source(model, None, {}, {})
+    if path.is_dir():
+        if not (path / 'config.json').is_file():
+            raise ValueError(f'{model} is a folder without config.json. Name a folder that save_for_hf has written.')
+        return _Source(f'local-dir:{model}', None, {}, {})
+    if path.is_file():
+        return _from_checkpoint(model)
+    name, at, file = model.partition('@')
+    if not timm.is_model(name.split('.')[0]):
+        close = timm.list_models(f'*{name}*')[:3]
+        hint = f'Did you mean {" or ".join(close)}?' if close else 'timm.list_models() tells all names.'
+        raise ValueError(f'There is no model, file or folder {name!r}. {hint}')
+    if at and not Path(file).is_file():
+        raise ValueError(f'There is no file {file!r}.')
+    return _Source(name, file if at else None, {}, {})
+
+
+def _from_checkpoint(file: str) -> _Source:
+    name = None
+    if not file.endswith('.safetensors'):
+        try:
+            checkpoint = _torch_load(file)
+        except Exception as e:  # whatever else a file may be
+            raise ValueError(f'{file} is no checkpoint that can be read safely: {e}') from e
+        name = checkpoint.get('arch') if isinstance(checkpoint, dict) else None
+    if name is None:
+        raise ValueError(f'{file} does not say whose weights it has. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
+    args = vars(checkpoint['args']) if 'args' in checkpoint else {}
+    kwargs = dict(args.get('model_kwargs') or {})
+    for ours, theirs in (('num_classes', 'num_classes'), ('in_chans', 'in_chans'), ('global_pool', 'gp')):
+        if args.get(theirs) is not None:
+            kwargs[ours] = args[theirs]
+    cfg = {key: args[key] for key in PREPROCESSING if args.get(key) is not None}
+    return _Source(name, file, kwargs, cfg)
+
+
+def preprocessing(model: torch.nn.Module, **overrides):
+    """timm's preprocessing of images for inference, at the size that the model was made for.
+
+    Args:
+        model: The model.
+        overrides: Of its data config, such as `crop_mode='squash'`, which keeps the whole image whatever its sides.
+    """
+    config = {**resolve_model_data_config(model), **overrides}
+    size = getattr(model.patch_embed, 'img_size', None) or config['input_size'][1:]
+    config['input_size'] = (config['input_size'][0], *size)
+    return create_transform(**config, is_training=False)
+
+
+class ImageFile(Dataset):
+    """One image without a label, -1.
+
+    Args:
+        path: The file.
+        transform: Applied to it.
+    """
+
+    def __init__(self, path: Union[str, os.PathLike], transform=None) -> None:
+        self.path = path
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int):
+        if index != 0:
+            raise IndexError(index)
+        try:
+            image = Image.open(self.path).convert('RGB')
+        except OSError as e:
+            raise ValueError(f'{self.path} is no image that can be read: {e}') from e
+        return (image if self.transform is None else self.transform(image)), -1
+
+
+def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) -> Dataset:
+    """Images and labels.
+
+    Args:
+        data: A folder with one sub-folder of images per class, as it is or one for each split; one image file; or the
+            root of what `dataset` names.
+        dataset: Empty, or a name that timm's train.py takes, such as `torch/cifar10`.
+        split: Which part. Default: `val`, `validation` or `test` of a folder, else the folder itself; 'validation' of
+            others, which is what is no training data.
+        transform: Applied to each image.
+
+    Raises:
+        ValueError: If there is nothing of the kind.
+    """
+    root = Path(data)
+    if not dataset and root.is_file():
+        return ImageFile(data, transform)
+    if not root.is_dir():
+        raise ValueError(f'There is no image or folder {data!r}.')
+    if not dataset:
+        splits = [name for name in ([split] if split else ['val', 'validation', 'test']) if (root / name).is_dir()]
+        if not splits and (split or (root / 'train').is_dir()):
+            there = ', '.join(sorted(entry.name for entry in root.iterdir() if entry.is_dir())) or 'none'
+            raise ValueError(f'{data} has no folder {split or "val, validation or test"!r}. Its folders: {there}.')
+        root = root / splits[0] if splits else root
+    elif '/' not in dataset:
+        raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
+    try:
+        found = create_dataset(
+            dataset, root=str(root), split=split or 'validation', search_split=False, is_training=False)
+    except (AssertionError, RuntimeError, OSError, KeyError, ValueError) as e:
+        raise ValueError(f'No images in {str(root)!r} (dataset={dataset!r}, split={split!r}): {e}') from e
+    found.transform = transform
+    return found
+
+
+def load_images(
+        data: Dataset,
+        batch_size: int,
+        num_images: Optional[int] = None,
+        workers: int = 0,
+        seed: int = 0,
+        shuffle: bool = False,
+) -> DataLoader:
+    """Batches of a data set, or of a random part of it.
+
+    Args:
+        data: The data set.
+        batch_size: Images in a batch.
+        num_images: How many images to draw; None for all.
+        workers: Processes that load them.
+        seed: Of the draw.
+        shuffle: In the order of the draw, not in that of the data set, where classes often stand together.
+    """
+    if shuffle or num_images is not None and num_images < len(data):
+        picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
+        data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
+    return DataLoader(data, batch_size=batch_size, num_workers=workers)

@@ -1,0 +1,198 @@
+"""What position does to attention, looked at inside a running model, as in Figure 4 of the SaPE2 paper (2025).
+
+Hooks write down what each attention layer is called with; the rest is computed from that, by the layer's own methods.
+The model is not changed.
+"""
+from contextlib import ExitStack
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers import Attention, AttentionRope
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models.eva import EvaAttention
+from timm.models.vision_transformer_relpos import RelPosAttention
+
+from ..attention import PosEncAttention
+from ..grid import Grid
+from ..vit_pos_enc import VisionTransformerPosEnc
+
+__all__ = ['LayerMaps', 'PositionMaps', 'attention_distance', 'position_maps', 'record_calls']
+
+
+KNOWN = (PosEncAttention, Attention, AttentionRope, EvaAttention, RelPosAttention)
+
+
+class LayerMaps(NamedTuple):
+    """One attention layer, all tokens, prefix tokens first."""
+    index: int
+    content: torch.Tensor
+    """What content says, scale * q.k, `[B, h, N, N]`."""
+    position: torch.Tensor
+    """What position adds to it: biases as they are, rotations as scale * (Rq.Rk - q.k), `[B, h, N, N]`."""
+    attention: torch.Tensor
+    """The probabilities, softmax(content + position), `[B, h, N, N]`."""
+
+
+class PositionMaps(NamedTuple):
+    """What `position_maps` finds."""
+    grid: Grid
+    layers: List[LayerMaps]
+    vectors: Optional[torch.Tensor]
+    """What is added to the tokens of patches at the start, `[(B,) H*W, D]`; None if nothing is."""
+
+    @property
+    def similarity(self) -> Optional[torch.Tensor]:
+        """Cosines of those vectors, `[(B,) H*W, H*W]`."""
+        if self.vectors is None:
+            return None
+        unit = F.normalize(self.vectors, dim=-1)
+        return unit @ unit.transpose(-2, -1)
+
+    def between_patches(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of `[..., N, N]` what is between patches, `[..., H*W, H*W]`."""
+        p = self.grid.num_prefix_tokens
+        return logits[..., p:, p:]
+
+
+@torch.no_grad()
+def position_maps(
+        model: nn.Module,
+        images: torch.Tensor,
+        layers: Optional[Sequence[int]] = None,
+        **kwargs,
+) -> PositionMaps:
+    """Look at position in each layer while a model sees images.
+
+    Works on our models with any encoding, and on timm's of the families of ViT (DeiT, DINOv2, CLIP), EVA (DINOv3, ViTs
+    with RoPE) and ViTs with relative position.
+
+    Args:
+        model: The model; in eval mode, if nothing is to be random.
+        images: `[B, C, height, width]`, as the model gets them.
+        layers: Which, from 0; negative numbers count from the last. Default: all.
+        kwargs: Further arguments of the model, such as `object_index`.
+
+    Raises:
+        ValueError: If the model is of another kind, or has no such layer.
+    """
+    blocks = getattr(model, 'blocks', None)
+    attentions = [getattr(block, 'attn', None) for block in blocks] if blocks is not None else []
+    if not attentions or not all(isinstance(attn, KNOWN) for attn in attentions):
+        kinds = ', '.join(sorted({type(attn).__name__ for attn in attentions})) or 'no attention'
+        raise ValueError(
+            f'{type(model).__name__} has {kinds} in its blocks, which position_maps cannot read. It reads '
+            f'{", ".join(kind.__name__ for kind in KNOWN)}.')
+    chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
+
+    ours = isinstance(model, VisionTransformerPosEnc)
+    watched = [attentions[i] for i in chosen] + ([model.encodings] if ours else [])
+    calls = record_calls(model, watched, images, **kwargs)
+
+    found = []
+    for i in chosen:
+        content, position = _logits(attentions[i], *calls[attentions[i]])
+        found.append(LayerMaps(i, content, position, (content + position).softmax(dim=-1)))
+    if ours:
+        args, _ = calls[model.encodings]
+        grid, vectors = args[1], model.encodings.position_vectors(*args)
+    else:
+        grid = _grid(model, images)
+        vectors = getattr(model, 'pos_embed', None)
+        if vectors is not None and vectors.shape[-2] != grid.num_patches + grid.num_prefix_tokens:
+            vectors = F.pad(vectors, (0, 0, grid.num_prefix_tokens, 0))  # it has none for prefix tokens
+        if vectors is not None and vectors.shape[-2] != grid.num_patches + grid.num_prefix_tokens:
+            vectors = None  # resized in each forward pass
+    if vectors is not None:
+        vectors = vectors[..., grid.num_prefix_tokens:, :]
+        vectors = vectors[0] if vectors.ndim == 3 and vectors.shape[0] == 1 else vectors
+    return PositionMaps(grid, found, vectors)
+
+
+def record_calls(
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        images: torch.Tensor,
+        **kwargs,
+) -> Dict[nn.Module, Tuple[tuple, Dict[str, Any]]]:
+    """What modules of a model are called with, positional and keyword arguments, while it sees images.
+
+    Args:
+        model: The model.
+        modules: Which of its modules; each of them is called once.
+        images: `[B, C, height, width]`.
+        kwargs: Further arguments of the model.
+    """
+    calls = {}
+
+    def note(module, args, kwargs):
+        calls[module] = args, kwargs
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        model(images, **kwargs)
+    return calls
+
+
+def _index(layer: int, depth: int) -> int:
+    if not -depth <= layer < depth:
+        raise ValueError(f'There is no layer {layer}: the model has {depth}, 0 to {depth - 1}.')
+    return layer % depth
+
+
+def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
+    height, width = (size // patch for size, patch in zip(images.shape[-2:], model.patch_embed.patch_size))
+    return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
+
+
+def _logits(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(attn, PosEncAttention):
+        given = {key: value for key, value in kwargs.items() if key not in ('attn_mask', 'is_causal')}
+        return attn.logits(*args, **given)
+    x, *rest = args
+    batch, num_tokens, _ = x.shape
+    if getattr(attn, 'qkv', None) is not None:
+        qkv = attn.qkv(x)
+        if getattr(attn, 'q_bias', None) is not None:
+            qkv = qkv + torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+        q, k, _ = qkv.reshape(batch, num_tokens, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    else:
+        heads = attn.num_heads, getattr(attn, 'num_kv_heads', attn.num_heads)
+        q, k = (
+            project(x).reshape(batch, num_tokens, num_heads, -1).transpose(1, 2)
+            for project, num_heads in zip((attn.q_proj, attn.k_proj), heads))
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    content = attn.scale * q @ k.transpose(-2, -1)
+    if isinstance(attn, RelPosAttention):
+        shared = kwargs.get('shared_rel_pos', rest[0] if rest else None)
+        bias = shared if attn.rel_pos is None else attn.rel_pos.get_bias()
+        return content, torch.zeros_like(content) if bias is None else bias.expand_as(content)
+    rope = kwargs.get('rope', rest[0] if rest else None) if isinstance(attn, (AttentionRope, EvaAttention)) else None
+    if rope is None:
+        return content, torch.zeros_like(content)
+    p, half = attn.num_prefix_tokens, getattr(attn, 'rotate_half', False)
+    q, k = (torch.cat([t[:, :, :p], apply_rot_embed_cat(t[:, :, p:], rope, half=half)], dim=2) for t in (q, k))
+    return content, attn.scale * q @ k.transpose(-2, -1) - content
+
+
+def attention_distance(attention: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Mean distance that patches look over, in patches (Dosovitskiy et al., 'An Image is Worth 16x16 Words', 2021).
+
+    Of each patch, the Euclidean distances to all patches weighted by its attention to them, attention to prefix tokens
+    left out; then the mean over patches and images.
+
+    Args:
+        attention: Probabilities, `[B, h, N, N]`.
+        grid: The grid.
+
+    Returns:
+        `[h]`.
+    """
+    p = grid.num_prefix_tokens
+    attention = attention[..., p:, p:]
+    place = grid.coordinates(attention.device, attention.dtype)
+    weighted = (attention * torch.cdist(place, place)).sum(-1) / attention.sum(-1)
+    return weighted.mean(dim=(0, 2))

@@ -1,0 +1,173 @@
+"""Accuracy and speed of models at other image sizes than their own."""
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+from timm.data import create_transform, resolve_model_data_config
+from timm.layers import to_2tuple
+from torch.utils.data import Dataset
+
+from ..bench import markdown
+from ..encodings import encoding_keywords
+from ..vit_pos_enc import VisionTransformerPosEnc
+from .evaluate import accuracy, predict
+from .inputs import load_images, load_model
+
+__all__ = ['sweep', 'sweep_table']
+
+CROP_MODES = ('squash', 'center')
+RESOLUTIONS = ('extrapolate', 'rescale')  # the values of the keyword `resolution`
+
+Size = Tuple[int, int]
+
+
+class _Variant(NamedTuple):
+    """A model with one of the rules for other sizes that it can follow, and the arguments that make it follow it."""
+    model: str
+    policy: str
+    kwargs: Dict[str, Any]
+
+
+def sweep(
+        models: Sequence[str],
+        data: Dataset,
+        sizes: Sequence[Union[int, Size]],
+        *,
+        batch_size: int = 64,
+        num_images: Optional[int] = None,
+        workers: int = 0,
+        seed: int = 0,
+        device: str = 'cpu',
+        amp: bool = False,
+        crop_mode: str = 'squash',
+        progress: bool = True,
+) -> List[Dict[str, Any]]:
+    """Evaluate each model at each size, by every rule for other sizes that it has.
+
+    A model is built anew for each size, so that its weights are adapted from what they were trained as: tables are
+    resampled, positions scaled, and so on. Encodings with the keyword `resolution` have two rules, `extrapolate` and
+    `rescale`, and are evaluated by both (several of them in one model by the same). `rescale` needs the trained grid.
+    Where the file does not tell it, it is that of the size which the model has if none is asked for.
+
+    Each size shows the same part of each image. timm's transform `center`, with which models are mostly evaluated,
+    fits the image around the size and cuts off what juts out, which is another part of it for each aspect ratio. So
+    the default here is timm's `squash`: height and width are resized each by its own factor to size / crop_pct, with
+    the model's crop_pct, and the central size is cut out. That is always the same central crop_pct of the height and of
+    the width, but for rounding to whole pixels; where the image has another aspect ratio than the size, it is
+    distorted. At square sizes of square images this is what timm's validate.py does; `center` is for the figures of
+    validate.py on other images, at square sizes, all of which show the central square.
+
+    Args:
+        models: As for `load_model`.
+        data: Labelled images, as `open_dataset` returns them. Their transform is replaced.
+        sizes: Image sizes in pixels, or (height, width).
+        batch_size: Images in a batch.
+        num_images: How many images to draw, the same ones for all; None for all.
+        workers: Processes that load them.
+        seed: Of the draw.
+        device: Where the models run.
+        amp: bfloat16 autocast.
+        crop_mode: 'squash' or 'center', as above.
+        progress: Show progress bars on stderr.
+
+    Returns:
+        One row for each model, policy and size: `model`; `policy`, the value of `resolution`, 'own' if our encodings
+        have one rule alone, 'timm' for models of timm; `height` and `width` in pixels; `patches`; `num_images`;
+        `top1`, its 95 % Wilson interval `top1_low` to `top1_high`, and `top5`, all in percent; `images_per_second` of
+        the model alone.
+
+    Raises:
+        ValueError: If a patch size does not divide a size, a model cannot be loaded, or the images do not fit the
+            models; where that can be known, before anything is evaluated.
+    """
+    if not models or not sizes:
+        raise ValueError('A sweep needs at least one model and one size.')
+    if crop_mode not in CROP_MODES:
+        raise ValueError(f'crop_mode must be {" or ".join(CROP_MODES)}, got {crop_mode!r}.')
+    pairs: List[Size] = list(dict.fromkeys(to_2tuple(size) for size in sizes))
+    for height, width in pairs:
+        if crop_mode == 'center' and height != width:
+            raise ValueError(
+                f"crop_mode='center' would show another part of the images at {height}x{width} than at a square size. "
+                "Use 'squash'.")
+    variants = [variant for model in dict.fromkeys(models) for variant in _variants(model, pairs)]
+    rows = []
+    for variant in variants:
+        for size in pairs:
+            model = load_model(variant.model, img_size=size, **variant.kwargs)
+            config = resolve_model_data_config(model)
+            config.update(input_size=(config['input_size'][0], *size), crop_mode=crop_mode)
+            data.transform = create_transform(**config, is_training=False)
+            loader = load_images(data, batch_size, num_images, workers, seed)
+            done = f'({len(rows) + 1}/{len(variants) * len(pairs)})'
+            where = f'{variant.model} {variant.policy} {size[0]}x{size[1]} {done}'
+            found = predict(model, loader, device, amp, where if progress else '')
+            top1, top5 = accuracy(found.logits, found.labels), accuracy(found.logits, found.labels, 5)
+            patch = model.patch_embed.patch_size
+            rows.append({
+                'model': variant.model,
+                'policy': variant.policy,
+                'height': size[0],
+                'width': size[1],
+                'patches': size[0] // patch[0] * (size[1] // patch[1]),
+                'num_images': len(found.labels),
+                'top1': round(100 * top1.value, 3),
+                'top1_low': round(100 * top1.low, 3),
+                'top1_high': round(100 * top1.high, 3),
+                'top5': round(100 * top5.value, 3),
+                'images_per_second': round(found.images_per_second, 1),
+            })
+    return rows
+
+
+def _variants(spec: str, sizes: Sequence[Size]) -> List[_Variant]:
+    """The rules that a model can follow, each tried at one size: what cannot be loaded is to fail before the work.
+
+    Raises:
+        ValueError: If the model has no patches, or they do not divide a size.
+    """
+    model = load_model(spec)
+    patch_embed = getattr(model, 'patch_embed', None)
+    if not hasattr(patch_embed, 'patch_size'):
+        raise ValueError(f'{spec} has no patches. A sweep is for Vision Transformers.')
+    for size in sizes:
+        _check_size(spec, size, to_2tuple(patch_embed.patch_size))
+
+    if not isinstance(model, VisionTransformerPosEnc):
+        variants = [_Variant(spec, 'timm', {})]
+    else:
+        names = [name for name in model.pos_enc.split('+') if 'resolution' in encoding_keywords(name)]
+        ref_grid_size = model.ref_grid_size or patch_embed.grid_size
+        variants = [_Variant(spec, 'own', {})] if not names else []
+        for resolution in RESOLUTIONS if names else ():
+            keywords = {name: {**model.pos_enc_kwargs.get(name, {}), 'resolution': resolution} for name in names}
+            kwargs: Dict[str, Any] = {'pos_enc_kwargs': {**model.pos_enc_kwargs, **keywords}}
+            if resolution == 'rescale':
+                kwargs['ref_grid_size'] = ref_grid_size
+            variants.append(_Variant(spec, resolution, kwargs))
+    del model
+    for variant in variants:
+        load_model(spec, img_size=sizes[0], **variant.kwargs)
+    return variants
+
+
+def _check_size(spec: str, size: Size, patch: Size) -> None:
+    # timm's own models would leave out the rest of the image
+    if all(s >= p and s % p == 0 for s, p in zip(size, patch)):
+        return
+    below = tuple(max(s // p, 1) * p for s, p in zip(size, patch))
+    above = tuple(max(-(-s // p), 1) * p for s, p in zip(size, patch))
+    fit = ' or '.join(dict.fromkeys(f'{height}x{width}' for height, width in (below, above)))
+    raise ValueError(
+        f'The patch size {patch[0]}x{patch[1]} of {spec} does not divide the size {size[0]}x{size[1]}. Use {fit}.')
+
+
+def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:
+    """Rows of `sweep` as a Markdown table."""
+    return markdown([{
+        'model': row['model'],
+        'policy': row['policy'],
+        'height x width (px)': f'{row["height"]}x{row["width"]}',
+        'patches': row['patches'],
+        'top-1 (%)': f'{row["top1"]:.1f} [{row["top1_low"]:.1f}, {row["top1_high"]:.1f}]',
+        'top-5 (%)': f'{row["top5"]:.1f}',
+        'images/s': f'{row["images_per_second"]:.1f}',
+    } for row in rows])

@@ -1,0 +1,36 @@
+"""What subcommands share."""
+import argparse
+from typing import Callable
+
+__all__ = ['CommandError', 'add_command']
+
+
+class CommandError(Exception):
+    """A mistake that the user can mend: shown without a traceback, exit code 2."""
+
+
+def add_command(
+        commands,
+        name: str,
+        handler: Callable[[argparse.Namespace], int],
+        summary: str,
+        examples: str,
+) -> argparse.ArgumentParser:
+    """A subcommand with its help.
+
+    Args:
+        commands: What `add_subparsers` returned.
+        name: What users type.
+        handler: Called with the parsed arguments, returns the exit code.
+        summary: One line.
+        examples: Shown as it is at the end of the help.
+    """
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler)
+    return parser

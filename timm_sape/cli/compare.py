@@ -1,0 +1,48 @@
+"""`timm-sape compare`: several models on one data set."""
+import argparse
+
+from .common import add_command
+from .data_options import MODELS_HELP, add_data_options, loading, measured_on, readable, warn_untrained
+from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
+
+__all__ = ['add']
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, 'compare', interruptible(_compare),
+        summary='Accuracy with intervals, a paired test, calibration, parameters and speed of models on one data set.',
+        examples="""\
+examples:
+  timm-sape compare local-dir:output/ape local-dir:output/sape2 --data-dir DATA --output comparison.md
+  timm-sape compare vit_small_ape@ape.safetensors output/exp/model_best.pth.tar --data-dir DATA --device cuda --amp
+  timm-sape compare hf-hub:USER/A hf-hub:USER/B hf-hub:USER/C --data-dir DATA --dataset torch/cifar10 --split test
+
+The first model is the baseline that the others are tested against, by McNemar's exact test on the images that only one
+of the two gets right. With more than two models, p-values corrected by Holm stand beside it.""",
+    )
+    parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
+    add_data_options(parser)
+    add_output_options(parser)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    check_outputs([args.output], args.force, TABLES)
+
+    from ..analysis.compare import compare, comparison_table
+
+    with readable():
+        options = loading(args)
+        warn_untrained(args.models)
+        rows = compare(args.models, **options)
+    table = comparison_table(rows)
+    notes = 'accuracy with 95 % Wilson intervals; NLL in nats; ECE with 15 bins'
+    if len(rows) > 1:
+        notes += f'; wins, losses and p (exact McNemar test) against {rows[0]["model"]}'
+    if len(rows) > 2:
+        notes += f', p (Holm) corrected for {len(rows) - 1} tests'
+    notes += f'; {measured_on(args, rows[0]["num_images"])}'
+    print(table, notes, sep='\n\n')
+    if args.output is not None:
+        write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    return 0

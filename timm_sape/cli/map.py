@@ -1,0 +1,142 @@
+"""`timm-sape map`: what position says between the patches of an image."""
+import argparse
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+from .common import CommandError, add_command
+from .data_options import MODELS_HELP, readable, warn_untrained
+from .files import FIGURES, check_outputs, interruptible, table_writer, write_files
+
+__all__ = ['add']
+
+WHAT = {
+    'bias': 'what position adds to the logits',
+    'attention': 'attention',
+    'similarity': 'cosine of position vectors',
+    'distance': 'mean attention distance, patches',
+}
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, 'map', interruptible(_map),
+        summary='Draw what position says between the patches of an image, as in Figure 4 of the SaPE2 paper.',
+        examples="""\
+examples:
+  timm-sape map --model output/exp/model_best.pth.tar --image horse.png --output horse.png
+  timm-sape map --model hf-hub:USER/MODEL --image cat.jpg --patches 3,2 7,7 --layers 0 5 -1 --output cat.svg
+  timm-sape map --model local-dir:FOLDER --image cat.jpg --heads all --output heads.pdf --numbers heads.csv
+  timm-sape map --model vit_small_patch16_224 --image cat.jpg --what similarity --output ape.png
+  timm-sape map --model MODEL --image cat.jpg --what distance --output distance.png
+
+bias: biases as they are, rotations as scale * (Rq.Rk - q.k). attention: the probabilities. similarity: of what is
+added to the tokens. distance: how far each head looks, in all layers. Maps go from a patch to the others, as rows of
+the matrix do.""",
+    )
+    parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
+    parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
+    parser.add_argument('--output', required=True, type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
+    parser.add_argument('--what', choices=WHAT, default='bias', help='(default: %(default)s)')
+    parser.add_argument(
+        '--patches', nargs='+', type=_patch, metavar='X,Y', help='those with maps of their own (default: two)')
+    parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0, -1 is the last (default: -1)')
+    parser.add_argument('--heads', choices=('mean', 'all'), default='mean', help='(default: %(default)s)')
+    parser.add_argument('--img-size', nargs='+', type=int, metavar='N', help="(default: the model's)")
+    parser.add_argument('--cmap', metavar='NAME', help='colours by a name that matplotlib knows (default: green)')
+    parser.add_argument('--numbers', type=Path, metavar='FILE', help='write the numbers: .csv or .json')
+    parser.add_argument('--force', action='store_true', help='overwrite files that are there')
+
+
+def _patch(text: str) -> Tuple[int, int]:
+    parts = text.split(',')
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f'{text!r} is no patch; write X,Y in patches from the top left, e.g. 3,2')
+    return int(parts[0]), int(parts[1])
+
+
+def _map(args: argparse.Namespace) -> int:
+    check_outputs([args.output], args.force, FIGURES)
+    check_outputs([args.numbers], args.force, ('.csv', '.json'))
+    if args.img_size is not None and len(args.img_size) > 2:
+        raise CommandError('--img-size takes one number, or height and width')
+    if args.what in ('similarity', 'distance') and args.layers is not None:
+        raise CommandError(f'--layers says nothing for --what {args.what}; leave it out')
+
+    from timm.data import resolve_model_data_config
+
+    from ..analysis import attention_distance, position_maps
+    from ..analysis.figures import WHITE_TO_GREEN, displayed, draw_attention_distance, draw_maps
+    from ..analysis.inputs import ImageFile, load_model, preprocessing
+
+    with readable():
+        size = args.img_size and (args.img_size * 2)[:2]
+        model = load_model(args.model, size)
+        warn_untrained([args.model])
+        image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
+        config = resolve_model_data_config(model)
+        layers = None if args.what == 'distance' else args.layers or [-1]
+        maps = position_maps(model, image[None], layers)
+
+    notes = f'{args.model}, {args.image}, {WHAT[args.what]}'
+    if args.what == 'distance':
+        distances = [attention_distance(layer.attention, maps.grid) for layer in maps.layers]
+        rows = [
+            {'layer': layer.index, 'head': head, 'distance': distance}
+            for layer, found in zip(maps.layers, distances) for head, distance in enumerate(found.tolist())]
+        figure = draw_attention_distance(distances, [layer.index for layer in maps.layers])
+    else:
+        height, width = maps.grid.size
+        patches = args.patches or _default_patches(height, width)
+        for x, y in patches:
+            if x >= width or y >= height:
+                raise CommandError(f'there is no patch {x},{y}: x goes from 0 to {width - 1}, y from 0 to {height - 1}')
+        titles, matrices = _chosen(args, maps)
+        rows = _numbers(titles, matrices, width) if args.numbers is not None else []
+        with readable():
+            figure = draw_maps(
+                displayed(image, config['mean'], config['std']), titles, matrices, maps.grid.size, patches,
+                WHAT[args.what], args.cmap or WHITE_TO_GREEN)
+    writers = {args.output: lambda path: figure.savefig(path, dpi=150)}
+    if args.numbers is not None:
+        writers[args.numbers] = table_writer(rows, notes, '')
+    write_files(writers, args.force)
+    print(*writers, sep='\n')
+    return 0
+
+
+def _default_patches(height: int, width: int) -> List[Tuple[int, int]]:
+    """The middle, where the subject often is, and the corner, where it is not; one patch if there is no other."""
+    return list(dict.fromkeys([(width // 2, height // 2), (0, 0)]))
+
+
+def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
+    """Titles, and what is between patches, `[H*W, H*W]`."""
+    if args.what == 'similarity':
+        similarity = maps.similarity
+        if similarity is None:
+            raise CommandError(f'{args.model} adds nothing to its tokens; see --what bias')
+        return ['position vectors'], [similarity if similarity.ndim == 2 else similarity[0]]
+    titles, matrices = [], []
+    for layer in maps.layers:
+        found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
+        if args.what == 'bias' and not found.any():
+            raise CommandError(
+                f'position adds nothing to the logits of layer {layer.index} of {args.model}; see --what similarity '
+                'for what it adds to the tokens')
+        if args.heads == 'mean':
+            titles.append(f'layer {layer.index}, mean of {len(found)} heads')
+            matrices.append(found.mean(0))
+        else:
+            titles += [f'layer {layer.index}, head {head}' for head in range(len(found))]
+            matrices += found.unbind(0)
+    return titles, matrices
+
+
+def _numbers(titles: List[str], matrices: List, width: int) -> List[Dict[str, Any]]:
+    return [
+        {
+            'map': title, 'from_x': i % width, 'from_y': i // width, 'to_x': j % width, 'to_y': j // width,
+            'value': value,
+        }
+        for title, matrix in zip(titles, matrices)
+        for i, row in enumerate(matrix.tolist()) for j, value in enumerate(row)]

@@ -1,0 +1,74 @@
+"""`timm-sape probe`: how far models move when an image does."""
+import argparse
+from typing import Any, Dict, List
+
+from .common import CommandError, add_command
+from .data_options import MODELS_HELP, readable
+from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
+
+__all__ = ['add']
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, 'probe', interruptible(_probe),
+        summary='Shift, mirror, permute and scale an image and see how far models move, beside what theory says.',
+        examples="""\
+examples:
+  timm-sape probe output/exp/model_best.pth.tar --image cat.jpg
+  timm-sape probe test_vit_nope --pos-enc nope ape rope2d alibi2d sape2_k --awaken --image cat.jpg --output probe.csv
+  timm-sape probe vit_small_patch16_224 hf-hub:USER/MODEL --image cat.jpg
+
+change is |after - before| / |before| in float64, after patches have been put back in their order. expected is 0 or
+`changes` where there is a theorem, and then there is a verdict. The exit code is 1 if a theorem failed.""",
+    )
+    parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
+    parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
+    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='each of these in place of the encoding of MODEL')
+    parser.add_argument('--img-size', nargs='+', type=int, metavar='N', help="(default: the model's)")
+    parser.add_argument(
+        '--awaken', action='store_true',
+        help='add noise to the parameters of encodings, as those that start at zero do nothing untrained')
+    parser.add_argument('--seed', type=int, default=0, help='of weights, noise and permutations (default: %(default)s)')
+    add_output_options(parser)
+
+
+def _probe(args: argparse.Namespace) -> int:
+    check_outputs([args.output], args.force, TABLES)
+    if args.img_size is not None and len(args.img_size) > 2:
+        raise CommandError('--img-size takes one number, or height and width')
+
+    import torch
+    from tqdm import tqdm
+
+    from ..analysis import awaken_encodings, probe
+    from ..analysis.inputs import ImageFile, load_model, preprocessing
+    from ..bench import markdown
+    from ..vit_pos_enc import VisionTransformerPosEnc
+
+    cases = [(model, pos_enc) for model in args.models for pos_enc in args.pos_enc or [None]]
+    rows: List[Dict[str, Any]] = []
+    for model_name, pos_enc in tqdm(cases, desc='probes', unit='model', delay=2):
+        with readable():
+            torch.manual_seed(args.seed)
+            size = args.img_size and (args.img_size * 2)[:2]
+            model = load_model(model_name, size, **({} if pos_enc is None else {'pos_enc': pos_enc}))
+            if args.awaken:
+                if not isinstance(model, VisionTransformerPosEnc):
+                    raise CommandError(f'--awaken is for models of timm_sape, which {model_name} is not')
+                awaken_encodings(model, seed=args.seed)
+            image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
+            found = probe(model, image[None], args.seed)
+        rows += [
+            {
+                'model': pos_enc or model_name, 'probe': row.probe, 'of': row.what, 'change': f'{row.change:.2e}',
+                'expected': row.expected, 'verdict': row.verdict,
+            }
+            for row in found]
+    verdicts = [row['verdict'] for row in rows if row['verdict']]
+    notes = f'{args.image}, {", ".join(args.models)}: {verdicts.count("pass")} of {len(verdicts)} theorems hold'
+    table = markdown(rows)
+    print(table, notes, sep='\n\n')
+    if args.output is not None:
+        write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    return 1 if 'fail' in verdicts else 0

@@ -1,0 +1,59 @@
+"""`timm-sape sweep`: accuracy and speed at other image sizes."""
+import argparse
+from typing import Tuple
+
+from .common import add_command
+from .data_options import MODELS_HELP, add_data_options, loading, measured_on, readable, warn_untrained
+from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
+
+__all__ = ['add']
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, 'sweep', interruptible(_sweep),
+        summary='Accuracy and speed of models over image sizes, by each rule that their encodings have for them.',
+        examples="""\
+examples:
+  timm-sape sweep local-dir:output/rope2d --data-dir DATA --sizes 160 224 288 384 --output sweep.csv --plot sweep.svg
+  timm-sape sweep vit_small_rope2d@model.safetensors output/exp/model_best.pth.tar --data-dir DATA --sizes 224 224x448
+  timm-sape sweep hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --sizes 32 48 --num-images 1000
+
+Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.analysis.sweep.sweep)
+tells more. Encodings that can extrapolate or rescale are evaluated both ways.""",
+    )
+    parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
+    parser.add_argument(
+        '--sizes', nargs='+', required=True, type=_size, metavar='SIZE', help='pixels, 224, or height x width, 224x448')
+    parser.add_argument(
+        '--crop-mode', choices=('squash', 'center'), default='squash',
+        help='center: as validate.py crops images that are not square, for square sizes (default: %(default)s)')
+    add_data_options(parser)
+    add_output_options(parser, plot='top-1 accuracy over image size')
+
+
+def _size(text: str) -> Tuple[int, int]:
+    sides = text.lower().split('x')
+    if not all(side.isdecimal() and int(side) > 0 for side in sides) or len(sides) > 2:
+        raise argparse.ArgumentTypeError(f'{text!r} is no size; write e.g. 224, or 224x448 for height x width')
+    return int(sides[0]), int(sides[-1])
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    check_outputs([args.output], args.force, TABLES)
+    check_outputs([args.plot], args.force, FIGURES)
+
+    from ..analysis.figures_sweep import plot_sweep
+    from ..analysis.sweep import sweep, sweep_table
+
+    with readable():
+        options = loading(args)
+        warn_untrained(args.models)
+        rows = sweep(args.models, sizes=args.sizes, crop_mode=args.crop_mode, **options)
+    table = sweep_table(rows)
+    where = measured_on(args, rows[0]['num_images'])
+    notes = f'accuracy with 95 % Wilson intervals, crop mode {args.crop_mode}; {where}'
+    print(table, notes, sep='\n\n')
+    writers = {args.output: table_writer(rows, notes, table), args.plot: lambda path: plot_sweep(rows, path)}
+    write_files({path: write for path, write in writers.items() if path is not None}, args.force)
+    return 0
