@@ -103,13 +103,15 @@ def main():
         is_dependent = torch.tensor(dependent)[found.labels]
         with_bias, without = (
             found.values[found.correct & found.values.isfinite() & (is_dependent == which)] for which in (True, False))
+        if not len(with_bias) or not len(without):
+            parser.error(f'{pos_enc} classifies no test image of one of the kinds correctly; train for more epochs')
         u, p = mannwhitneyu(with_bias.numpy(), without.numpy(), alternative='greater')
         results.append((pos_enc, found, dependent, p))
         rows.append({
             'encoding': pos_enc, 'top-1': f'{100 * found.correct.float().mean():.1f}',
             'correct, position-dependent': len(with_bias), 'correct, independent': len(without),
             'P-SHAP, position-dependent': f'{with_bias.mean():.4f}', 'P-SHAP, independent': f'{without.mean():.4f}',
-            'P(dependent > independent)': f'{u / max(1, len(with_bias) * len(without)):.3f}',
+            'P(dependent > independent)': f'{u / (len(with_bias) * len(without)):.3f}',
             'p, one-sided': f'{p:.1e}',
             'verdict at .01': 'higher' if p < 0.01 else 'not shown',
         })

@@ -28,6 +28,7 @@ from timm.utils import AverageMeter, CheckpointSaver, accuracy, random_seed
 from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
+from timm_sape.analysis import position_maps
 
 SAPE2 = 'test_vit_sape2_k_ape'
 MODELS = {'test_vit_nope': 'no position', 'test_vit_ape': 'APE', SAPE2: 'SaPE2(K)+APE'}
@@ -89,21 +90,10 @@ def predict(model, inputs):
     return model.eval()(inputs)
 
 
-@torch.no_grad()
 def position_bias(model, inputs):
     """What SaPE2 adds to the logits of attention, mean over all layers and heads, `[B, N, N]`."""
-    biases = []
-
-    def record(attn, args, output):
-        x, grid = args[:2]
-        q, k, _ = attn.qkv(x).unflatten(-1, (3, attn.num_heads, attn.head_dim)).permute(2, 0, 3, 1, 4)  # [B, h, N, d]
-        biases.append(attn.encodings['sape2_k'].content_bias(attn.q_norm(q), attn.k_norm(k), grid))  # [B, h, N, N]
-
-    hooks = [block.attn.register_forward_hook(record) for block in model.blocks]
-    model.eval()(inputs)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(biases).mean(dim=(0, 2)).numpy()
+    maps = position_maps(model.eval(), inputs)
+    return torch.stack([layer.position for layer in maps.layers]).mean(dim=(0, 2)).numpy()
 
 
 def ink_auroc(distances, ink, patches):

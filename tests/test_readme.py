@@ -23,7 +23,7 @@ def test_costs_are_those_that_were_measured():
 def test_code_runs():
     known = timm_sape.list_encodings()
     blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     scope = {}
     try:
         for block in blocks:

@@ -1,5 +1,6 @@
 """`timm-sape pshap`: how much of a model's decisions comes from where things are."""
 import argparse
+import time
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -21,7 +22,7 @@ examples:
   timm-sape pshap --model vit_small_patch16_224 --data-dir DATA --output pshap.csv --plot pshap.png
 
 The value of the model is the mean over images that it classifies correctly. It takes about as long as 19 validation
-passes over the same images. The table has the classes, --output a row for each image.""",
+passes over the same images, and says how long. The table has the classes, --output a row for each image.""",
     )
     parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
     add_data_options(parser)
@@ -40,6 +41,7 @@ def _pshap(args: argparse.Namespace) -> int:
         raise CommandError('--amp: Position-SHAP is made of small differences, which want float32; leave it out')
 
     from ..analysis import position_shap
+    from ..analysis.evaluate import predict
     from ..analysis.figures import draw_histogram
     from ..analysis.inputs import load_images, load_model, preprocessing
     from ..bench import markdown
@@ -51,13 +53,19 @@ def _pshap(args: argparse.Namespace) -> int:
         warn_untrained([args.model])
         data.transform = preprocessing(model)
         batches = load_images(data, args.batch_size, args.num_images, args.workers, args.seed, shuffle=True)
+        start = time.monotonic()
         found = position_shap(
             model, batches, background=args.background, batch_size=args.batch_size, per_layer=args.per_layer,
             seed=args.seed, device=args.device, progress='Position-SHAP')
+        middle = time.monotonic()
+        predict(model, batches, args.device)
+        passes = (middle - start) / (time.monotonic() - middle)
 
     names = {index: name for name, index in (getattr(data.reader, 'class_to_idx', None) or {}).items()}
     summary = _by_class(found, names)
-    notes = f'{args.model}, {measured_on(args, len(found.values))}, background {args.background}'
+    notes = (
+        f'{args.model}, {measured_on(args, len(found.values))}, background {args.background}; '
+        f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
     print(markdown(summary), notes, sep='\n\n')
     rows = [
         {'label': label, 'correct': int(correct), 'position': f'{pe:.6g}', 'image': f'{im:.6g}', 'pshap': f'{p:.6f}'}
