@@ -179,7 +179,10 @@ def test_list(capsys):
     assert main(['list', 'rope2*']) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert main(['list', 'models', 'vit_small_rope2d*']) == 0
-    assert capsys.readouterr().out.splitlines() == timm.list_models('vit_small_rope2d*')
+    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in found] == ['model', *timm.list_models('vit_small_rope2d*')]
+    expected = sum(p.numel() for p in timm.create_model('vit_small_rope2d_mixed_ape').parameters())
+    assert ['vit_small_rope2d_mixed_ape', 'ape+rope2d_mixed', '224', 'x', '224', f'{expected:,}'] in found
     assert main(['list', 'models', 'resnet*']) == 2
     assert "no models match 'resnet*'" in capsys.readouterr().err
     assert main(['list', 'model', 'a*']) == 2

@@ -7,7 +7,7 @@ import torch.nn as nn
 import timm_sape
 from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
 from references import assert_near
-from timm_sape.analysis import attention_distance, position_maps
+from timm_sape.analysis import attention_distance, position_maps, similarity
 from timm_sape.functional import sape2_bias
 
 SIZE = (24, 40)  # 3 x 5 patches
@@ -107,9 +107,14 @@ def test_vectors_of_the_tokens():
     alone = position_maps(sincos, images()).vectors
     assert_near(maps.vectors, model.pos_embed[0, -15:] + alone, 1e-12)
     unit = maps.vectors / maps.vectors.norm(dim=1, keepdim=True)
-    assert_near(maps.similarity, unit @ unit.T, 1e-12)
-    assert position_maps(build('ope'), images()).similarity.shape == (2, 15, 15)
-    assert position_maps(build('rope2d'), images()).similarity is None
+    assert_near(similarity(maps.vectors), unit @ unit.T, 1e-12)
+    assert similarity(position_maps(build('ope'), images()).vectors).shape == (2, 15, 15)
+    assert position_maps(build('rope2d'), images()).vectors is None
+    assert all(layer.vectors is None for layer in maps.layers)
+    lape = build('lape')
+    chain = position_maps(lape, images(), layers=[1]).layers[0].vectors
+    seen = output_of(lape.blocks[1].attn, lape, images())[0][4]
+    assert chain.shape == (15, 64) and torch.equal(chain, seen[3:])
     stock = timm.create_model('vit_tiny_patch16_224', depth=1, img_size=64)
     assert torch.equal(position_maps(stock, torch.zeros(1, 3, 64, 64)).vectors, stock.pos_embed[0, 1:])
 

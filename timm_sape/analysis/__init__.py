@@ -1,5 +1,5 @@
 """See and measure what position does. Functions return data; pictures are drawn by `figures`."""
-from .maps import LayerMaps, PositionMaps, attention_distance, position_maps
+from .maps import LayerMaps, PositionMaps, attention_distance, position_maps, similarity
 from .probe import ProbeRow, awaken_encodings, probe
 from .pshap import PositionShap, attributions, position_shap, shuffle_patches
 
@@ -15,4 +15,5 @@ __all__ = [
     'position_shap',
     'probe',
     'shuffle_patches',
+    'similarity',
 ]

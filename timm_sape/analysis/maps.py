@@ -18,7 +18,7 @@ from ..attention import PosEncAttention
 from ..grid import Grid
 from ..vit_pos_enc import VisionTransformerPosEnc
 
-__all__ = ['LayerMaps', 'PositionMaps', 'attention_distance', 'position_maps', 'record_calls']
+__all__ = ['LayerMaps', 'PositionMaps', 'attention_distance', 'position_maps', 'record_calls', 'similarity']
 
 
 KNOWN = (PosEncAttention, Attention, AttentionRope, EvaAttention, RelPosAttention)
@@ -33,6 +33,8 @@ class LayerMaps(NamedTuple):
     """What position adds to it: biases as they are, rotations as scale * (Rq.Rk - q.k), `[B, h, N, N]`."""
     attention: torch.Tensor
     """The probabilities, softmax(content + position), `[B, h, N, N]`."""
+    vectors: Optional[torch.Tensor]
+    """What is added to the patches for this layer alone (`lape`), `[H*W, D]`; None if nothing is."""
 
 
 class PositionMaps(NamedTuple):
@@ -42,18 +44,16 @@ class PositionMaps(NamedTuple):
     vectors: Optional[torch.Tensor]
     """What is added to the tokens of patches at the start, `[(B,) H*W, D]`; None if nothing is."""
 
-    @property
-    def similarity(self) -> Optional[torch.Tensor]:
-        """Cosines of those vectors, `[(B,) H*W, H*W]`."""
-        if self.vectors is None:
-            return None
-        unit = F.normalize(self.vectors, dim=-1)
-        return unit @ unit.transpose(-2, -1)
-
     def between_patches(self, logits: torch.Tensor) -> torch.Tensor:
         """Of `[..., N, N]` what is between patches, `[..., H*W, H*W]`."""
         p = self.grid.num_prefix_tokens
         return logits[..., p:, p:]
+
+
+def similarity(vectors: torch.Tensor) -> torch.Tensor:
+    """Cosines between vectors `[..., N, D]`, `[..., N, N]`."""
+    unit = F.normalize(vectors, dim=-1)
+    return unit @ unit.transpose(-2, -1)
 
 
 @torch.no_grad()
@@ -92,8 +92,10 @@ def position_maps(
 
     found = []
     for i in chosen:
-        content, position = _logits(attentions[i], *calls[attentions[i]])
-        found.append(LayerMaps(i, content, position, (content + position).softmax(dim=-1)))
+        args, arguments = calls[attentions[i]]
+        content, position = _logits(attentions[i], args, arguments)
+        own = args[4][..., args[1].num_prefix_tokens:, :] if ours and args[4] is not None else None
+        found.append(LayerMaps(i, content, position, (content + position).softmax(dim=-1), own))
     if ours:
         args, _ = calls[model.encodings]
         grid, vectors = args[1], model.encodings.position_vectors(*args)

@@ -31,32 +31,41 @@ def _list(args: argparse.Namespace) -> int:
         what, pattern = 'encodings', what
 
     import timm
-    import torch
 
     from ..encodings import get_encoding, list_encodings
 
     if what == 'models':
         names = timm.list_models(pattern, module='vit_pos_enc')
+        rows = [('model', 'encoding', 'image', 'parameters')]
     else:
         names = list_encodings(pattern, aliases=True)
+        rows = [('name', 'acts on', 'attention', 'parameters', 'on another grid')]
     if not names:
         raise CommandError(f'no {what} match {pattern!r}; `timm-sape list {what}` shows all')
-    if what == 'encodings':
-        with torch.device('meta'):
-            plain = _num_parameters(timm.create_model('vit_small_nope'))
-            rows = [('name', 'acts on', 'attention', 'parameters', 'on another grid')]
-            for name in names:
-                cls = get_encoding(name)
-                pos_enc = name if cls.alone else f'sincos2d+{name}'  # which has no parameters
-                added = _num_parameters(timm.create_model('vit_small_nope', pos_enc=pos_enc)) - plain
-                acts_on = ', '.join(cls.acts_on()) or 'nothing'
-                rows.append((name, acts_on, cls.attention_kernel(), f'{added:,}', cls.resolution))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for row in rows:
-            print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    else:
-        print(*names, sep='\n')
+    plain = _num_parameters(_create('vit_small_nope'))
+    for name in names:
+        if what == 'models':
+            model = _create(name)
+            height, width = model.patch_embed.img_size
+            rows.append((name, model.pos_enc, f'{height} x {width}', f'{_num_parameters(model):,}'))
+        else:
+            cls = get_encoding(name)
+            pos_enc = name if cls.alone else f'sincos2d+{name}'  # which has no parameters
+            added = _num_parameters(_create('vit_small_nope', pos_enc=pos_enc)) - plain
+            acts_on = ', '.join(cls.acts_on()) or 'nothing'
+            rows.append((name, acts_on, cls.attention_kernel(), f'{added:,}', cls.resolution))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
     return 0
+
+
+def _create(name: str, **kwargs):
+    import timm
+    import torch
+
+    with torch.device('meta'):
+        return timm.create_model(name, **kwargs)
 
 
 def _num_parameters(model) -> int:

@@ -59,8 +59,8 @@ def _map(args: argparse.Namespace) -> int:
     check_outputs([args.numbers], args.force, ('.csv', '.json'))
     if args.img_size is not None and len(args.img_size) > 2:
         raise CommandError('--img-size takes one number, or height and width')
-    if args.what in ('similarity', 'distance') and args.layers is not None:
-        raise CommandError(f'--layers says nothing for --what {args.what}; leave it out')
+    if args.what == 'distance' and args.layers is not None:
+        raise CommandError('--layers says nothing for --what distance; leave it out')
 
     from timm.data import resolve_model_data_config
 
@@ -111,12 +111,19 @@ def _default_patches(height: int, width: int) -> List[Tuple[int, int]]:
 
 def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
     """Titles, and what is between patches, `[H*W, H*W]`."""
-    if args.what == 'similarity':
-        similarity = maps.similarity
-        if similarity is None:
-            raise CommandError(f'{args.model} adds nothing to its tokens; see --what bias')
-        return ['position vectors'], [similarity if similarity.ndim == 2 else similarity[0]]
+    from ..analysis import similarity
+
     titles, matrices = [], []
+    if args.what == 'similarity':
+        vectors = {'position vectors': maps.vectors, **{
+            f'position vectors, layer {layer.index}': layer.vectors for layer in maps.layers}}
+        for title, found in vectors.items():
+            if found is not None:
+                titles.append(title)
+                matrices.append(similarity(found if found.ndim == 2 else found[0]))
+        if not titles:
+            raise CommandError(f'{args.model} adds nothing to its tokens; see --what bias')
+        return titles, matrices
     for layer in maps.layers:
         found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
         if args.what == 'bias' and not found.any():

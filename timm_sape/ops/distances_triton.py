@@ -5,8 +5,8 @@ two kernels of the same body: one owns queries and walks over keys (gradients of
 queries (those of k and v). Each adds its half of R w and R^T w to the gradients of the codes, see `distances`.
 
 Squared distances are s_i + s_j - 2 w_i.w_j of centred codes. For inputs of 16 bits the product is one of float32 (three
-parts of tf32), whose rounding is far below that of the inputs; for float32 it is float64, as in `distances`. A squared
-distance of less than tol times s_i + s_j is rounding and counts as 0.
+parts of tf32), whose rounding is far below that of the inputs; for float32 it is float64. A squared distance
+of less than tol times s_i + s_j is rounding and counts as 0.
 """
 from typing import Dict, List, NamedTuple, Tuple
 
