@@ -1,20 +1,27 @@
-"""Working through heads a few at a time, so that what is at hand of them at one time fits a cache."""
+"""Working through heads a few at a time, so that what is at hand of them at one time fits the caches."""
 from typing import Iterator, Tuple
 
-__all__ = ['CHUNK', 'chunks']
+import torch
 
-CHUNK = 2 ** 18  # numbers, 1 MB in float32
+__all__ = ['chunk_size', 'chunks']
+
+CHUNK = 2 ** 18  # numbers for each thread, 1 MB in float32
+
+
+def chunk_size() -> int:
+    """How many numbers are worked on at one time, by all threads together."""
+    return CHUNK * torch.get_num_threads()
 
 
 def chunks(batch: int, num_heads: int, size: int) -> Iterator[Tuple[slice, slice]]:
-    """Slices of `[B, h]`: as many heads as have `CHUNK` numbers together, one at least.
+    """Slices of `[B, h]`: as many heads as have `chunk_size()` numbers together, one at least.
 
     Args:
         batch: B.
         num_heads: h.
         size: Numbers in one head.
     """
-    count = max(1, CHUNK // size)
+    count = max(1, chunk_size() // size)
     images, heads = max(1, count // num_heads), min(count, num_heads)
     for image in range(0, batch, images):
         for head in range(0, num_heads, heads):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..grid import Grid
 from .attention import attend, merge_masks
-from .chunks import CHUNK, chunks
+from .chunks import chunk_size, chunks
 from .contextual import pairwise_distance, without_autocast
 
 __all__ = ['distance_attention', 'distance_bias']
@@ -77,7 +77,7 @@ def _squares_by_difference(codes: _Codes, rows: slice) -> torch.Tensor:
 
 def _rows(num_tokens: int) -> Iterator[slice]:
     """Blocks of the tokens of one head, or of few small heads."""
-    rows = min(num_tokens, max(16, CHUNK // num_tokens))
+    rows = min(num_tokens, max(16, chunk_size() // num_tokens))
     for row in range(0, num_tokens, rows):
         yield slice(row, min(row + rows, num_tokens))
 
@@ -148,7 +148,7 @@ def _distance_attention_backward(
             squares = [_squares(c, rows, num_prefix_tokens) for c in parts]
             distances = [square.sqrt() for square in squares]
             distance = distances[0] + distances[1]
-            logits = torch.baddbmm(distance * gains, qs[:, rows], ks.transpose(1, 2), alpha=scale)
+            logits = (distance * gains).baddbmm_(qs[:, rows], ks.transpose(1, 2), alpha=scale)
             p = logits.softmax(dim=-1)
             g = gs[:, rows]
             grad_v.baddbmm_(p.transpose(1, 2), g)
