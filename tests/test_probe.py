@@ -75,6 +75,23 @@ def test_a_broken_encoding_fails(monkeypatch):
     assert by_name(probe(asleep, picture()))['patches permuted', 'class logits'].verdict == 'fail'
 
 
+@pytest.mark.parametrize('seed', range(4))
+def test_two_rows_are_exchanged_whatever_the_seed(seed):
+    model = timm.create_model('test_vit_sape2_k', img_size=(16, 24), patch_size=8, num_classes=10)
+    rows = probe(model, picture()[:, :, :16, :24], seed)
+    assert {row.verdict for row in rows} == {'pass', ''}
+    assert by_name(rows)['rows exchanged', 'first layer, y bias'].change > 1e-3
+
+
+def test_what_moves_nothing_is_left_out():
+    model = timm.create_model('test_vit_ape', img_size=(8, 24), patch_size=8, num_classes=10)
+    names = {row.probe for row in probe(model, picture()[:, :, :8, :24])}
+    assert 'rows exchanged' not in names and 'patches mirrored' in names and 'patches permuted' in names
+    model = timm.create_model('test_vit_ape', img_size=8, patch_size=8, num_classes=10)
+    assert {row.probe for row in probe(model, picture()[:, :, :8, :8])} == {
+        'image shifted by half a patch', 'image mirrored', 'image twice as large'}
+
+
 def test_masked_logits_that_move():
     rows = by_name(probe(build('lookhere'), picture()))
     assert rows['patches permuted', 'first layer, attention logits'].change == math.inf

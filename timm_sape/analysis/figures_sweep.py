@@ -32,7 +32,7 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     lines = list(dict.fromkeys((row['model'], row['policy']) for row in rows))
 
     names = [f'{_short(model)}, {policy}' for model, policy in lines]
-    columns = 2 if max(map(len, names)) <= 45 else 1
+    columns = 2 if max(map(len, names)) <= 50 else 1
     figure = Figure(figsize=(8, 4.5 + 0.22 * math.ceil(len(lines) / columns)), layout='constrained')
     axes = figure.subplots()
     for i, ((model, policy), name) in enumerate(zip(lines, names)):

@@ -35,7 +35,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             - a name that timm knows, `vit_small_sape2_k` or `vit_small_patch16_224.augreg_in21k_ft_in1k`: with its
               pretrained weights if it has any, else with fresh ones;
             - `hf-hub:USER/REPOSITORY`;
-            - `local-dir:FOLDER`, or just the folder, as `timm.models.save_for_hf` or `push_to_hf_hub` write it;
+            - `local-dir:FOLDER`, or just the folder, unless timm knows a model of that name, as
+              `timm.models.save_for_hf` and `push_to_hf_hub` write it;
             - a checkpoint of timm's train.py, which knows its model;
             - `NAME@FILE`, a model and a file with its weights.
         img_size: Image size in pixels, or (height, width); the encodings' rules for other sizes apply. Default: that of
@@ -72,7 +73,7 @@ def _find(model: str) -> _Source:
     path = Path(model)
     if model.startswith(('hf-hub:', 'hf_hub:', 'local-dir:')):
         return _Source(model, None, {}, {})
-    if path.is_dir():
+    if path.is_dir() and not timm.is_model(model):
         if not (path / 'config.json').is_file():
             raise ValueError(f'{model} is a folder without config.json. Name a folder that save_for_hf has written.')
         return _Source(f'local-dir:{model}', None, {}, {})

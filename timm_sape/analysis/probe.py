@@ -80,7 +80,7 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         seed: Of the permutations.
 
     Returns:
-        A row for each probe and each of those.
+        A row for each probe and each of those; none for a probe that moves nothing, as a mirror does on one column.
 
     Raises:
         ValueError: If the model has no patches, or the images are not of its size.
@@ -96,9 +96,10 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     moves: Dict[str, Tuple[torch.Tensor, torch.Tensor]] = {  # which patch comes to each place, and what counts
         'patches shifted by one': (places.roll(1, 1), inside),
         'patches mirrored': (places.flip(1), every),
-        'rows exchanged': (places[torch.randperm(height, generator=generator)], every),
-        'patches permuted': (torch.randperm(height * width, generator=generator).view(height, width), every),
+        'rows exchanged': (places[_another_order(height, generator)], every),
+        'patches permuted': (_another_order(height * width, generator).view(height, width), every),
     }
+    moves = {name: move for name, move in moves.items() if not torch.equal(move[0], places)}
     before = _measure(model, images)
     rows = []
     for name, (order, counted) in moves.items():
@@ -123,6 +124,12 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         model.set_input_size(tuple(larger.shape[2:]))
         rows.append(ProbeRow('image twice as large', 'class logits', _change(logits, model(larger)), ''))
     return rows
+
+
+def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
+    """A permutation that moves something, if there is one."""
+    order = torch.randperm(n, generator=generator)
+    return order.roll(1) if torch.equal(order, torch.arange(n)) else order
 
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
