@@ -292,6 +292,38 @@ def test_opcheck():
         torch.library.opcheck(op, (*tensors, *codes, bias_scale.requires_grad_(), 0.3))
 
 
+# --- CoPE's bias, by the same means ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('between', [False, True])
+@pytest.mark.parametrize('ref_num_patches', [None, 24])
+def test_contextual_bias(between, ref_num_patches, monkeypatch):
+    """The operator against plain autograd, in chunks of one head and of several."""
+    grid = timm_sape.Grid(3, 5, 1)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, 16, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    table = torch.randn(7, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    weights = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
+    kwargs = dict(gate_scale=0.7, between=between, ref_num_patches=ref_num_patches)
+    expected = ops.contextual_bias(q, k, table, grid, **kwargs)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), (q, k, table))
+    for size in (1, 10 ** 6):
+        monkeypatch.setattr(ops.chunks, 'CHUNK', size)
+        found = ops.recomputed_contextual_bias(q, k, table, grid, **kwargs)
+        assert_near(found, expected, 1e-12)
+        for a, b in zip(torch.autograd.grad((found * weights).sum(), (q, k, table)), expected_grads):
+            assert_near(a, b, 1e-12)
+
+
+def test_contextual_bias_keeps_nothing_but_its_inputs():
+    q, k = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(2))
+    table = torch.randn(5, 8, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda t: t):
+        ops.recomputed_contextual_bias(q, k, table, timm_sape.Grid(8, 8), gate_scale=0.3)
+    assert kept and max(kept) == q.numel()
+    torch.library.opcheck(ops.contextual_op._contextual_bias, (q, k, table, 0.3, True, 0.5))
+
+
 # --- who decides -----------------------------------------------------------------------------------------------------
 
 def chosen(requested=None, q=None, widths=(3, 4), needs=''):

@@ -15,7 +15,7 @@ from references import assert_near
 from timm_sape.attention import PosEncAttention
 from timm_sape.encodings import irpe, sape2sq
 from timm_sape.grid import Grid
-from timm_sape.ops import attend, contextual, probabilities
+from timm_sape.ops import attend, contextual, contextual_op, probabilities
 
 HEADS, HEAD_DIM = 2, 6  # 1/sqrt(6) is no power of two: rounding with it would show
 DIM = HEADS * HEAD_DIM
@@ -317,13 +317,14 @@ MUTANTS = {  # encoding, case, (owner, attribute, replacement)
         timm_sape.ops, 'axis_codes', without(timm_sape.ops.axis_codes, 'ref_grid_size'))),
     'squared, half the gradient of the gain': ('sape2sq_k', '3x5', (SQUARED_CLASS, 'gated', halved_gradient)),
     'cope, the patch itself left out': ('cope', '3x5', (
-        contextual, '_suffix_sum', lambda gates: suffix_sum(gates) - gates)),
+        contextual_op, '_suffix_sum', lambda gates: suffix_sum(gates) - gates)),
     'cope, dropped patches counted': ('cope', '3x5, 8 kept', (
         contextual, '_is_kept', lambda grid, like: like.new_ones(like.shape[0], grid.num_patches))),
     'cope, trained grid ignored': ('cope', '3x5', (
-        timm_sape.ops, 'contextual_bias', without(timm_sape.ops.contextual_bias, 'ref_num_patches'))),
+        timm_sape.ops, 'recomputed_contextual_bias',
+        without(timm_sape.ops.recomputed_contextual_bias, 'ref_num_patches'))),
     'cope, the sum to the end': ('cope', '3x5', (
-        timm_sape.ops, 'contextual_bias', without(timm_sape.ops.contextual_bias, 'between'))),
+        timm_sape.ops, 'recomputed_contextual_bias', without(timm_sape.ops.recomputed_contextual_bias, 'between'))),
 }
 content_bias = IRPE_CLASS.content_bias
 

@@ -15,7 +15,7 @@ import timm_sape
 from references import assert_near
 from timm_sape.attention import PosEncAttention
 from timm_sape.grid import Grid
-from timm_sape.ops import contextual
+from timm_sape.ops import contextual, contextual_op
 
 HEADS, HEAD_DIM = 2, 8  # with 4 channels, all frequencies of a rotation are 1
 DIM = HEADS * HEAD_DIM
@@ -281,13 +281,14 @@ ops = timm_sape.ops
 MUTANTS = {  # encoding, case, [(owner, attribute, replacement)]
     'prefix sum': ('sape2_k', '3x5', [(contextual, '_suffix_sum', lambda gates: gates.cumsum(-1))]),
     'sum without the patch itself': ('sape2_q', '3x5', [(contextual, '_suffix_sum', exclusive_sum)]),
-    'cope, prefix sum': ('cope', '3x5', [(contextual, '_suffix_sum', lambda gates: gates.cumsum(-1))]),
+    'cope, prefix sum': ('cope', '3x5', [(contextual_op, '_suffix_sum', lambda gates: gates.cumsum(-1))]),
     'one cell too far': ('sape2_k', '3x5', [(contextual, '_interpolate', look_up(shift=1))]),
-    'no interpolation': ('cope', '3x5', [(contextual, '_interpolate', look_up(linear=False))]),
+    'no interpolation': ('cope', '3x5, 8 kept', [(contextual, '_interpolate', look_up(linear=False))]),
     'half the gradient of the positions': ('sape2_k', '3x5', [(contextual, '_interpolate', look_up(slope=False))]),
     'q and k swapped': ('sape2_k', '3x5', [(ops, 'axis_codes', swapping(ops.axis_codes))]),
     'q and k swapped, mode qk': ('sape2_qk', '3x5', [(ops, 'axis_codes', swapping(ops.axis_codes))]),
-    'cope, q and k swapped': ('cope', '3x5', [(ops, 'contextual_bias', swapping(ops.contextual_bias))]),
+    'cope, q and k swapped': ('cope', '3x5', [
+        (ops, 'recomputed_contextual_bias', swapping(ops.recomputed_contextual_bias))]),
     'squared distance': ('sape2_k', '3x5', [(ops.distances, 'pairwise_distance', distances(2, squared=True))]),
     'city-block distance': ('sape2_k', '3x5', [(ops.distances, 'pairwise_distance', distances(1))]),
     'prefix behind': ('sape2_k', '4x4', [(Grid, 'pad_prefix', pad_behind)]),
@@ -302,7 +303,7 @@ MUTANTS = {  # encoding, case, [(owner, attribute, replacement)]
     'trained grid ignored': ('sape2_k', '3x5 trained on 6x2', [
         (ops, 'axis_codes', without(ops.axis_codes, 'ref_grid_size'))]),
     'cope, trained grid ignored': ('cope', '3x5 trained on 6x2', [
-        (ops, 'contextual_bias', without(ops.contextual_bias, 'ref_num_patches'))]),
+        (ops, 'recomputed_contextual_bias', without(ops.recomputed_contextual_bias, 'ref_num_patches'))]),
     'rope2d, x and y swapped': ('rope2d', '3x5', [(Grid, 'coordinates', transposed_coordinates)]),
     'rope2d, pairs d/2 apart': ('rope2d', '3x5', [(timm_sape.encodings.base, 'rotation_table', half_layout)]),
     'rope2d, turned back': ('rope2d', '3x5', [(timm_sape.encodings.base, 'rotation_table', turned_back)]),

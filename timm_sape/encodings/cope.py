@@ -50,7 +50,7 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
         ref = self.rescaling(grid)
         scale = self.head_dim ** -0.5
-        return scale * ops.contextual_bias(
+        return scale * ops.recomputed_contextual_bias(
             q, k, self.table, grid,
             gate_scale=scale,
             between=self.direction == 'between',

@@ -3,6 +3,7 @@ from .attention import attend, attention_dtype, merge_masks, probabilities
 from .backend import choose_backend
 from .codes import recomputed_axis_codes
 from .contextual import axis_codes, contextual_bias, no_autocast, pairwise_distance, upcast
+from .contextual_op import recomputed_contextual_bias
 from .distances import distance_attention, distance_bias
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     'pairwise_distance',
     'probabilities',
     'recomputed_axis_codes',
+    'recomputed_contextual_bias',
     'upcast',
 ]

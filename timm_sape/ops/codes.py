@@ -18,12 +18,15 @@ def _gates(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
     return (q @ k.transpose(-2, -1)).mul_(gate_scale).sigmoid_()  # [..., C, C]
 
 
-def _cells(gates: torch.Tensor, shrink: float, npos: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions, the cells they lie in, and how far in."""
+def _positions(gates: torch.Tensor, shrink: float) -> torch.Tensor:
     pos = _suffix_sum(gates)
-    pos = pos if shrink == 1 else pos * shrink
+    return pos if shrink == 1 else pos * shrink
+
+
+def _cells(pos: torch.Tensor, npos: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The cells that positions lie in, and how far in."""
     cell = pos.long().clamp_(0, npos - 2)  # NaN becomes some integer, and comes out as NaN all the same
-    return pos, cell, pos.clamp(max=npos - 1).sub_(cell.to(pos.dtype))
+    return cell, pos.clamp(max=npos - 1).sub_(cell.to(pos.dtype))
 
 
 def _lines(x: torch.Tensor, height: int, width: int, along_y: bool) -> torch.Tensor:
@@ -45,7 +48,7 @@ def _values(sources, table_x, table_y) -> List[Tuple[torch.Tensor, torch.Tensor]
 
 def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
     q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
-    _, cell, weight = _cells(_gates(q, k, gate_scale), shrink, values[0].shape[-1])
+    cell, weight = _cells(_positions(_gates(q, k, gate_scale), shrink), values[0].shape[-1])
     codes = []
     for z in values:
         z = _lines(z, height, width, along_y)  # [B, h, lines, C, npos]
@@ -62,7 +65,8 @@ def _axis_backward(
     grad_q, grad_k, grad_sources = grads
     npos = table.shape[0]
     gates = _gates(q, k, gate_scale)
-    pos, cell, weight = _cells(gates, shrink, npos)
+    pos = _positions(gates, shrink)
+    cell, weight = _cells(pos, npos)
     grad = _lines(grad, height, width, along_y)
     grad = grad if shrink == 1 else grad * shrink ** 0.5
     grad_table, grad_pos = torch.zeros_like(table), torch.zeros_like(pos)
