@@ -85,9 +85,13 @@ def main():
     parser.add_argument('--test-images', type=int, default=2000)
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-
-    splits = list(load_cifar10_splits(args.data_dir).values())
+    if args.epochs < 1 or args.test_images < 2 or args.train_images < BATCH:
+        parser.error(f'--epochs must be at least 1, --test-images 2 and --train-images {BATCH}')
+    try:
+        splits = list(load_cifar10_splits(args.data_dir).values())
+        args.output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as e:
+        parser.error(str(e))
     train_set, test_set = (CIFAR10Position(split, seed=args.seed + i) for i, split in enumerate(splits))
     images, labels = tensors(train_set, args.train_images, args.seed)
     test_images, test_labels = tensors(test_set, args.test_images, args.seed)

@@ -14,6 +14,7 @@ from sklearn.datasets import load_sample_image
 import timm_sape
 from references import assert_near
 from timm_sape.analysis import awaken_encodings, position_maps
+from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing
 from timm_sape.cli import main
 
@@ -99,7 +100,7 @@ def test_map_from_the_shell(tmp_path):
     (['--img-size', '30'], 'does not divide'),
     (['--img-size', '8', '8', '8'], '--img-size takes one number, or height and width'),
     (['--what', 'distance', '--layers', '0'], '--layers says nothing for --what distance'),
-    (['--model', 'vit_tiny_nope', '--what', 'similarity'], 'vit_tiny_nope adds nothing to its tokens'),
+    (['--model', 'vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
     (['--model', 'vit_tiny_ape'], 'position adds nothing to the logits of layer 11 of vit_tiny_ape'),
 ])
 def test_map_says_what_is_wrong(args, text, tmp_path, capsys):
@@ -108,6 +109,37 @@ def test_map_says_what_is_wrong(args, text, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith('timm-sape: ') and text in error
     assert not list(tmp_path.iterdir())
+
+
+def test_damaged_files(tmp_path, capsys):
+    for name in ('x.pth', 'x.safetensors'):
+        tmp_path.joinpath(name).write_bytes(b'no weights')
+    for model, text in (
+            (f'test_vit_ape@{tmp_path}/x.pth', 'has no weights that can be read safely'),
+            (f'test_vit_ape@{tmp_path}/x.safetensors', 'has no weights that can be read safely'),
+            (f'{tmp_path}/x.pth', 'is no checkpoint that can be read safely'),
+            ('test_vit_rope2d@model/model.safetensors', 'does not fit the model')):
+        assert main(['map', '--model', model, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 2
+        error, = capsys.readouterr().err.splitlines()
+        assert text in error and len(error) < 600
+
+
+def test_grey_images(tmp_path, capsys):
+    model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=32, patch_size=(8, 16), in_chans=1)
+    timm.models.save_for_hf(model, tmp_path / 'grey', safe_serialization=True)
+    arguments = ['--model', str(tmp_path / 'grey')]
+    assert main(['map', *arguments, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 0
+    assert main(['pshap', *arguments, '--data-dir', 'data', '--workers', '0']) == 0
+    assert '| all | 24 |' in capsys.readouterr().out
+
+
+def test_masked_out(tmp_path):
+    """Each head of LookHere looks another way: the mean is over those that see a patch."""
+    arguments = ['--model', 'test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
+    files = ['--output', str(tmp_path / 'map.png'), '--numbers', str(tmp_path / 'map.json')]
+    assert main(['map', *arguments, *files]) == 0
+    values = [row['value'] for row in json.loads((tmp_path / 'map.json').read_text())['rows']]
+    assert sum(value is not None and value < 0 for value in values) > 20
 
 
 @pytest.mark.parametrize('patch', ['3', '3;2', 'a,b', '-1,0'])
@@ -194,3 +226,20 @@ def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match='0'):
         main([command, '--help'])
     assert f'examples:\n  timm-sape {command}' in capsys.readouterr().out
+
+
+def test_figures_show_what_they_are_given():
+    matrix = torch.arange(36.).view(6, 6)
+    matrix[0, 1] = -torch.inf
+    figure = draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix], (2, 3), [(2, 1)], 'numbers')
+    image, whole, one = figure.axes[:3]
+    assert whole.get_title() == 'a title' and one.get_title() == 'from patch x=2, y=1'
+    shown = np.ma.filled(whole.images[0].get_array(), np.nan)
+    assert np.isnan(shown[0, 1]) and shown[4, 2] == 26 and whole.images[0].get_clim() == (0, 35)
+    assert one.images[0].get_array().tolist() == [[30, 31, 32], [33, 34, 35]]
+    frame, = one.patches
+    assert frame.get_xy() == (1.5, 0.5) and len(image.patches) == 1
+    drawn = draw_attention_distance([torch.tensor([1., 3.]), torch.tensor([2., 4.])], [0, 5]).axes[0]
+    assert [list(line.get_ydata()) for line in drawn.lines] == [[1, 2], [3, 4], [2, 3]]
+    histogram = draw_histogram(torch.tensor([0.1, 0.1, 0.9, torch.nan]), 0.4, 'values').axes[0]
+    assert sorted(bar.get_height() for bar in histogram.patches)[-2:] == [1, 2]

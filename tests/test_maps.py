@@ -155,5 +155,5 @@ def test_no_such_layer(layers):
 
 @pytest.mark.parametrize('model', [nn.Linear(2, 2), timm.create_model('test_resnet')])
 def test_no_transformer(model):
-    with pytest.raises(ValueError, match='position_maps cannot read'):
+    with pytest.raises(ValueError, match='which position_maps cannot read'):
         position_maps(model, torch.zeros(1, 3, 32, 32))

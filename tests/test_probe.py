@@ -106,7 +106,7 @@ def test_stock_model():
 
 
 def test_what_is_wrong():
-    with pytest.raises(ValueError, match='Linear has no patches to move. Use a Vision Transformer'):
+    with pytest.raises(ValueError, match='Linear does not cut images into patches'):
         probe(nn.Linear(2, 2), picture())
     with pytest.raises(ValueError, match='The image is 32x33, the model is made for 32x40'):
         probe(build('nope'), picture()[..., :33])

@@ -1,11 +1,15 @@
 """Position-SHAP against its definition, against Kernel SHAP, and on models whose answer is known."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import shap
 import timm
 import torch
 import torch.nn as nn
 
-from common import awaken
+import timm_sape
+from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
 from references import assert_near
 from timm_sape.analysis import attributions, position_shap, shuffle_patches
 from timm_sape.analysis.pshap import _order
@@ -31,11 +35,13 @@ def definition(model, x, y, background, seed=0):
     order = [_order(i + 1_000_003 * seed, 6) for i in range(len(x))]
 
     def f(i, label, permutation):
-        image = x[i:i + 1]
+        image, kwargs = x[i:i + 1], {}
         if permutation is not None:
+            objects = model.encodings.with_objects(timm_sape.Grid(2, 3), image, (8, 8), None).objects
+            kwargs = {} if objects is None else {'object_index': objects}
             image = shuffle_patches(image, (8, 8), permutation[None])
         with torch.no_grad():
-            return model(image)[0, label].item()
+            return model(image, **kwargs)[0, label].item()
 
     position, image = [], []
     for start in range(0, len(x), 2 * background):
@@ -84,7 +90,6 @@ def test_batches_and_their_sizes_do_not_matter():
 
 def test_kernel_shap():
     """The same game, solved by the `shap` package: two features, the image and the position, by their numbers."""
-    shap = pytest.importorskip('shap')
     model, (x, y) = build('ape+rope2d'), data(8)
     found = position_shap(model, [(x, y)], background=4)
     order = torch.stack([_order(i, 6) for i in range(8)])
@@ -114,6 +119,61 @@ def test_exchanging_patches_is_exchanging_positions():
     with torch.no_grad():
         model.pos_embed[:, 1:] = model.pos_embed[:, 1:][:, place]
     assert_near(model(x), exchanged, 1e-12)
+
+
+@pytest.fixture(scope='module')
+def third_party():
+    with registered(ToyShared, ToyLayer):
+        yield
+
+
+@pytest.mark.parametrize('pos_enc', POS_ENCS)
+def test_exchanging_patches_is_exchanging_positions_for_every_encoding(pos_enc, third_party):
+    """Done the other way: patches stay, and the grid says that they stand elsewhere, in the tokens and each layer."""
+    model, x = build(pos_enc, reg_tokens=2), data(3)[0]
+    order = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i)) for i in range(3)])
+    place = order.argsort(1)  # where each patch has gone
+    kwargs = {}
+    if 'ope' in pos_enc.split('+'):
+        kwargs['object_index'] = torch.arange(6).expand(3, -1)  # objects belong to the places
+    exchanged = model(shuffle_patches(x, (8, 8), order), **kwargs)
+
+    def embed(encodings, args, out):
+        tokens, grid, pos_embed, *rest = args
+        p = grid.num_prefix_tokens
+        found = []
+        for i in range(3):  # tokens in the order of the places, then back
+            one = tokens[i:i + 1]
+            there = torch.cat([one[:, :p], one[:, p:][:, order[i]]], dim=1)
+            objects = rest[2][i:i + 1] if kwargs else None
+            put = encodings.forward(there, grid, pos_embed, x[i:i + 1], rest[1], objects)
+            found.append(torch.cat([put[0][:, :p], put[0][:, p:][:, place[i]]], dim=1))
+        return torch.cat(found), *out[1:]
+
+    def elsewhere(block, args):
+        tokens, grid, rotation, bias, pos, *rest = args
+        grid = replace(grid, keep_indices=place)
+        return (
+            tokens, grid, None if rotation is None else grid.keep_rows(rotation),
+            None if bias is None else grid.keep_pairs(bias), None if pos is None else grid.keep_tokens(pos), *rest)
+
+    model.encodings.register_forward_hook(embed)
+    for block in model.blocks:
+        block.register_forward_pre_hook(elsewhere)
+    with torch.no_grad():
+        assert_near(model(x, **kwargs), exchanged.detach(), 1e-9)
+
+
+def test_objects_stay_where_they_are():
+    """`ope` finds objects in the image as it is; what is exchanged is which patch stands where."""
+    model, (x, y) = build('ope'), data(4)
+    x[:, :, :8] = 3.
+    seen = []
+    model.encodings.register_forward_pre_hook(lambda module, args: seen.append(args[5]))
+    position_shap(model, [(x, y)], background=2)
+    given = [index for index in seen if index is not None]
+    own = model.encodings.with_objects(timm_sape.Grid(2, 3), x, (8, 8), None).objects
+    assert given and all(any(torch.equal(row, o) for o in own) for index in given for row in index)
 
 
 def test_each_layer_on_its_own():
@@ -182,7 +242,8 @@ def test_cost():
 
 
 @pytest.mark.parametrize('call, text', [
-    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear has no patches to exchange'),
+    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear does not cut images into patches'),
+    (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model knows 5 classes'),
     (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'two images at least'),
     (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),
     (lambda x, y: position_shap(build('ape'), [(x, y)], background=0), 'background must be 1 or more'),

@@ -69,7 +69,7 @@ class SharedEncodings(nn.ModuleDict):
             `[(h,) H*W, 2*d]`; the sum of the biases, `[(h,) N, N]`; the sum of the terms for the input of each
             attention layer, `[L, N, D]`.
         """
-        grid = self._with_objects(grid, images, patch_size, object_index)
+        grid = self.with_objects(grid, images, patch_size, object_index)
         rotation = None
         factors, terms, biases, layer_terms = [], [], [], []
         for encoding in self.values():
@@ -96,15 +96,14 @@ class SharedEncodings(nn.ModuleDict):
             reduce(operator.add, layer_terms) if layer_terms else None,
         )
 
-
     def position_vectors(self, x, grid, pos_embed, images, patch_size, object_index) -> Optional[torch.Tensor]:
         """What `forward`, which takes the same arguments, adds to the tokens, `[(B,) N, D]`; None if nothing."""
-        grid = self._with_objects(grid, images, patch_size, object_index)
-        terms = [encoding.gated(term) for encoding, (_, term) in zip(
-            self.values(), [encoding.embed(x, grid, pos_embed) for encoding in self.values()]) if term is not None]
+        grid = self.with_objects(grid, images, patch_size, object_index)
+        found = [(encoding, encoding.embed(x, grid, pos_embed)[1]) for encoding in self.values()]
+        terms = [encoding.gated(term) for encoding, term in found if term is not None]
         return reduce(operator.add, terms) if terms else None
 
-    def _with_objects(self, grid, images, patch_size, object_index) -> Grid:
+    def with_objects(self, grid, images, patch_size, object_index) -> Grid:
         """The grid with its objects, if an encoding asks for them."""
         finders = [encoding for encoding in self.values() if encoding.finds_objects]
         if object_index is not None:

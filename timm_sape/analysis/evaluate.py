@@ -76,6 +76,8 @@ def predict(
         ValueError: If there are no images, an image has no label or one that the model does not know, logits are not
             finite, or a batch needs more memory than there is.
     """
+    if getattr(model, 'num_classes', None) == 0:
+        raise ValueError('The model has no classes, only features. Create it with num_classes of the data.')
     device = torch.device(device)
     model = model.to(device).eval()
     logits, labels, counts, times = [], [], [], []

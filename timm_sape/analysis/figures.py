@@ -47,6 +47,7 @@ def draw_maps(
         patches: Sequence[Tuple[int, int]],
         what: str,
         cmap: str = WHITE_TO_GREEN,
+        aspect: float = 1.0,
 ):
     """Figure 4 of the SaPE2 paper: the image, what is between all patches, and between one patch and the others.
 
@@ -57,7 +58,8 @@ def draw_maps(
         grid_size: (H, W).
         patches: (x, y) of the patches that have maps of their own.
         what: What the numbers are, for the colour bar.
-        cmap: `WHITE_TO_GREEN` or a name that matplotlib knows.
+        cmap: `WHITE_TO_GREEN` or a name that matplotlib knows. What is masked out is grey.
+        aspect: Height of a patch over its width.
 
     Raises:
         ImportError: If matplotlib is not there.
@@ -66,26 +68,29 @@ def draw_maps(
     height, width = grid_size
     columns = 2 + len(patches)
     panel = 2.6
-    figure = new_figure(panel * columns + 1, panel * min(1.2, max(0.7, height / width)) * len(matrices) + 0.4)
+    figure = new_figure(panel * columns + 1, panel * min(1.2, max(0.7, aspect * height / width)) * len(matrices) + 0.4)
     axes = figure.subplots(len(matrices), columns, squeeze=False)
-    colours = _colours(cmap)
+    colours = _colours(cmap).with_extremes(bad='#bbbbbb')
     for row, title, matrix in zip(axes, titles, matrices):
         matrix = matrix.detach().cpu().float()
-        shown = matrix.masked_fill(~matrix.isfinite(), float('nan')).numpy()  # what is masked out stays blank
+        shown = matrix.masked_fill(~matrix.isfinite(), float('nan')).numpy()
         finite = matrix[matrix.isfinite()]
         scale = dict(cmap=colours, vmin=finite.min().item(), vmax=finite.max().item(), interpolation='nearest')
-        row[0].imshow(image.numpy(), extent=(-0.5, width - 0.5, height - 0.5, -0.5), interpolation='nearest')
+        extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+        row[0].imshow(image.numpy(), extent=extent, interpolation='nearest', aspect=aspect)
         row[0].set_title('image', fontsize=9)
         drawn = row[1].imshow(shown, aspect='auto', **scale)
         row[1].set(xlabel='to patch', ylabel='from patch')
         row[1].set_title(title, fontsize=9)
         for (x, y), axis, colour in zip(patches, row[2:], MARKS * len(patches)):
-            axis.imshow(shown[y * width + x].reshape(height, width), **scale)
+            axis.imshow(shown[y * width + x].reshape(height, width), aspect=aspect, **scale)
             axis.set_title(f'from patch x={x}, y={y}', fontsize=9, color=colour)
             for marked in (axis, row[0]):
                 marked.add_patch(_frame(x, y, colour))
         for axis in (row[0], *row[2:]):
             axis.set(xlabel='x, patches', ylabel='y, patches')
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.yaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(drawn, ax=row.tolist(), label=what, shrink=0.9)
     return figure
 

@@ -11,8 +11,9 @@ from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.transforms import Compose, Grayscale
 
-__all__ = ['ImageFile', 'load_images', 'load_model', 'open_dataset', 'preprocessing']
+__all__ = ['ImageFile', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
 
 # Of what train.py writes into a checkpoint, what preprocessing depends on.
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
@@ -51,13 +52,17 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     if img_size is not None:
         kwargs['img_size'] = to_2tuple(img_size)
     if source.file is not None:
-        weights = load_state_dict(source.file)
+        try:
+            weights = load_state_dict(source.file)
+        except Exception as e:  # whatever else a file may be
+            raise ValueError(f'{source.file} has no weights that can be read safely: {_described(e)}') from e
         overlay = {**source.cfg, 'file': source.file}
-        head, stem = weights.get('head.weight'), weights.get('patch_embed.proj.weight')
-        if head is not None:
-            kwargs.setdefault('num_classes', head.shape[0])
-        if stem is not None:
-            kwargs.setdefault('in_chans', stem.shape[1])
+        cfg = timm.get_pretrained_cfg(source.name)
+        layers = (('num_classes', cfg.classifier, 0), ('in_chans', cfg.first_conv, 1)) if cfg is not None else ()
+        for keyword, layer, axis in layers:
+            shape = weights[f'{layer}.weight'].shape if f'{layer}.weight' in weights else ()
+            if len(shape) > axis:
+                kwargs.setdefault(keyword, shape[axis])
         # what the file has, so that timm changes neither the head nor the stem
         overlay['num_classes'] = kwargs.get('num_classes', 1000)
         kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
@@ -66,7 +71,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     try:
         return timm.create_model(source.name, **kwargs).eval()
     except (RuntimeError, TypeError, KeyError, AssertionError, OSError) as e:
-        raise ValueError(f'{model}: {e}') from e
+        raise ValueError(f'{model}: {_described(e)}') from e
 
 
 def _find(model: str) -> _Source:
@@ -95,7 +100,7 @@ def _from_checkpoint(file: str) -> _Source:
         try:
             checkpoint = _torch_load(file)
         except Exception as e:  # whatever else a file may be
-            raise ValueError(f'{file} is no checkpoint that can be read safely: {e}') from e
+            raise ValueError(f'{file} is no checkpoint that can be read safely: {_described(e)}') from e
         name = checkpoint.get('arch') if isinstance(checkpoint, dict) else None
     if name is None:
         raise ValueError(f'{file} does not say whose weights it has. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
@@ -108,17 +113,44 @@ def _from_checkpoint(file: str) -> _Source:
     return _Source(name, file, kwargs, cfg)
 
 
+def _described(error: Exception, most: int = 300) -> str:
+    """An error in one line that is not too long. Of a KeyError or the like, the message alone says nothing."""
+    text = ' '.join(f'{type(error).__name__}: {error}'.split())
+    return text if len(text) <= most else f'{text[:most]} ...'
+
+
 def preprocessing(model: torch.nn.Module, **overrides):
     """timm's preprocessing of images for inference, at the size that the model was made for.
 
     Args:
         model: The model.
         overrides: Of its data config, such as `crop_mode='squash'`, which keeps the whole image whatever its sides.
+
+    Raises:
+        ValueError: If the model takes images of another number of channels than 1 or 3.
     """
     config = {**resolve_model_data_config(model), **overrides}
-    size = getattr(model.patch_embed, 'img_size', None) or config['input_size'][1:]
-    config['input_size'] = (config['input_size'][0], *size)
-    return create_transform(**config, is_training=False)
+    channels, *size = config['input_size']
+    if channels not in (1, 3):
+        raise ValueError(f'The model takes images of {channels} channels, which no image file has. Use one for 3.')
+    config['input_size'] = (channels, *(getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size))
+    transform = create_transform(**config, is_training=False)
+    return Compose([Grayscale(), transform]) if channels == 1 else transform
+
+
+def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
+    """Height and width, in pixels, of the patches that a model cuts images into.
+
+    Raises:
+        ValueError: If its tokens are no such patches: it has none, or they overlap, or come out of several layers.
+    """
+    projection = getattr(getattr(model, 'patch_embed', None), 'proj', None)
+    sizes = [getattr(projection, name, None) for name in ('kernel_size', 'stride')]
+    if not isinstance(projection, torch.nn.Conv2d) or sizes[0] != sizes[1] or hasattr(model.patch_embed, 'backbone'):
+        raise ValueError(
+            f'{type(model).__name__} does not cut images into patches that could be exchanged. Use a plain Vision '
+            'Transformer.')
+    return sizes[0]
 
 
 class ImageFile(Dataset):

@@ -17,6 +17,7 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from ..attention import PosEncAttention
 from ..grid import Grid
 from ..vit_pos_enc import VisionTransformerPosEnc
+from .inputs import patch_size_of
 
 __all__ = ['LayerMaps', 'PositionMaps', 'attention_distance', 'position_maps', 'record_calls', 'similarity']
 
@@ -80,10 +81,10 @@ def position_maps(
     blocks = getattr(model, 'blocks', None)
     attentions = [getattr(block, 'attn', None) for block in blocks] if blocks is not None else []
     if not attentions or not all(isinstance(attn, KNOWN) for attn in attentions):
-        kinds = ', '.join(sorted({type(attn).__name__ for attn in attentions})) or 'no attention'
+        kinds = {f'{type(attn).__module__}.{type(attn).__name__}' for attn in attentions if attn is not None}
         raise ValueError(
-            f'{type(model).__name__} has {kinds} in its blocks, which position_maps cannot read. It reads '
-            f'{", ".join(kind.__name__ for kind in KNOWN)}.')
+            f'{type(model).__name__} has {", ".join(sorted(kinds)) or "no attention"} in its blocks, which position_maps '
+            'cannot read. Use one of ours, or a ViT, EVA or ViT with relative position of timm.')
     chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
 
     ours = isinstance(model, VisionTransformerPosEnc)
@@ -145,7 +146,7 @@ def _index(layer: int, depth: int) -> int:
 
 
 def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
-    height, width = (size // patch for size, patch in zip(images.shape[-2:], model.patch_embed.patch_size))
+    height, width = (size // patch for size, patch in zip(images.shape[-2:], patch_size_of(model)))
     return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
 
 

@@ -1,6 +1,8 @@
 """How far a model moves when an image does: shifts, mirrors, permutations, sizes.
 
-Where theory says what happens, that stands beside the figure. The theorems, all for float64 and eval mode:
+Where theory says what happens, that stands beside the figure. The theorems are for float64 and eval mode. That
+something does not change holds always; that it changes, wherever chance has not arranged it otherwise: an encoding
+whose parameters are all zero, or a picture that is its own mirror image, shows nothing.
 
 - Without position (`nope`) a Vision Transformer does not know the order of its patches. Any other encoding shows.
 - With relative encodings alone, the logits of the first attention layer between two patches do not change when both are
@@ -16,11 +18,11 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.layers import to_2tuple
 
 from .. import ops
 from ..encodings import get_encoding
 from ..vit_pos_enc import VisionTransformerPosEnc
+from .inputs import patch_size_of
 from .maps import position_maps, record_calls
 from .pshap import shuffle_patches
 
@@ -80,15 +82,14 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         seed: Of the permutations.
 
     Returns:
-        A row for each probe and each of those; none for a probe that moves nothing, as a mirror does on one column.
+        A row for each probe and each of those; none for a probe that moves nothing, as a
+        mirror does on one column, or on an image of one colour.
 
     Raises:
-        ValueError: If the model has no patches, or the images are not of its size.
+        ValueError: If the model has no patches that could be exchanged, or the images are not of its size.
     """
-    if not hasattr(getattr(model, 'patch_embed', None), 'patch_size'):
-        raise ValueError(f'{type(model).__name__} has no patches to move. Use a Vision Transformer.')
+    patch_size = patch_size_of(model)
     model, images = deepcopy(model).double().eval(), images.double()
-    patch_size = to_2tuple(model.patch_embed.patch_size)
     height, width = (size // patch for size, patch in zip(images.shape[2:], patch_size))
     places = torch.arange(height * width).view(height, width)
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +105,10 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     rows = []
     for name, (order, counted) in moves.items():
         order, counted = order.flatten(), counted.flatten()
-        after = _measure(model, shuffle_patches(images, patch_size, order.expand(len(images), -1)))
+        moved_images = shuffle_patches(images, patch_size, order.expand(len(images), -1))
+        if torch.equal(moved_images, images):
+            continue
+        after = _measure(model, moved_images)
         for what, value in before.items():
             moved, found = value, after[what]
             if what == 'features':
@@ -133,11 +137,12 @@ def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
-    features = model.forward_features(images)  # [B, N, D]
-    found = {
-        'class logits': model.forward_head(features),
-        'features': features[:, getattr(model, 'num_prefix_tokens', 0):],
-    }
+    features = model.forward_features(images)
+    found = {'class logits': model.forward_head(features)}
+    num_patches = math.prod(size // patch for size, patch in zip(images.shape[2:], patch_size_of(model)))
+    p = getattr(model, 'num_prefix_tokens', 0)
+    if features.ndim == 3 and features.shape[1] == p + num_patches:  # [B, N, D]
+        found['features'] = features[:, p:]
     try:
         maps = position_maps(model, images, layers=[0])
     except ValueError:  # attention of another kind

@@ -31,6 +31,7 @@ def _list(args: argparse.Namespace) -> int:
         what, pattern = 'encodings', what
 
     import timm
+    from tqdm import tqdm
 
     from ..encodings import get_encoding, list_encodings
 
@@ -43,7 +44,7 @@ def _list(args: argparse.Namespace) -> int:
     if not names:
         raise CommandError(f'no {what} match {pattern!r}; `timm-sape list {what}` shows all')
     plain = _num_parameters(_create('vit_small_nope'))
-    for name in names:
+    for name in tqdm(names, desc=what, delay=2, leave=False):
         if what == 'models':
             model = _create(name)
             height, width = model.patch_embed.img_size

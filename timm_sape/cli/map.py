@@ -1,5 +1,6 @@
 """`timm-sape map`: what position says between the patches of an image."""
 import argparse
+import math
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -41,7 +42,8 @@ the matrix do.""",
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='those with maps of their own (default: two)')
     parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0, -1 is the last (default: -1)')
     parser.add_argument('--heads', choices=('mean', 'all'), default='mean', help='(default: %(default)s)')
-    parser.add_argument('--img-size', nargs='+', type=int, metavar='N', help="(default: the model's)")
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
     parser.add_argument('--cmap', metavar='NAME', help='colours by a name that matplotlib knows (default: green)')
     parser.add_argument('--numbers', type=Path, metavar='FILE', help='write the numbers: .csv or .json')
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
@@ -63,6 +65,7 @@ def _map(args: argparse.Namespace) -> int:
         raise CommandError('--layers says nothing for --what distance; leave it out')
 
     from timm.data import resolve_model_data_config
+    from timm.layers import to_2tuple
 
     from ..analysis import attention_distance, position_maps
     from ..analysis.figures import WHITE_TO_GREEN, displayed, draw_attention_distance, draw_maps
@@ -86,6 +89,7 @@ def _map(args: argparse.Namespace) -> int:
         figure = draw_attention_distance(distances, [layer.index for layer in maps.layers])
     else:
         height, width = maps.grid.size
+        patch_height, patch_width = to_2tuple(model.patch_embed.patch_size)
         patches = args.patches or _default_patches(height, width)
         for x, y in patches:
             if x >= width or y >= height:
@@ -95,7 +99,7 @@ def _map(args: argparse.Namespace) -> int:
         with readable():
             figure = draw_maps(
                 displayed(image, config['mean'], config['std']), titles, matrices, maps.grid.size, patches,
-                WHAT[args.what], args.cmap or WHITE_TO_GREEN)
+                WHAT[args.what], args.cmap or WHITE_TO_GREEN, patch_height / patch_width)
     writers = {args.output: lambda path: figure.savefig(path, dpi=150)}
     if args.numbers is not None:
         writers[args.numbers] = table_writer(rows, notes, '')
@@ -122,17 +126,19 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
                 titles.append(title)
                 matrices.append(similarity(found if found.ndim == 2 else found[0]))
         if not titles:
-            raise CommandError(f'{args.model} adds nothing to its tokens; see --what bias')
+            raise CommandError(
+                f'no encoding of {args.model} adds vectors to its tokens; --what attention shows what there is')
         return titles, matrices
     for layer in maps.layers:
         found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
         if args.what == 'bias' and not found.any():
             raise CommandError(
-                f'position adds nothing to the logits of layer {layer.index} of {args.model}; see --what similarity '
-                'for what it adds to the tokens')
+                f'position adds nothing to the logits of layer {layer.index} of {args.model}: no encoding acts there, '
+                'or one that starts at zero is untrained; --what attention shows what there is')
         if args.heads == 'mean':
             titles.append(f'layer {layer.index}, mean of {len(found)} heads')
-            matrices.append(found.mean(0))
+            # over the heads that see the patch at all: some encodings mask others out, by -inf
+            matrices.append(found.masked_fill(found.isinf(), math.nan).nanmean(0))
         else:
             titles += [f'layer {layer.index}, head {head}' for head in range(len(found))]
             matrices += found.unbind(0)
@@ -143,7 +149,7 @@ def _numbers(titles: List[str], matrices: List, width: int) -> List[Dict[str, An
     return [
         {
             'map': title, 'from_x': i % width, 'from_y': i // width, 'to_x': j % width, 'to_y': j // width,
-            'value': value,
+            'value': value if math.isfinite(value) else None,
         }
         for title, matrix in zip(titles, matrices)
         for i, row in enumerate(matrix.tolist()) for j, value in enumerate(row)]

@@ -25,7 +25,8 @@ change is |after - before| / |before| in float64, after patches have been put ba
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
     parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='each of these in place of the encoding of MODEL')
-    parser.add_argument('--img-size', nargs='+', type=int, metavar='N', help="(default: the model's)")
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
     parser.add_argument(
         '--awaken', action='store_true',
         help='add noise to the parameters of encodings, as those that start at zero do nothing untrained')
@@ -61,13 +62,14 @@ def _probe(args: argparse.Namespace) -> int:
             found = probe(model, image[None], args.seed)
         rows += [
             {
-                'model': pos_enc or model_name, 'probe': row.probe, 'of': row.what, 'change': f'{row.change:.2e}',
+                'model': pos_enc or model_name, 'probe': row.probe, 'of': row.what, 'change': row.change,
                 'expected': row.expected, 'verdict': row.verdict,
             }
             for row in found]
     verdicts = [row['verdict'] for row in rows if row['verdict']]
-    notes = f'{args.image}, {", ".join(args.models)}: {verdicts.count("pass")} of {len(verdicts)} theorems hold'
-    table = markdown(rows)
+    holding = f'{verdicts.count("pass")} of {len(verdicts)} theorems hold' if verdicts else 'no theorems for this'
+    notes = f'{args.image}, {", ".join(args.models)}: {holding}'
+    table = markdown([{**row, 'change': f'{row["change"]:.2e}'} for row in rows])
     print(table, notes, sep='\n\n')
     if args.output is not None:
         write_files({args.output: table_writer(rows, notes, table)}, args.force)

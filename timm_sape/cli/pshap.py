@@ -21,7 +21,7 @@ examples:
   timm-sape pshap --model hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --num-images 1000
   timm-sape pshap --model vit_small_patch16_224 --data-dir DATA --output pshap.csv --plot pshap.png
 
-The value of the model is the mean over images that it classifies correctly. It takes about as long as 19 validation
+The value of the model is the mean over images that it classifies correctly. It takes about as long as 18 validation
 passes over the same images, and says how long. The table has the classes, --output a row for each image.""",
     )
     parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
@@ -58,7 +58,7 @@ def _pshap(args: argparse.Namespace) -> int:
             model, batches, background=args.background, batch_size=args.batch_size, per_layer=args.per_layer,
             seed=args.seed, device=args.device, progress='Position-SHAP')
         middle = time.monotonic()
-        predict(model, batches, args.device)
+        predict(model, batches, args.device, progress='one validation pass, to compare with')
         passes = (middle - start) / (time.monotonic() - middle)
 
     names = {index: name for name, index in (getattr(data.reader, 'class_to_idx', None) or {}).items()}
@@ -68,7 +68,7 @@ def _pshap(args: argparse.Namespace) -> int:
         f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
     print(markdown(summary), notes, sep='\n\n')
     rows = [
-        {'label': label, 'correct': int(correct), 'position': f'{pe:.6g}', 'image': f'{im:.6g}', 'pshap': f'{p:.6f}'}
+        {'label': label, 'correct': int(correct), 'position': pe, 'image': im, 'pshap': p}
         for label, correct, pe, im, p in zip(*(t.tolist() for t in (
             found.labels, found.correct, found.position, found.image, found.values)))]
     writers = {
