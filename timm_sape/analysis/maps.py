@@ -83,8 +83,8 @@ def position_maps(
     if not attentions or not all(isinstance(attn, KNOWN) for attn in attentions):
         kinds = {f'{type(attn).__module__}.{type(attn).__name__}' for attn in attentions if attn is not None}
         raise ValueError(
-            f'{type(model).__name__} has {", ".join(sorted(kinds)) or "no attention"} in its blocks, which position_maps '
-            'cannot read. Use one of ours, or a ViT, EVA or ViT with relative position of timm.')
+            f'{type(model).__name__} has {", ".join(sorted(kinds)) or "no attention"} in its blocks, which '
+            'position_maps cannot read. Use one of ours, or a ViT, EVA or ViT with relative position of timm.')
     chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
 
     ours = isinstance(model, VisionTransformerPosEnc)
