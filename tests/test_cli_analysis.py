@@ -86,6 +86,26 @@ def test_map_from_the_shell(tmp_path):
     assert done.returncode == 2 and '--force overwrites' in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize('args, code, text', [
+    ('pshap --model model --data-dir data --workers 0', 0, '| all | 24 |'),
+    ('pshap --model model --data-dir nowhere', 2, "There is no image or folder 'nowhere'"),
+    ('probe model --image china.jpg', 0, 'theorems hold'),
+    ('probe model --image none.jpg', 2, 'none.jpg is no image that can be read'),
+    ('sweep model --data-dir data --sizes 24 16x32 --workers 0', 0, '| model | own | 16x32 | 8 |'),
+    ('sweep model --data-dir data --sizes 25', 2, 'does not divide the size 25x25'),
+    ('compare model local-dir:model --data-dir data --workers 0', 0, '| 0/0 | 1.000 |'),
+    ('compare model other --data-dir data', 2, "There is no model, file or folder 'other'"),
+    ('list rope2d', 0, 'rope2d  q and k'),
+    ('list rope9d', 2, "no encodings match 'rope9d'"),
+    ('data cifar10-position --source data --output position', 2, 'made from ten classes, got 2'),
+])
+def test_from_the_shell(args, code, text):
+    done = subprocess.run([sys.executable, '-m', 'timm_sape', *args.split()], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert text in (done.stderr if code else done.stdout)
+    assert 'Traceback' not in done.stderr and (not code or len(done.stderr.splitlines()) == 1)
+
+
 @pytest.mark.parametrize('args, text', [
     (['--model', 'nothing'], "There is no model, file or folder 'nothing'"),
     (['--model', 'data'], 'is a folder without config.json'),
