@@ -122,3 +122,9 @@ def test_what_the_last_layer_says_to_the_class_token(name):
         alive = {key for key in last if key.rsplit('.', 1)[1] in heard.get(name, [])}
         expected = last - alive if pool == 'token' else set()
         assert dead == expected, pool
+
+
+@pytest.mark.parametrize('pos_enc', ['ape', 'rope2d', 'sape2_k', 'cope', 'ope', 'irpe_qkv'])
+def test_empty_batch(pos_enc):
+    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, img_size=32, patch_size=8, num_classes=7)
+    assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 7)

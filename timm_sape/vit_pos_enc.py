@@ -339,7 +339,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         )
         grid = Grid(height, width, self.num_prefix_tokens)
         x = patch_embed(x)
-        x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, H*W, D]
+        x = x.flatten(1, -2)  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
         x, rotation, bias, layer_terms = self.encodings(
