@@ -67,11 +67,11 @@ def draw(path, results, classes):
     for axes, (name, found, dependent, p) in zip(np.atleast_1d(figure.subplots(len(results), 1)), results):
         values = [found.values[found.correct & (found.labels == label)].numpy() for label in range(len(classes))]
         boxes = axes.boxplot(
-            [v[np.isfinite(v)] for v in values], tick_labels=classes, patch_artist=True, showfliers=False)
+            [v[np.isfinite(v)] for v in values], patch_artist=True, showfliers=False)
         for box, is_dependent in zip(boxes['boxes'], dependent):
             box.set_facecolor('#41ab5d' if is_dependent else 'white')
         axes.set(ylabel='P-SHAP', ylim=(0, 1), title=f'{name}: green depend on position, one-sided p = {p:.1e}')
-        axes.tick_params(axis='x', rotation=45, labelsize=7)
+        axes.set_xticks(axes.get_xticks(), classes, rotation=45, ha='right', fontsize=7)
     figure.savefig(path, dpi=120)
 
 
@@ -109,7 +109,7 @@ def main():
             found.values[found.correct & found.values.isfinite() & (is_dependent == which)] for which in (True, False))
         if not len(with_bias) or not len(without):
             parser.error(f'{pos_enc} classifies no test image of one of the kinds correctly; train for more epochs')
-        u, p = mannwhitneyu(with_bias.numpy(), without.numpy(), alternative='greater')
+        u, p = mannwhitneyu(with_bias.double().numpy(), without.double().numpy(), alternative='greater')
         results.append((pos_enc, found, dependent, p))
         rows.append({
             'encoding': pos_enc, 'top-1': f'{100 * found.correct.float().mean():.1f}',

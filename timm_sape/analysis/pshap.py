@@ -10,6 +10,7 @@ from typing import Iterable, Iterator, Optional, Tuple
 
 import torch
 import torch.nn as nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..grid import Grid
@@ -203,7 +204,8 @@ def position_shap(
         raise ValueError(f'background must be 1 or more, got {background}.')
     logits = _Logits(model, batch_size, per_layer)
     found, draws = [], 0
-    with tqdm(desc=progress, unit='image', delay=2, disable=not progress) as bar:
+    total = len(batches.dataset) if isinstance(batches, DataLoader) else None
+    with tqdm(desc=progress, total=total, unit='image', delay=2, disable=not progress) as bar:
         for images, labels in _pieces(batches, 2 * background):
             if (labels < 0).any():
                 raise ValueError('Position-SHAP explains the logit of the true class: images need labels.')
