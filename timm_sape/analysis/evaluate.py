@@ -13,6 +13,7 @@ __all__ = [
     'McNemar',
     'Predictions',
     'accuracy',
+    'check_classes',
     'expected_calibration_error',
     'holm',
     'mcnemar',
@@ -110,6 +111,18 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def check_classes(labels: torch.Tensor, num_classes: int) -> None:
+    """Refuse labels of classes that a model does not know.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if labels.max() >= num_classes:
+        raise ValueError(
+            f'There are labels up to {labels.max().item()}, but the model knows {num_classes} classes, from 0 on. '
+            'Use a model that was trained on these classes.')
+
+
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
     """Refuse logits and labels that no statistic can be made of.
 
@@ -124,10 +137,7 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(
             'The images have no labels, so nothing can be said about accuracy. Name a folder with one sub-folder of '
             'images per class, or a data set with labels.')
-    if labels.max() >= logits.shape[1]:
-        raise ValueError(
-            f'There are labels up to {labels.max().item()}, but the model knows {logits.shape[1]} classes, from 0 on. '
-            'Use a model that was trained on these classes.')
+    check_classes(labels, logits.shape[1])
     if not logits.isfinite().all():
         raise ValueError(
             'The model returns logits that are not finite. Leave half precision out (amp), or check its weights.')

@@ -3,6 +3,8 @@ import math
 from pathlib import Path
 from typing import Any, Dict, Sequence
 
+from .figures import new_figure
+
 __all__ = ['plot_sweep']
 
 
@@ -19,11 +21,6 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    try:
-        from matplotlib.figure import Figure  # without pyplot, which would look for a screen
-    except ImportError as e:
-        raise ImportError('A figure wants matplotlib: pip install matplotlib') from e
-
     sizes = sorted({(row['height'] * row['width'], row['height'], row['width']) for row in rows})
     square = all(height == width for _, height, width in sizes)
     at = {(height, width): height if square else i for i, (_, height, width) in enumerate(sizes)}
@@ -33,7 +30,7 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
 
     names = [f'{_short(model)}, {policy}' for model, policy in lines]
     columns = 2 if max(map(len, names)) <= 50 else 1
-    figure = Figure(figsize=(8, 4.5 + 0.22 * math.ceil(len(lines) / columns)), layout='constrained')
+    figure = new_figure(8, 4.5 + 0.22 * math.ceil(len(lines) / columns))
     axes = figure.subplots()
     for i, ((model, policy), name) in enumerate(zip(lines, names)):
         own = [row for row in rows if (row['model'], row['policy']) == (model, policy)]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..grid import Grid
 from ..vit_pos_enc import VisionTransformerPosEnc
+from .evaluate import check_classes
 from .inputs import patch_size_of
 
 __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
@@ -214,10 +215,7 @@ def position_shap(
             seeds = torch.arange(draws - len(images), draws) + 1_000_003 * seed
             every = torch.arange(len(images))
             with_position, without = logits(images, every), logits(images, every, seeds)
-            if labels.max() >= with_position.shape[1]:
-                raise ValueError(
-                    f'There are labels up to {labels.max().item()}, but the model knows {with_position.shape[1]} '
-                    'classes, from 0 on. Use a model that was trained on these classes.')
+            check_classes(labels, with_position.shape[1])
             half = len(images) // 2
             for explained, others in ((slice(0, half), slice(half, None)), (slice(half, None), slice(0, half))):
                 found.append(_explain(

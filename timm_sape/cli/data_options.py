@@ -4,11 +4,20 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, Sequence
+from typing import Any, Dict, Iterator, Optional, Sequence
 
 from .common import CommandError
 
-__all__ = ['MODELS_HELP', 'add_data_options', 'loading', 'measured_on', 'readable', 'warn_untrained']
+__all__ = [
+    'MODELS_HELP',
+    'add_data_options',
+    'add_image_options',
+    'image_size',
+    'loading',
+    'measured_on',
+    'readable',
+    'warn_untrained',
+]
 
 MODELS_HELP = (
     'a name that timm knows, hf-hub:USER/REPOSITORY, local-dir:FOLDER or the folder, a checkpoint of train.py, or '
@@ -31,6 +40,24 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         help='processes that load images (default: %(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
+
+
+def add_image_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of subcommands that look at one image."""
+    parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
+    parser.add_argument(
+        '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
+
+
+def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:
+    """Height and width as `--img-size` says, None if it says nothing.
+
+    Raises:
+        CommandError: If it says more than two numbers.
+    """
+    if args.img_size is not None and len(args.img_size) > 2:
+        raise CommandError('--img-size takes one number, or height and width')
+    return args.img_size and (args.img_size * 2)[:2]
 
 
 def loading(args: argparse.Namespace) -> Dict[str, Any]:

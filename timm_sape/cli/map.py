@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, readable, warn_untrained
+from .data_options import MODELS_HELP, add_image_options, image_size, readable, warn_untrained
 from .files import FIGURES, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -35,15 +35,13 @@ added to the tokens. distance: how far each head looks, in all layers. Maps go f
 the matrix do.""",
     )
     parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
-    parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
+    add_image_options(parser)
     parser.add_argument('--output', required=True, type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
     parser.add_argument('--what', choices=WHAT, default='bias', help='(default: %(default)s)')
     parser.add_argument(
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='those with maps of their own (default: two)')
     parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0, -1 is the last (default: -1)')
     parser.add_argument('--heads', choices=('mean', 'all'), default='mean', help='(default: %(default)s)')
-    parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
     parser.add_argument('--cmap', metavar='NAME', help='colours by a name that matplotlib knows (default: green)')
     parser.add_argument('--numbers', type=Path, metavar='FILE', help='write the numbers: .csv or .json')
     parser.add_argument('--force', action='store_true', help='overwrite files that are there')
@@ -59,8 +57,7 @@ def _patch(text: str) -> Tuple[int, int]:
 def _map(args: argparse.Namespace) -> int:
     check_outputs([args.output], args.force, FIGURES)
     check_outputs([args.numbers], args.force, ('.csv', '.json'))
-    if args.img_size is not None and len(args.img_size) > 2:
-        raise CommandError('--img-size takes one number, or height and width')
+    size = image_size(args)
     if args.what == 'distance' and args.layers is not None:
         raise CommandError('--layers says nothing for --what distance; leave it out')
 
@@ -72,7 +69,6 @@ def _map(args: argparse.Namespace) -> int:
     from ..analysis.inputs import ImageFile, load_model, preprocessing
 
     with readable():
-        size = args.img_size and (args.img_size * 2)[:2]
         model = load_model(args.model, size)
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]

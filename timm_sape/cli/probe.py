@@ -3,7 +3,7 @@ import argparse
 from typing import Any, Dict, List
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, readable
+from .data_options import MODELS_HELP, add_image_options, image_size, readable
 from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -23,10 +23,8 @@ change is |after - before| / |before| in float64, after patches have been put ba
 `changes` where there is a theorem, and then there is a verdict. The exit code is 1 if a theorem failed.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
-    parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
+    add_image_options(parser)
     parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='each of these in place of the encoding of MODEL')
-    parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
     parser.add_argument(
         '--awaken', action='store_true',
         help='add noise to the parameters of encodings, as those that start at zero do nothing untrained')
@@ -36,8 +34,7 @@ change is |after - before| / |before| in float64, after patches have been put ba
 
 def _probe(args: argparse.Namespace) -> int:
     check_outputs([args.output], args.force, TABLES)
-    if args.img_size is not None and len(args.img_size) > 2:
-        raise CommandError('--img-size takes one number, or height and width')
+    size = image_size(args)
 
     import torch
     from tqdm import tqdm
@@ -52,7 +49,6 @@ def _probe(args: argparse.Namespace) -> int:
     for model_name, pos_enc in tqdm(cases, desc='probes', unit='model', delay=2):
         with readable():
             torch.manual_seed(args.seed)
-            size = args.img_size and (args.img_size * 2)[:2]
             model = load_model(model_name, size, **({} if pos_enc is None else {'pos_enc': pos_enc}))
             if args.awaken:
                 if not isinstance(model, VisionTransformerPosEnc):
