@@ -29,6 +29,11 @@ NAMES = {
     for name in (*ENCODINGS, *(f'{encoding}_ape' for encoding in WITH_APE))
     if name != 'pemix' and not (size == 'vit_tiny' and 'lookhere' in name)  # not alone; not with 3 heads
 }
+GRAFTS = {'vit_graft', *(
+    f'{size}_{name}_graft'
+    for size in (*SIZES, 'vit_large')
+    for name in (
+        'cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'shaw'))}
 
 
 def tiny(encoding='sape2_k', **kwargs):
@@ -51,6 +56,7 @@ def in_new_process(script):
 
 def test_names():
     assert set(timm.list_models(module='vit_pos_enc')) == NAMES
+    assert set(timm.list_models(module='grafting')) == GRAFTS
 
 
 @pytest.mark.parametrize('pattern,count', [
@@ -58,7 +64,7 @@ def test_names():
 def test_timm_finds_them_by_pattern(pattern, count):
     ours = [name for name in timm.list_models(pattern) if name in NAMES]
     assert len(ours) == count
-    assert ours == timm.list_models(pattern)
+    assert ours == timm.list_models(pattern, exclude_filters='*_graft')
 
 
 @pytest.mark.parametrize('name', sorted(NAMES))
@@ -181,11 +187,13 @@ print(json.dumps([before, after, timm_sape.list_encodings(aliases=True)]))
     assert tuple(encodings) == ENCODINGS
     assert len(before['models']) > 1000
     assert {name: after['models'][name] for name in before['models']} == before['models']
-    assert set(after['models']) - set(before['models']) == NAMES
-    assert set(after['tags']) - set(before['tags']) == NAMES
+    assert set(after['models']) - set(before['models']) == NAMES | GRAFTS
+    assert {name.split('.')[0] for name in set(after['tags']) - set(before['tags'])} == NAMES | GRAFTS
     assert set(before['tags']) <= set(after['tags'])
-    assert after['pretrained'] == before['pretrained']
-    assert set(after['modules']) - set(before['modules']) == {'vit_pos_enc'}
+    pretrained = set(after['pretrained']) - set(before['pretrained'])
+    assert {name.split('.')[0] for name in pretrained} == GRAFTS - {'vit_graft'}
+    assert set(before['pretrained']) <= set(after['pretrained'])
+    assert set(after['modules']) - set(before['modules']) == {'grafting', 'vit_pos_enc'}
     assert set(before['modules']) <= set(after['modules'])
 
 

@@ -17,6 +17,7 @@ from .encodings import (
     list_encodings,
     register_encoding,
 )
+from .grafting import graft
 from .grid import Grid
 from .vit_pos_enc import VisionTransformerPosEnc
 
@@ -36,6 +37,7 @@ __all__ = [
     'encoding_keywords',
     'functional',
     'get_encoding',
+    'graft',
     'list_encodings',
     'register_encoding',
 ]

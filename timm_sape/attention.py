@@ -7,13 +7,13 @@ import torch
 import torch.nn as nn
 from timm.layers import Attention, register_notrace_module
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Block, ResPostBlock
 
 from . import ops
 from .encodings import PositionEncoding
 from .grid import Grid
 
-__all__ = ['PosEncAttention', 'PosEncBlock']
+__all__ = ['PosEncAttention', 'PosEncBlock', 'PosEncResPostBlock']
 
 
 @register_notrace_module
@@ -138,6 +138,12 @@ class PosEncAttention(Attention):
             position = position + (self.scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
         return content, position
 
+    def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The tokens after the block, `[B, N, D]`, with what encodings add there."""
+        for encoding in self.acting_on('after_block'):
+            x = x + encoding.gated(encoding.after_block(x, grid)).to(x.dtype)
+        return x
+
     def _qkv(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         B, N, _ = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
@@ -204,6 +210,24 @@ class PosEncBlock(Block):
         y = self.attn(self.norm1(x), grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        for encoding in self.attn.acting_on('after_block'):
-            x = x + encoding.gated(encoding.after_block(x, grid)).to(x.dtype)
-        return x
+        return self.attn.after_block(x, grid)
+
+
+class PosEncResPostBlock(ResPostBlock):
+    """timm's `ResPostBlock`, whose norms come after attention and MLP, likewise."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            rotation: Optional[torch.Tensor] = None,
+            bias: Optional[torch.Tensor] = None,
+            pos: Optional[torch.Tensor] = None,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Arguments as for `PosEncAttention`; `[B, N, D]` to `[B, N, D]`."""
+        y = self.attn(x, grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
+        x = x + self.drop_path1(self.norm1(y))
+        x = x + self.drop_path2(self.norm2(self.mlp(x)))
+        return self.attn.after_block(x, grid)

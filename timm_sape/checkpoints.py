@@ -17,7 +17,15 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 from . import ops
 from .encodings import CoordinateEncoding, ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
 
-__all__ = ['filter_state_dict', 'readable_errors', 'refuse_misfit', 'refuse_other_encoding']
+__all__ = [
+    'filter_state_dict',
+    'from_timm',
+    'misfit',
+    'readable_errors',
+    'refuse_misfit',
+    'refuse_other_encoding',
+    'unwrap',
+]
 
 ROADS = (
     "timm.create_model(..., pretrained=True, pretrained_cfg_overlay=dict(file=...)), 'local-dir:', 'hf-hub:', "
@@ -39,14 +47,7 @@ def filter_state_dict(
     Raises:
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f'The checkpoint is no state dict but a {type(state_dict).__name__}.')
-    state_dict = state_dict.get('model', state_dict)
-    state_dict = state_dict.get('state_dict', state_dict)
-    # timm's other rotary models, all of which have register tokens, have another base and order of axes
-    is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and 'reg_token' not in state_dict
-    if is_naver and model.pos_enc in NAVER:
-        state_dict = _convert_naver(state_dict, model)
+    state_dict = from_timm(unwrap(state_dict), model)
     _refuse_unknown_grid(state_dict, model)
     state_dict = checkpoint_filter_fn(state_dict, model)
 
@@ -77,11 +78,30 @@ def filter_state_dict(
         if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
             state_dict.pop(f'{path}._extra_state', None)  # saved as 'rescale'; now coordinates go on
 
-    # timm is about to adapt the head to the number of classes, and this kernel to the number of channels
-    report = _misfit(state_dict, model.state_dict(), ignore=('head.',), any_shape='patch_embed.proj.weight')
+    # timm is about to adapt the heads to the number of classes, and this kernel to the number of channels
+    heads = tuple(f'{name}.' for name in _names(model.pretrained_cfg['classifier']))
+    kernels = tuple(f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']))
+    report = misfit(state_dict, model.state_dict(), ignore=heads, any_shape=kernels)
     if report:
         raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
     return state_dict
+
+
+def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """The state dict itself, out of what trainers save.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f'The checkpoint is no state dict but a {type(state_dict).__name__}.')
+    state_dict = state_dict.get('model', state_dict)
+    return state_dict.get('state_dict', state_dict)
+
+
+def _names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:
+    """Module names out of a config, which has one, several or none."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _saved_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncoding, ResizedEncoding]]]:
@@ -95,8 +115,15 @@ def _grid_of_the_config(model: nn.Module) -> Tuple[int, int]:
     """The grid that a saved model was made for, by its config."""
     args = model.pretrained_model_args
     size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-    patch = to_2tuple(args.get('patch_size') or model.patch_embed.patch_size)
-    return size[0] // patch[0], size[1] // patch[1]
+    kernel = to_2tuple(args.get('patch_size') or model.patch_embed.patch_size)
+    return _grid_of(model, size, kernel)
+
+
+def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> Tuple[int, int]:
+    """The grid of an image, if the patch embedding ends in another kernel than the model's."""
+    strides = (s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel))
+    height, width = (size // stride for size, stride in zip(size, strides))
+    return height, width
 
 
 def _resize(state_dict: Dict[str, torch.Tensor], path: str, encoding: ResizedEncoding) -> None:
@@ -119,7 +146,8 @@ def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
     rows, num_prefix_rows = pos_embed.shape[1], 0 if model.no_embed_class else model.num_prefix_tokens
     saved_size = model.pretrained_model_args.get('img_size')
     height, width = to_2tuple(saved_size or model.pretrained_cfg['input_size'][-2:])
-    fits = rows - num_prefix_rows == height // patch.shape[-2] * (width // patch.shape[-1])
+    grid = _grid_of(model, (height, width), patch.shape[-2:])
+    fits = rows - num_prefix_rows == grid[0] * grid[1]
     if saved_size is None:  # a bare file, perhaps with a declared size that is that of the architecture
         side = round(max(rows - num_prefix_rows, 0) ** 0.5)
         fits = fits or rows == model.pos_embed.shape[1] or rows - num_prefix_rows == side ** 2
@@ -131,11 +159,11 @@ def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
             'trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
 
 
-def _misfit(
-        state_dict: Dict[str, Any],
-        expected: Dict[str, Any],
+def misfit(
+        state_dict: Mapping[str, Any],
+        expected: Mapping[str, Any],
         ignore: Tuple[str, ...] = (),
-        any_shape: str = '',
+        any_shape: Tuple[str, ...] = (),
 ) -> str:
     """What keeps a checkpoint from fitting, in words; empty if nothing does.
 
@@ -143,7 +171,7 @@ def _misfit(
         state_dict: The checkpoint.
         expected: The model's state dict.
         ignore: Beginnings of names that do not matter.
-        any_shape: Name of an entry that only has to be there.
+        any_shape: Names of entries that only have to be there.
     """
     def listed(keys: List[str]) -> str:
         return ', '.join(sorted(keys)[:4]) + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
@@ -152,7 +180,7 @@ def _misfit(
     unexpected = [k for k in state_dict if k not in expected and not k.startswith(ignore)]
     shapes = [
         f'{k} {list(state_dict[k].shape)} instead of {list(v.shape)}' for k, v in expected.items()
-        if k in state_dict and state_dict[k].shape != v.shape and k != any_shape and not k.startswith(ignore)]
+        if k in state_dict and state_dict[k].shape != v.shape and k not in any_shape and not k.startswith(ignore)]
     reports = (('it lacks ', missing), ('it has ', unexpected), ('it has ', shapes))
     return '; '.join(what + listed(keys) for what, keys in reports if keys)
 
@@ -177,7 +205,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     if not strict:
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
-    report = _misfit(given, expected)
+    report = misfit(given, expected)
     grids = [(encoding.read_extra_state(given[k]), encoding) for k, encoding in _saved_grids(model) if k in given]
     other = [(saved, encoding) for saved, encoding in grids if saved != encoding.saved_grid_size()]
     if not report and other:
@@ -248,7 +276,33 @@ def readable_errors(variant: str) -> Iterator[None]:
         raise
 
 
-NAVER = ('rope2d', 'rope2d_mixed', 'ape+rope2d', 'ape+rope2d_mixed')
+def from_timm(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Rename what timm's rotary and relative-position ViTs save; other checkpoints are returned as they are.
+
+    Args:
+        state_dict: The checkpoint.
+        model: A `VisionTransformerPosEnc`. It is converted only if this has the encoding that it becomes.
+    """
+    parts = model.pos_enc.split('+')
+    # timm's other rotary models, all of which have register tokens, have another base and order of axes
+    is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and 'reg_token' not in state_dict
+    if is_naver and {'rope2d', 'rope2d_mixed'} & set(parts):
+        return _convert_naver(state_dict, model)
+    if 'cpb' in parts:
+        return _convert_relpos(state_dict, model)
+    return state_dict
+
+
+def _convert_relpos(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """timm's `vit_relpos_*` and `vit_srelpos_*`, whose layers share one MLP, to `cpb` with `mode='cr'`."""
+    out = {}
+    for key, value in state_dict.items():
+        shared = key.removeprefix('shared_rel_pos.')
+        if shared != key:
+            out.update({f'blocks.{i}.attn.encodings.cpb.{shared}': value for i in range(len(model.blocks))})
+        else:
+            out[key.replace('.attn.rel_pos.mlp.', '.attn.encodings.cpb.mlp.')] = value
+    return out
 
 
 def _convert_naver(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:

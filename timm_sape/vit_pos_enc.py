@@ -19,7 +19,14 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import PatchDropoutWithIndices, register_notrace_function, register_notrace_module, to_2tuple
+from timm.layers import (
+    PatchDropout,
+    PatchDropoutWithIndices,
+    get_device_dtype,
+    register_notrace_function,
+    register_notrace_module,
+    to_2tuple,
+)
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
@@ -198,6 +205,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             num_heads=num_heads,
             dynamic_img_size=dynamic_img_size,
             dynamic_img_pad=dynamic_img_pad,
+            patch_drop_rate=patch_drop_rate,
             pos_embed='learn',
             block_fn=PosEncBlock,
             attn_layer=PosEncAttention,
@@ -205,11 +213,24 @@ class VisionTransformerPosEnc(VisionTransformer):
             dtype=dtype,
             **kwargs,
         )
-        if patch_drop_rate > 0:
-            self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+        self._set_encodings(parts, ref_grid_size)
 
-        # What differs between encodings comes after timm's constructor, which draws all else at random: so models of
-        # one seed start from one backbone. And it would initialise every linear layer inside the blocks anew.
+    def _set_encodings(
+            self,
+            parts: Dict[str, Dict[str, Any]],
+            ref_grid_size: Optional[Tuple[int, int]] = None,
+    ) -> None:
+        """Give a model that has come out of timm's constructor its encodings.
+
+        Only then, for timm's constructor draws all else at random, so that models of one seed start from one backbone;
+        and it would initialise every linear layer inside the blocks anew.
+
+        Args:
+            parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
+            ref_grid_size: As in the constructor.
+        """
+        if isinstance(self.patch_drop, PatchDropout):
+            self.patch_drop = PatchDropoutWithIndices(self.patch_drop.prob, num_prefix_tokens=self.num_prefix_tokens)
         if not {'ape', 'auto_ape'} & parts.keys():
             del self.pos_embed
             self.pos_embed = None
@@ -217,14 +238,13 @@ class VisionTransformerPosEnc(VisionTransformer):
         self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
         create = partial(
             create_encoding,
-            dim=embed_dim,
-            num_heads=num_heads,
+            dim=self.embed_dim,
+            num_heads=self.blocks[0].attn.num_heads,
             grid_size=self.patch_embed.grid_size,
             num_prefix_tokens=self.num_prefix_tokens,
-            depth=depth,
+            depth=len(self.blocks),
             ref_grid_size=ref_grid_size,
-            device=device,
-            dtype=dtype,
+            **get_device_dtype(self),
         )
         self.encodings = SharedEncodings({
             name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
@@ -244,6 +264,18 @@ class VisionTransformerPosEnc(VisionTransformer):
         """
         checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
+
+    def prefix_tokens(self) -> List[nn.Parameter]:
+        """What stands before the patches, in this order, each `[1, P, D]`."""
+        return [token for token in (self.cls_token, self.reg_token) if token is not None]
+
+    @property
+    def patch_size(self) -> Tuple[int, int]:
+        """Height and width in pixels of the image part that a token stands for.
+
+        Not that of the last kernel of the patch embedding, where a convolutional stem comes before it.
+        """
+        return self.patch_embed.feat_ratio(as_scalar=False)
 
     def position_encodings(self) -> Dict[str, PositionEncoding]:
         """All encodings of the model by their path in it."""
@@ -300,9 +332,11 @@ class VisionTransformerPosEnc(VisionTransformer):
         Raises:
             ValueError: If the patch size does not divide the image size.
         """
+        kernel, stride = self.patch_embed.patch_size, self.patch_size
+        new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
         _check_sizes(
             self.patch_embed.img_size if img_size is None else img_size,
-            self.patch_embed.patch_size if patch_size is None else patch_size,
+            tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)),
         )
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():
@@ -333,17 +367,17 @@ class VisionTransformerPosEnc(VisionTransformer):
         images, patch_embed = x, self.patch_embed
         _, _, img_height, img_width = x.shape
         height, width = _grid_size(
-            img_height, img_width, patch_embed.patch_size,
+            img_height, img_width, self.patch_size,
             img_size=patch_embed.img_size if patch_embed.strict_img_size else None,
             pad=patch_embed.dynamic_img_pad,
         )
         grid = Grid(height, width, self.num_prefix_tokens)
         x = patch_embed(x)
         x = x.flatten(1, -2)  # [B, H*W, D]
-        prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
         x, rotation, bias, layer_terms = self.encodings(
-            x, grid, self.pos_embed, images, patch_embed.patch_size, object_index)
+            x, grid, self.pos_embed, images, self.patch_size, object_index)
         x = self.pos_drop(x)
         if isinstance(self.patch_drop, PatchDropoutWithIndices):
             x, keep_indices = self.patch_drop(x)

@@ -1,0 +1,413 @@
+"""Encodings grafted onto timm's ViTs, which stand in with random weights for the pretrained ones."""
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save
+from timm.models import get_model_args, save_for_hf
+
+import timm_sape
+from hub_server import serve
+
+SMALL = dict(embed_dim=96, num_heads=4)
+ARCHITECTURES = {  # by name: what makes it small enough for a test, where it can be
+    'vit_tiny_patch16_224': SMALL,
+    'vit_small_patch32_224': SMALL,
+    'vit_base_patch16_siglip_224': SMALL,  # attention pooling
+    'vit_base_patch16_siglip_gap_224': SMALL,
+    'vit_base_patch16_clip_224': SMALL,  # pre-norm
+    'vit_base_patch16_clip_quickgelu_224': SMALL,
+    'vit_base_patch16_rpn_224': SMALL,  # norms after attention and MLP
+    'vit_base_patch16_gap_224': SMALL,
+    'vit_medium_patch16_gap_240': SMALL,
+    'vit_wee_patch16_reg1_gap_256': SMALL,
+    'vit_betwixt_patch32_clip_224': SMALL,
+    'vit_small_patch14_dinov2': SMALL,  # layer scale
+    'vit_small_patch14_reg4_dinov2': SMALL,
+    'vit_giant_patch14_dinov2': SMALL,  # SwiGLU
+    'vit_so150m_patch16_reg4_map_256': SMALL,
+    'vit_so150m2_patch16_reg1_gap_256': SMALL,
+    'vit_base_mci_224': {},  # a convolutional stem
+    'vit_small_r26_s32_224': SMALL,  # a ResNet
+    'flexivit_small': SMALL,
+    'deit_tiny_patch16_224': SMALL,
+    'deit_tiny_distilled_patch16_224': SMALL,
+    'deit3_small_patch16_224': SMALL,  # no table row for the class token
+    'aimv2_large_patch14_224': SMALL,  # SwiGLU, RMSNorm, no biases
+    'beit3_base_patch16_224': SMALL,  # norms inside attention and MLP
+    'test_vit': {},
+    'test_vit2': {},
+    'test_vit3': {},
+    'test_vit4': {},
+}
+ROTARY = timm.list_models(['vit_*_patch16_rope_224', 'vit_*_patch16_rope_*224'])
+RELATIVE = timm.list_models(['vit_relpos_*', 'vit_srelpos_*', 'test_vit_relpos'])
+NO_NEUTRAL_FORM = ('ape', 'cape', 'lape', 'lookhere', 'nope', 'pemix')
+GRAFTABLE = [name for name in timm_sape.list_encodings() if name not in NO_NEUTRAL_FORM]
+
+
+def randomised(model, seed=0):
+    """With parameters away from their initial values, so that a lost or a permuted one shows."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model.eval()
+
+
+def base_model(name, grid=(4, 6), **kwargs):
+    """A timm model of depth 2 for a few patches."""
+    stride = re.search(r'(?:patch|_s)(\d+)', name)
+    size = [n * int(stride[1] if stride else 16) for n in grid]
+    model = randomised(timm.create_model(name, depth=2, img_size=size, num_classes=5, **kwargs))
+    assert model.patch_embed.grid_size == grid
+    return model
+
+
+def images(model, batch=2):
+    torch.manual_seed(1)
+    return torch.randn(batch, 3, *model.patch_embed.img_size)
+
+
+def largest_difference(model, other, x):
+    with torch.no_grad():
+        return (model(x) - other(x)).abs().max().item()
+
+
+def assert_same(grafted, model):
+    """Within 1e-5, or 1e-10 in float64, on images; and not because both ignore them."""
+    x = images(model).to(model.head.weight.dtype)
+    assert largest_difference(grafted, model, x) < (1e-5 if x.dtype == torch.float32 else 1e-10)
+    with torch.no_grad():
+        assert (model(x) - model(x.flip(3))).abs().max() > 1e-3
+
+
+def gates(model):
+    return [p for name, p in model.named_parameters() if name.endswith('gate.weight')]
+
+
+def assert_felt(grafted, model):
+    """Once the gates open, the encodings act; the negative control of `assert_same`."""
+    with torch.no_grad():
+        for name, p in grafted.named_parameters():
+            if '.auto_' in name:
+                p.copy_(torch.randn_like(p) if 'gate' not in name else torch.full_like(p, 0.01))
+    assert largest_difference(grafted, model, images(model).to(model.head.weight.dtype)) > 1e-4
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=['float32', 'float64'])
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_architectures(name, dtype):
+    model = base_model(name, dtype=dtype, **ARCHITECTURES[name])
+    for pos_enc in ('sape2_k', 'rope2d_mixed', 'irpe_qkv'):
+        grafted = timm_sape.graft(model, pos_enc)
+        assert grafted.pos_enc == f'ape+auto_{pos_enc}'
+        assert_same(grafted, model)
+        assert_felt(grafted, model)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=['float32', 'float64'])
+@pytest.mark.parametrize('name', [*ROTARY, *RELATIVE])
+def test_converted(name, dtype):
+    """The rotary ViTs of naver and the relative-position ViTs, as they are and with something grafted on.
+
+    timm computes the tables of both kinds in float32, in a model of float64 too: they differ there by its rounding.
+    """
+    model = base_model(name, dtype=dtype, **SMALL)
+    own = {'ape'} if 'ape' in name else set()
+    own.add('cpb' if 'relpos' in name else 'rope2d_mixed' if 'mixed' in name else 'rope2d')
+    converted = timm_sape.graft(model, 'nope')
+    assert set(converted.pos_enc.split('+')) == own
+    assert largest_difference(converted, model, images(model).to(dtype)) < 1e-5
+    grafted = timm_sape.graft(model, 'sape2_k')
+    assert set(grafted.pos_enc.split('+')) == {*own, 'auto_sape2_k'}
+    assert_same(grafted, converted)
+    assert_felt(grafted, converted)
+
+
+def test_lists_of_converted():
+    assert len(ROTARY) == 12
+    assert len(RELATIVE) == 14
+
+
+def test_converted_trains_as_before():
+    """Rates of dropout are those of the model, its MLP's own included."""
+    kwargs = dict(depth=2, drop_path_rate=0.2, proj_drop_rate=0.1, attn_drop_rate=0.3, drop_rate=0.4)
+    for name in ('vit_relpos_small_patch16_224', 'vit_small_patch16_rope_224'):
+        model = timm.create_model(name, **kwargs)
+        grafted = timm_sape.graft(model, 'nope')
+        rates = [
+            [getattr(m, 'p', getattr(m, 'drop_prob', None)) for m in (
+                net.head_drop, net.blocks[1].attn.attn_drop, net.blocks[1].attn.proj_drop, net.blocks[1].drop_path1,
+                net.blocks[1].mlp.drop1)]
+            for net in (model, grafted)]
+        assert rates[0] == rates[1] and rates[0][1] == 0.3
+    mlp = timm_sape.graft('vit_relpos_small_patch16_224', 'nope', depth=2).blocks[0].attn.encodings['cpb'].mlp
+    assert mlp.drop1.p == 0.125
+
+
+@pytest.mark.parametrize('pos_enc', GRAFTABLE)
+def test_encodings(pos_enc):
+    """Each on one model: neutral, learning from the first step on, and felt afterwards.
+
+    The model pools over all patches. (Where the class token alone is read, a bias between patches of the last layer
+    has no effect.)
+    """
+    model = base_model('test_vit', grid=(3, 5), global_pool='avg')
+    grafted = timm_sape.graft(model, pos_enc)
+    assert grafted.pos_enc == f'ape+auto_{pos_enc}'
+    assert_same(grafted, model)
+    wide = base_model('test_vit', grid=(3, 5), global_pool='avg', dtype=torch.float64)
+    assert_same(timm_sape.graft(wide, pos_enc), wide)
+
+    x, target = images(model, batch=4), torch.tensor([0, 1, 2, 3])
+    optimizer = torch.optim.AdamW(grafted.parameters(), lr=1e-3)
+    new = {name: p for name, p in grafted.named_parameters() if '.auto_' in name}
+    torch.nn.functional.cross_entropy(grafted(x), target).backward()
+    learning = {name for name, p in new.items() if p.grad is not None and p.grad.abs().max() > 0}
+    for encoding in grafted.position_encodings():
+        if '.auto_' in encoding:
+            assert any(name.startswith(f'{encoding}.') for name in learning), f'{encoding} stands still'
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(grafted(x), target).backward()
+    still = {name for name, p in new.items() if p.grad is None or not p.grad.abs().max() > 0}
+    assert not still
+    assert largest_difference(grafted, model, x) > 1e-4
+
+
+def test_a_zero_on_zeros_would_not_learn():
+    """Why the gate of an encoding that starts from zeros stays at 1."""
+    with pytest.raises(ValueError, match="'auto_cope': init=0 on parameters that start at 0 would never learn"):
+        timm_sape.graft('test_vit', 'cope', {'cope': {'init': 0}})
+    assert [gate.item() for gate in gates(timm_sape.graft('test_vit', 'cope', depth=2))] == pytest.approx([0.01, 0.01])
+    assert [gate.item() for gate in gates(timm_sape.graft('test_vit', 'sape2_k', depth=2))] == [0, 0]
+
+
+def test_parts_and_keywords():
+    model = base_model('test_vit')
+    grafted = timm_sape.graft(model, 'sape2+ape+rope2d', {'sape2_k': {'preset': 'equations'}, 'rope2d': {'init': 0.0}})
+    assert grafted.pos_enc == 'ape+auto_rope2d+auto_sape2_k'
+    assert grafted.pos_enc_kwargs == {
+        'auto_rope2d': {'init': 0.0}, 'auto_sape2_k': {'init': 0, 'preset': 'equations'}}
+    assert_same(grafted, model)
+    half_open = timm_sape.graft(model, 'auto_rope2d', {'auto_rope2d': {'init': 0.5}})
+    assert largest_difference(half_open, model, images(model)) > 1e-4
+
+
+def test_a_model_without_a_table():
+    model = base_model('test_vit', pos_embed='none')
+    grafted = timm_sape.graft(model, 'sincos2d')
+    assert grafted.pos_enc == 'auto_sincos2d' and grafted.pos_embed is None
+    assert_same(grafted, model)
+    with pytest.raises(ValueError, match="'ape' cannot be grafted: .* which the base has not"):
+        timm_sape.graft(model, 'ape+sape2_k')
+
+
+def test_model_is_left_alone_and_its_state_is_kept():
+    model = base_model('test_vit', drop_path_rate=0.1)
+    model.reset_classifier(7, 'avg')
+    model.set_input_size((64, 32))
+    model.blocks[0].requires_grad_(False)
+    randomised(model).train().double()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    grafted = timm_sape.graft(model, 'sape2_k')
+    assert grafted.training and grafted.cls_token.dtype == torch.float64
+    assert grafted.num_classes == 7 and grafted.global_pool == 'avg' and grafted.patch_embed.img_size == (64, 32)
+    assert grafted.blocks[1].drop_path1.drop_prob == model.blocks[1].drop_path1.drop_prob > 0
+    for name, p in grafted.named_parameters():
+        frozen = name.startswith('blocks.0.') and '.auto_' not in name
+        assert p.requires_grad is not frozen, name
+    with torch.no_grad():
+        for p in grafted.parameters():
+            p.add_(1)
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert type(model) is timm.models.VisionTransformer
+
+
+@pytest.mark.parametrize('name, kwargs, message', [
+    ('resnet18', {}, 'ResNet cannot be grafted'),
+    ('vit_base_patch16_18x2_224', {}, 'position would have to act inside ParallelThingsBlock'),
+    ('vit_pwee_patch16_reg1_gap_256', {}, 'position would have to act inside ParallelScalingBlock'),
+    ('vit_dwee_patch16_reg1_gap_256', {}, 'position would have to act inside DiffAttention'),
+    ('vit_betwixt_patch16_rope_reg4_gap_256', {}, 'only vit_.*_224 can be converted'),
+    ('eva02_tiny_patch14_224', {}, 'only vit_.*_224 can be converted'),
+    ('vit_small_patch16_rope_224', dict(rope_temperature=50.), 'only vit_.*_224 can be converted'),
+    ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1), 'only vit_.*_224 can be converted'),
+    ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
+    ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
+    ('test_vit_ape', {}, "has its encodings from here already, 'ape'.*pos_enc='ape\\+auto_sape2_k'"),
+])
+def test_refused(name, kwargs, message):
+    depth = {} if name == 'resnet18' else {'depth': 2}
+    with pytest.raises(ValueError, match=message):
+        timm_sape.graft(name, 'sape2_k', **depth, **kwargs)
+
+
+@pytest.mark.parametrize('name', NO_NEUTRAL_FORM)
+def test_encodings_that_are_refused(name):
+    if name in ('ape', 'nope'):  # nothing to add
+        assert timm_sape.graft('test_vit', name, depth=2).pos_enc == 'ape'
+        return
+    with pytest.raises(ValueError, match='no neutral form|is .ape. carried from layer to layer'):
+        timm_sape.graft('test_vit', name, depth=2)
+
+
+def test_changed_models_are_refused():
+    with pytest.raises(ValueError, match='was not made by timm.create_model'):
+        timm_sape.graft(timm.models.VisionTransformer(depth=1, embed_dim=64, num_heads=2), 'sape2_k')
+    model = timm.create_model('test_vit')
+    model.blocks = model.blocks[:2]
+    with pytest.raises(ValueError, match='it lacks blocks.2.*Graft first, and change the model then'):
+        timm_sape.graft(model, 'sape2_k')
+    with pytest.raises(ValueError, match='FeatureGetterNet cannot be grafted'):
+        timm_sape.graft(timm.create_model('test_vit', features_only=True), 'sape2_k')
+    with pytest.raises(ValueError, match='img_size: arguments of timm.create_model are for a name'):
+        timm_sape.graft(timm.create_model('test_vit'), 'sape2_k', img_size=64)
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    ({}, 'vit_graft needs a base'),
+    (dict(base='test_vit'), 'vit_graft needs a base and encodings'),
+    (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "is no model of timm. Did you mean 'vit_small_patch16_224'"),
+    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: .* which the base has already"),
+    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "'cpb' is of the base"),
+    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is no part of"),
+    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'npos': 3}}), "'auto_rope2d' has no keyword"),
+    (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),
+    (dict(base='test_vit', pos_enc='rope2d+rope2d_mixed'), 'two rotations'),
+    (dict(base='test_vit', pos_enc='sape3'), "Unknown position encoding 'sape3'"),
+])
+def test_wrong_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model('vit_graft', **kwargs)
+
+
+# ---- saved, and built again
+
+CONVERTED = ('vit_small_patch16_rope_mixed_ape_224', 'vit_srelpos_small_patch16_224', 'vit_relpos_base_patch16_rpn_224')
+
+
+@pytest.mark.parametrize('name', [*ARCHITECTURES, *CONVERTED])
+def test_saved_and_loaded(name, tmp_path):
+    grafted = timm_sape.graft(base_model(name, **ARCHITECTURES.get(name, SMALL)), 'sape2_k')
+    assert_felt(grafted, copy.deepcopy(grafted))  # that is to say, changes it
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    assert config['architecture'] == 'vit_graft' and config['model_args']['base'] == name
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert type(loaded) is type(grafted) and loaded.pos_enc == grafted.pos_enc
+    x = images(grafted)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), grafted(x))
+    assert get_model_args(loaded) == {**get_model_args(grafted), 'img_size': get_model_args(loaded)['img_size']}
+    with pytest.raises(ValueError, match='cannot be changed to .*auto_cope.* when it is loaded'):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc='cope')
+
+
+def test_loaded_at_another_size(tmp_path):
+    grafted = timm_sape.graft(base_model('test_vit'), 'sape2_k+rpb')
+    assert_felt(grafted, copy.deepcopy(grafted))
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, img_size=(80, 48)).eval()
+    grafted.set_input_size((80, 48))
+    assert largest_difference(loaded, grafted, images(grafted)) < 1e-6
+
+
+def test_weights_from_a_file(tmp_path):
+    """`--pretrained-path` of train.py: weights of a graft, or of its base."""
+    model = base_model('test_vit')
+    grafted = timm_sape.graft(model, 'sape2_k')
+    assert_felt(grafted, model)
+    for name, saved in (('base', model), ('grafted', grafted)):
+        torch.save({'state_dict': saved.state_dict()}, tmp_path / f'{name}.pth')
+        kwargs = dict(
+            pretrained=True, depth=2, img_size=(64, 96), num_classes=5,
+            pretrained_cfg_overlay=dict(file=str(tmp_path / f'{name}.pth'), num_classes=5, input_size=(3, 64, 96)))
+        for loaded in (
+                timm.create_model('vit_graft', base='test_vit', pos_enc='sape2_k', **kwargs),
+                timm.create_model('test_vit_sape2_k_graft', **kwargs)):
+            assert largest_difference(loaded.eval(), saved, images(model)) < 1e-6
+    torch.save({k: v for k, v in grafted.state_dict().items() if 'blocks.1.attn.enc' not in k}, tmp_path / 'base.pth')
+    with pytest.raises(ValueError, match='it lacks blocks.1.attn.encodings.auto_sape2_k'):
+        timm.create_model('vit_graft', base='test_vit', pos_enc='sape2_k', **{
+            **kwargs, 'pretrained_cfg_overlay': dict(file=str(tmp_path / 'base.pth'), num_classes=5)})
+
+
+# ---- the pretrained weights of the base, from a Hub on this machine
+
+DOWNLOAD = """
+import argparse
+import timm
+import torch
+import timm_sape
+torch.set_num_threads(1)
+
+def same(model, base, **kwargs):
+    size = model.patch_embed.img_size
+    x = torch.randn(2, model.in_chans, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), base.eval()(x), rtol=0, atol=1e-5)
+    assert model.pos_enc == 'ape+auto_sape2_k'
+
+plain = timm.create_model('test_vit', pretrained=True)
+assert plain.head.weight.mean() > 0.9  # those of the Hub
+same(timm.create_model('test_vit_sape2_k_graft', pretrained=True), plain)
+same(timm.create_model('test_vit_sape2_k_graft.r160_in1k', pretrained=True), plain)
+same(timm.create_model('vit_graft', base='test_vit', pos_enc='sape2_k', pretrained=True), plain)
+same(timm.create_model('vit_graft', base='test_vit.r160_in1k', pos_enc='sape2_k', pretrained=True), plain)
+same(timm_sape.graft('test_vit.r160_in1k', 'sape2_k', pretrained=True), plain)
+
+# adapted as timm does, head apart, which is new
+kwargs = dict(pretrained=True, num_classes=5, in_chans=1, img_size=(96, 64))
+adapted = timm.create_model('test_vit', **kwargs)
+for name, more in (('test_vit_sape2_k_graft', {}), ('vit_graft', dict(base='test_vit', pos_enc='sape2_k'))):
+    model = timm.create_model(name, **kwargs, **more)
+    model.head.load_state_dict(adapted.head.state_dict())
+    same(model, adapted)
+
+# as train.py and validate.py resolve --model and --model-kwargs
+for name, more in (('test_vit_sape2_k_graft', {}), ('vit_graft', dict(base='test_vit', pos_enc='sape2_k'))):
+    same(timm.create_model(pretrained=True, **timm.models.resolve_model_input_args(name, {}, **more)), plain)
+
+cfg = timm.create_model('test_vit_sape2_k_graft').pretrained_cfg
+assert cfg['hf_hub_id'] == 'timm/test_vit.r160_in1k' and cfg['architecture'] == 'test_vit_sape2_k_graft'
+try:
+    timm.create_model('vit_tiny_sape2_k_graft.augreg_in21k', pretrained=True)
+except OSError as e:
+    print(type(e).__name__)
+"""
+
+
+def test_pretrained_weights_of_the_base(tmp_path):
+    torch.manual_seed(0)
+    base = timm.create_model('test_vit')
+    torch.nn.init.ones_(base.head.weight)
+    with serve(token='secret') as hub:
+        hub.repos['timm/test_vit.r160_in1k'] = {'private': False, 'commits': {}, 'branches': {}}
+        hub.commit('timm/test_vit.r160_in1k', {'model.safetensors': save(base.state_dict())})
+        env = {k: v for k, v in os.environ.items() if not k.startswith('HF_') and not k.lower().endswith('_proxy')}
+        env.update(
+            HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / 'cache'), HF_HUB_DISABLE_XET='1', HF_HUB_DISABLE_TELEMETRY='1',
+            PYTHONPATH=os.pathsep.join([str(Path(timm_sape.__file__).parents[1]), env.get('PYTHONPATH', '')]))
+        done = subprocess.run([sys.executable, '-c', DOWNLOAD], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ['RepositoryNotFoundError']
+
+
+def test_entrypoints_have_the_tags_of_their_bases():
+    for name in timm.list_models('*_graft', exclude_filters=['vit_graft']):
+        size = name.split('_')[1] if name.startswith('vit') else None
+        base = f'vit_{size}_patch16_224' if size else 'test_vit'
+        ours, theirs = ({
+            cfg.tag: (cfg.hf_hub_id, cfg.mean, cfg.num_classes, cfg.custom_load)
+            for cfg in timm.models.get_arch_pretrained_cfgs(arch).values()} for arch in (name, base))
+        assert ours == theirs and len(ours) >= 1
+        assert list(ours) == list(theirs)  # the default tag is the same

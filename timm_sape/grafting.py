@@ -1,0 +1,428 @@
+"""Grafting: an encoding on a pretrained timm ViT, which changes none of its outputs until it has learned to.
+
+    model = timm_sape.graft('vit_small_patch16_224.augreg_in21k_ft_in1k', 'sape2_k', pretrained=True)
+
+The ViT keeps its weights and its own position encoding (timm's table is `ape`). What is added stands behind a learned
+gate at 0, as `auto_<name>`, so that the model above is `ape+auto_sape2_k`. Where an encoding starts from zeros by
+itself its gate stays at 1, because of two zeros in a row neither would ever learn.
+
+Three kinds of models can be grafted:
+
+    timm's VisionTransformer, and its distilled one      any `vit_*`, `deit*`, ... of these classes, as it is
+    the rotary ViTs of naver                             converted: their rotation becomes `rope2d` or `rope2d_mixed`
+    the relative-position ViTs                           converted: their MLP becomes `cpb` with mode='cr'
+
+The result is named by `vit_graft`, which builds the base by timm's own entrypoint, so that what timm saves of it (a
+folder, a repository on the Hub) is enough to build it again.
+"""
+import difflib
+import inspect
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
+
+import timm
+import torch
+import torch.nn as nn
+from timm.layers import (
+    Attention,
+    AttentionRope,
+    Mlp,
+    RelPosMlp,
+    RotaryEmbeddingCat,
+    RotaryEmbeddingMixed,
+    get_device_dtype,
+)
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_arch_pretrained_cfgs,
+    get_model_args,
+    get_pretrained_cfg,
+    is_model,
+    register_model,
+    resolve_pretrained_cfg,
+    split_model_name_tag,
+)
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
+
+from . import checkpoints
+from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
+from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
+from .encodings.registry import AUTO
+from .vit_pos_enc import VisionTransformerPosEnc
+
+__all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
+
+
+class VisionTransformerDistilledPosEnc(VisionTransformerPosEnc, VisionTransformerDistilled):
+    """timm's distilled DeiT with any set of position encodings. Made by grafting only."""
+
+    def prefix_tokens(self) -> List[nn.Parameter]:
+        return [self.cls_token, self.dist_token]
+
+
+OURS: Dict[Type[nn.Module], Type[nn.Module]] = {
+    VisionTransformer: VisionTransformerPosEnc,
+    VisionTransformerDistilled: VisionTransformerDistilledPosEnc,
+    Block: PosEncBlock,
+    ResPostBlock: PosEncResPostBlock,
+    Attention: PosEncAttention,
+}
+
+Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
+SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # where a config says that weights are
+
+
+def graft(
+        model: Union[str, nn.Module],
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
+        **kwargs,
+) -> VisionTransformerPosEnc:
+    """Add position encodings to a timm ViT without changing what it computes.
+
+    Args:
+        model: A model that `timm.create_model` has made, which is left as it is, or the name of one, with or without a
+            tag, `hf-hub:` and `local-dir:` included.
+        pos_enc: Names of encodings joined by `+`. Each gets a gate at the start of which the model computes what it
+            did: `'rope2d'` is `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing, which converts a model.
+        pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. Another `init` than that is
+            taken at its word.
+        kwargs: For `timm.create_model`, if `model` is a name: `pretrained=True`, `num_classes`, `img_size`, ...
+
+    Returns:
+        A new model on the same device, in the same dtype and mode, with copies of the weights.
+
+    Raises:
+        ValueError: If the model cannot be grafted, or was changed after timm had made it; if an encoding has no neutral
+            form (`lookhere`, `cape`, `pemix`) or cannot stand beside the model's own.
+    """
+    if isinstance(model, str):
+        model = timm.create_model(model, **kwargs)
+    elif kwargs:
+        raise ValueError(
+            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model are for a name; the model given here is made '
+            'already.')
+    if isinstance(model, VisionTransformerPosEnc):
+        raise ValueError(_is_ours(model, pos_enc))
+    _check_kind(model)
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    if not is_model(cfg.get('architecture') or ''):
+        raise ValueError(
+            f'This {type(model).__name__} was not made by timm.create_model, so it has no name by which a saved graft '
+            'could be built again. Make it by timm.create_model, and load its weights into that.')
+
+    args = {**getattr(model, '_model_args', {}), **get_model_args(model)}
+    grafted = timm.create_model(
+        'vit_graft',
+        pretrained_cfg=dict(cfg, architecture='vit_graft'),
+        **{**args, **get_device_dtype(model), 'base': cfg['architecture'], 'pos_enc': pos_enc},
+        pos_enc_kwargs=pos_enc_kwargs,
+    )
+    weights = checkpoints.from_timm(model.state_dict(), grafted)
+    report = checkpoints.misfit(weights, {**grafted.state_dict()}, ignore=tuple(_added(grafted)))
+    if report:
+        raise ValueError(
+            f'The model is not what timm.create_model({cfg["architecture"]!r}) makes with the arguments that it was '
+            f'made with: {report}. Graft first, and change the model then.')
+    grafted.load_state_dict(weights, strict=False)
+    trained = dict(model.named_parameters())
+    for name, p in grafted.named_parameters():
+        p.requires_grad_(trained[name].requires_grad if name in trained else True)
+    return grafted.train(model.training)
+
+
+def _is_ours(model: VisionTransformerPosEnc, pos_enc: str) -> str:
+    name = model.pretrained_cfg['architecture'] if hasattr(model, 'pretrained_cfg') else type(model).__name__
+    return (
+        f'{name} has its encodings from here already, {model.pos_enc!r}. Create it with the further one behind a gate, '
+        f"pos_enc='{model.pos_enc}+{AUTO}{pos_enc}', pos_enc_kwargs={{'{AUTO}{pos_enc}': {{'init': 0}}}}, and load its "
+        'weights by load_state_dict(..., strict=False).')
+
+
+def _added(model: VisionTransformerPosEnc) -> List[str]:
+    """Names of the entries that the grafted encodings have in the state dict."""
+    added = [f'encodings.{part}.' for part in model.pos_enc.split('+') if is_auto(part)]
+    return [name for name in model.state_dict() if any(part in name for part in added)]
+
+
+def _check_kind(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: If the model cannot be grafted, with the reason.
+    """
+    what = f'{type(model).__name__} cannot be grafted'
+    if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, Eva)):
+        raise ValueError(f"{what}: it is none of timm's VisionTransformer, nor one of its rotary or relative ViTs.")
+    blocks = {type(block) for block in model.blocks}
+    if isinstance(model, VisionTransformer):
+        layers = {type(getattr(block, 'attn', None)) for block in model.blocks}
+        if type(model) not in OURS or not blocks <= {Block, ResPostBlock} or layers != {Attention}:
+            kinds = sorted(kind.__name__ for kind in {type(model), *blocks, *layers} - OURS.keys() - {type(None)})
+            raise ValueError(f'{what}: position would have to act inside {" and ".join(kinds)}, which is not rebuilt.')
+        return
+    if isinstance(model, VisionTransformerRelPos):
+        mlps = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks)]
+        if any(mlp is not None and not (isinstance(mlp, RelPosMlp) and mlp.mode == 'cr') for mlp in mlps):
+            raise ValueError(f"{what}: only its log-coordinate MLP (rel_pos_type='mlp') has a counterpart, 'cpb'.")
+        return
+    rope, attn, mlp = model.rope, model.blocks[0].attn, model.blocks[0].mlp
+    is_axial = type(rope) is RotaryEmbeddingCat and rope.temperature == 100 and rope.ref_feat_shape is None and (
+        rope.grid_offset == 0 and not rope.in_pixels)
+    is_rotary = (is_axial or type(rope) is RotaryEmbeddingMixed) and rope.grid_indexing == 'xy' and not rope.aug_active
+    is_plain = isinstance(attn, AttentionRope) and type(mlp) is Mlp and not attn.rotate_half and (
+        attn.qkv is not None and model.reg_token is None and attn.gate is None)
+    norms = (model.norm_pre, mlp.norm, attn.norm, attn.q_norm, attn.k_norm) if is_plain else ()
+    if not is_rotary or not is_plain or not all(isinstance(norm, nn.Identity) for norm in norms):
+        raise ValueError(f'{what}: of this class only vit_*_patch16_rope[_mixed][_ape]_224 can be converted.')
+
+
+def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any]) -> VisionTransformer:
+    """timm's VisionTransformer of the shape of a model of another class, which `kwargs` were given for."""
+    block = model.blocks[0]
+    layer_scale = block if isinstance(model, Eva) or isinstance(block, ResPostRelPosBlock) else block.ls1
+    args = dict(
+        img_size=model.patch_embed.img_size,
+        patch_size=model.patch_embed.patch_size,
+        in_chans=model.in_chans,
+        num_classes=model.num_classes,
+        global_pool=model.global_pool,
+        embed_dim=model.embed_dim,
+        depth=len(model.blocks),
+        num_heads=block.attn.num_heads,
+        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        qkv_bias=block.attn.qkv.bias is not None,
+        qk_norm=not isinstance(block.attn.q_norm, nn.Identity),
+        init_values=getattr(layer_scale, 'init_values', None),
+        class_token=model.cls_token is not None,
+        no_embed_class=getattr(model, 'no_embed_class', False),
+        fc_norm=not isinstance(model.fc_norm, nn.Identity),
+        norm_layer=partial(type(block.norm1), eps=block.norm1.eps),
+        block_fn=ResPostBlock if isinstance(block, ResPostRelPosBlock) else Block,
+        **get_device_dtype(model),
+    )
+    accepted = inspect.signature(VisionTransformer.__init__).parameters.keys() - args.keys()
+    return VisionTransformer(**args, **{k: v for k, v in kwargs.items() if k in accepted})
+
+
+def _own_encodings(model: nn.Module) -> Parts:
+    """The position that a timm model has by itself."""
+    own: Parts = {} if getattr(model, 'pos_embed', None) is None else {'ape': {}}
+    if isinstance(model, Eva):
+        own['rope2d_mixed' if model.rope_mixed else 'rope2d'] = {}
+    elif isinstance(model, VisionTransformerRelPos):
+        mlp = (model.shared_rel_pos or model.blocks[0].attn.rel_pos).mlp
+        own['cpb'] = {'mode': 'cr', 'hidden': mlp.fc1.out_features, 'drop': mlp.drop1.p}
+    return own
+
+
+def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Parts:
+    """The encodings of a grafted model: its own, and those asked for behind gates.
+
+    Raises:
+        ValueError: If a part has no neutral form, has other keywords than the model's own one of this name, or cannot
+            stand beside it.
+    """
+    for name in pos_enc.split('+') if isinstance(pos_enc, str) else ():
+        plain = name.strip().removeprefix(AUTO)
+        if get_encoding(plain).gate_init is None and plain != 'nope':
+            raise ValueError(
+                f'{plain!r} cannot be grafted: it has no neutral form to start from. Train a model with it from '
+                'scratch.')
+
+    def placed(name: str) -> str:
+        """Where in the grafted model a part is found, which may be spelled as an alias, with or without a gate."""
+        plain, = (part.removeprefix(AUTO) for part in parse_pos_enc(name))
+        return plain if plain in own else AUTO + plain
+
+    parts = {name: dict(keywords) for name, keywords in own.items()}
+    for name in parse_pos_enc(pos_enc).keys() - {'nope'}:
+        if is_auto(name) and placed(name) in own or name == 'ape' and name not in own:
+            raise ValueError(
+                f"{name!r} cannot be grafted: 'ape' is timm's own table, which the base has "
+                f"{'already' if own else 'not'}. Leave it out.")
+        if placed(name) not in own:
+            parts[placed(name)] = {} if get_encoding(name).gate_init == 1 else {'init': 0}
+    given = dict(pos_enc_kwargs or {})
+    for name, keywords in given.items():
+        part = placed(name)
+        if part in own and {**encoding_keywords(part), **own[part], **keywords} != {
+                **encoding_keywords(part), **own[part]}:
+            raise ValueError(f'pos_enc_kwargs: {part!r} is of the base, with {own[part]}. Leave it out.')
+        if part not in parts:
+            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
+        parts[part] = {**parts[part], **keywords}
+    return parse_pos_enc('+'.join(parts) or 'nope', parts)
+
+
+def _adopt(
+        model: nn.Module,
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
+        ref_grid_size: Optional[Tuple[int, int]],
+        kwargs: Dict[str, Any],
+) -> VisionTransformerPosEnc:
+    """Make a model fresh from timm ours: the modules are timm's, their classes ours, as FSDP makes a module its own."""
+    _check_kind(model)
+    own = _own_encodings(model)
+    vit = model if isinstance(model, VisionTransformer) else _rebuilt(model, kwargs)
+    parts = _merge(own, pos_enc, pos_enc_kwargs)
+    for module in (vit, *vit.blocks, *(block.attn for block in vit.blocks)):
+        module.__class__ = OURS[type(module)]
+    vit._set_encodings(parts, ref_grid_size)
+    if vit is not model:
+        vit.load_state_dict({**vit.state_dict(), **checkpoints.from_timm(model.state_dict(), vit)})
+    return vit
+
+
+def _filter(
+        state_dict: Dict[str, torch.Tensor],
+        model: VisionTransformerPosEnc,
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+) -> Dict[str, torch.Tensor]:
+    """`filter_state_dict`, which takes the weights of the base too."""
+    state_dict = checkpoints.unwrap(state_dict)
+    added = _added(model)
+    if not any(name in state_dict for name in added):
+        own = model.state_dict()
+        state_dict = {**state_dict, **{name: own[name] for name in added}}
+    return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
+
+
+def _create(
+        variant: str,
+        base: str,
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
+        pretrained: bool = False,
+        pretrained_cfg: Optional[Union[str, Dict[str, Any], PretrainedCfg]] = None,
+        pretrained_cfg_overlay: Optional[Dict[str, Any]] = None,
+        cache_dir: Optional[str] = None,
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+        **kwargs,
+) -> VisionTransformerPosEnc:
+    """Build a grafted model by timm's builder.
+
+    Weights come from the base's own source, by its own entrypoint; but where the caller names a source (a saved model,
+    an overlay), from that, which may hold a grafted model or its base.
+    """
+    name, _ = split_model_name_tag(base)
+    if not is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models())
+        hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
+        raise ValueError(f'base={base!r} is no model of timm. {hint}')
+    cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
+    if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
+        base = f'{name}.{cfg.tag}'  # our tags are those of the base
+    base_cfg = get_pretrained_cfg(base) or PretrainedCfg()
+    if not cfg.has_weights:
+        cfg = replace(base_cfg, architecture=variant)
+    cfg = resolve_pretrained_cfg(variant, cfg, pretrained_cfg_overlay)
+    is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
+
+    saved = kwargs.get('pretrained_model_args') or {}
+    if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
+        pos_enc_kwargs = None  # timm hands down the saved ones, whatever pos_enc was asked for
+
+    def build(**kwargs) -> VisionTransformerPosEnc:
+        model = timm.create_model(
+            name,
+            pretrained=pretrained and not is_own_source,
+            pretrained_cfg=replace(cfg, architecture=name),
+            cache_dir=cache_dir,
+            **kwargs,
+        )
+        vit = _adopt(model, pos_enc, pos_enc_kwargs, ref_grid_size, kwargs)
+        checkpoints.refuse_other_encoding(variant, {
+            'pretrained_model_args': saved, 'pos_enc': vit.pos_enc, 'pos_enc_kwargs': vit.pos_enc_kwargs})
+        return vit
+
+    with checkpoints.readable_errors(variant):
+        return build_model_with_cfg(
+            build,
+            variant,
+            pretrained and is_own_source,
+            pretrained_cfg=cfg,
+            pretrained_filter_fn=partial(_filter, ref_grid_size=ref_grid_size),
+            cache_dir=cache_dir,
+            feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+            **kwargs,
+        )
+
+
+# Entrypoints vit_{size}_{encoding}_graft, with the tags of the plain ViTs that they are grafted onto.
+BASES = {
+    'vit_tiny': 'vit_tiny_patch16_224',
+    'vit_small': 'vit_small_patch16_224',
+    'vit_base': 'vit_base_patch16_224',
+    'vit_large': 'vit_large_patch16_224',
+    'test_vit': 'test_vit',
+}
+ENCODINGS = ('cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'shaw')
+
+
+def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
+    """The base's configs under our name; `hf_hub_id` is the base's own, in full."""
+    cfgs = {key: cfg.to_dict() for key, cfg in get_arch_pretrained_cfgs(base).items()}
+    return {
+        f'{name}.{cfg["tag"]}': {key: value for key, value in cfg.items() if key not in ('architecture', 'tag')}
+        for cfg in cfgs.values()}
+
+
+def _names() -> Dict[str, Tuple[str, str]]:
+    return {f'{size}_{encoding}_graft': (base, encoding) for size, base in BASES.items() for encoding in ENCODINGS}
+
+
+default_cfgs = generate_default_cfgs({
+    'vit_graft': {},  # that of its base, known only when it is made
+    **{key: cfg for name, (base, _) in _names().items() for key, cfg in _cfgs(name, base).items()},
+})
+
+
+@register_model
+def vit_graft(
+        pretrained: bool = False,
+        base: str = '',
+        pos_enc: str = '',
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
+        **kwargs,
+) -> VisionTransformerPosEnc:
+    """A timm ViT with further position encodings behind gates; see `graft`.
+
+    Args:
+        pretrained: Load the weights of the base, or those of a saved graft, or of the source that
+            `pretrained_cfg_overlay` names, which may be either.
+        base: Name of a timm model, with or without a tag, e.g. `'vit_small_patch14_reg4_dinov2.lvd142m'`.
+        pos_enc: As for `graft`.
+        pos_enc_kwargs: As for `graft`.
+        kwargs: For the base's entrypoint, and all else that `timm.create_model` takes.
+
+    Raises:
+        ValueError: As `graft`.
+    """
+    if not base or not pos_enc:
+        raise ValueError(
+            "vit_graft needs a base and encodings to add to it: timm.create_model('vit_graft', "
+            "base='vit_small_patch16_224', pos_enc='sape2_k'); for scripts --model-kwargs base=... pos_enc=...")
+    return _create('vit_graft', base, pos_enc, pos_enc_kwargs, pretrained=pretrained, **kwargs)
+
+
+def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., VisionTransformerPosEnc]:
+    def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+        return _create(name, base, **{'pos_enc': encoding, **kwargs}, pretrained=pretrained)
+
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__doc__ = (
+        f"timm's `{base}` with {encoding!r} grafted onto it, its gate built in, and the pretrained tags of that model."
+        '\n\nArguments are those of `vit_graft` but for `base`.')
+    return entrypoint
+
+
+for _name, (_base, _encoding) in _names().items():
+    setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _base, _encoding)))
