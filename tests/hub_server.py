@@ -1,18 +1,21 @@
 """A stand-in for the Hugging Face Hub on this machine, in memory, for tests.
 
-It speaks what `timm.models.push_to_hf_hub` and `timm.create_model('hf-hub:...')` need of the Hub's HTTP API: creating a
-repository, committing regular and LFS files, asking for files and downloading them. Models only; plain uploads only, so
-clients need `HF_HUB_DISABLE_XET=1`.
+It speaks what `timm_sape.hub`, `timm.models.push_to_hf_hub`, `timm.create_model('hf-hub:...')` and transformers need of
+the Hub's HTTP API: creating repositories and branches, committing regular and LFS files, asking for files and
+downloading them, whole or from some byte on. Models only; plain uploads only, so clients need `HF_HUB_DISABLE_XET=1`.
 
     with serve(token='secret') as hub:
         ...  # clients run with HF_ENDPOINT=hub.url and HF_TOKEN=secret
         hub.files('user/name')
+        hub.faults['model.safetensors'] = ['reset']  # what goes wrong with the next downloads of such files
 """
 import base64
 import contextlib
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -28,9 +31,12 @@ class Hub:
     """All repositories and what has been asked for.
 
     Attributes:
-        repos: For each repository, `private`, the files of each commit by its hash, and the `head`.
+        repos: For each repository, `private`, the files of each commit by its hash, and the newest of each branch.
         large: LFS files by their SHA-256.
         requests: (method, path, status) of each request, in order.
+        faults: By path of a file, what goes wrong with the next GETs of it, one after the other. `reset`: the
+            connection is reset after half of the file; `close`: it is closed there; `short`: half of the file, as if
+            it were all; `tamper`: a bit is flipped.
     """
 
     def __init__(self, token):
@@ -40,20 +46,22 @@ class Hub:
         self.large = {}
         self.announced = set()  # LFS files that an owner has asked to upload
         self.requests = []
+        self.faults = {}
         self.lock = threading.Lock()
 
-    def files(self, repo_id):
+    def files(self, repo_id, branch='main'):
         """Content of the newest commit by path."""
         repo = self.repos[repo_id]
-        return repo['commits'][repo['head']]
+        return repo['commits'][repo['branches'][branch]]
 
-    def commit(self, repo_id, files):
+    def commit(self, repo_id, files, branch='main'):
         repo = self.repos[repo_id]
         content = [(path, hashlib.sha256(data).hexdigest()) for path, data in sorted(files.items())]
-        parent = repo.get('head')
-        repo['head'] = hashlib.sha1(json.dumps([parent, content]).encode()).hexdigest()
-        repo['commits'][repo['head']] = files
-        return repo['head']
+        parent = repo['branches'].get(branch)
+        commit = hashlib.sha1(json.dumps([parent, content]).encode()).hexdigest()
+        repo['branches'][branch] = commit
+        repo['commits'][commit] = files
+        return commit
 
 
 def etag(path, data):
@@ -70,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def answer(self, status=200, body=b'', **headers):
+    def answer(self, status=200, body=b'', breaks_off='', **headers):
         """Send bytes, or anything else as JSON. Underscores in the names of headers stand for dashes."""
         if not isinstance(body, bytes):
             body, headers = json.dumps(body).encode(), {'Content_Type': 'application/json', **headers}
@@ -80,7 +88,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace('_', '-'), str(value))
         self.end_headers()
         if self.command != 'HEAD':
-            self.wfile.write(body)
+            self.wfile.write(body[:len(body) // 2] if breaks_off else body)
+        if breaks_off:
+            self.close_connection = True
+        if breaks_off == 'reset':  # no farewell: whoever reads meets an error of the system
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+            self.connection.close()
 
     def read_body(self):
         if self.headers.get('Transfer-Encoding') != 'chunked':
@@ -118,15 +131,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def revision(self, repo_id, name):
         """The repository and the hash of the commit that `name` stands for."""
+        if self.headers.get('Authorization') and not self.owned():  # even where none is needed
+            raise Refusal(401, 'Unauthorized', 'Invalid credentials in Authorization header')
         repo = self.hub.repos.get(repo_id)
         if repo is None or repo['private'] and not self.owned():
             raise Refusal(404, 'RepoNotFound', 'Repository not found')
-        commit = repo['head'] if name == 'main' else name
+        commit = repo['branches'].get(name, name)
         if commit not in repo['commits']:
             raise Refusal(404, 'RevisionNotFound', f'Invalid rev id: {name}')
         return repo, commit
 
     # ---- writing
+
+    def whoami(self, body):
+        self.require_token()
+        self.answer(200, {'type': 'user', 'name': 'someone'})
 
     def create_repo(self, body):
         self.require_token()
@@ -136,9 +155,17 @@ class Handler(BaseHTTPRequestHandler):
         if repo_id in self.hub.repos:
             return self.answer(409, {'error': 'You already created this model repo', **url})
         private = bool(given.get('private')) or given.get('visibility') == 'private'
-        self.hub.repos[repo_id] = {'private': private, 'commits': {}}
+        self.hub.repos[repo_id] = {'private': private, 'commits': {}, 'branches': {}}
         self.hub.commit(repo_id, {})
         self.answer(200, url)
+
+    def create_branch(self, body, repo_id, name):
+        self.require_token()
+        repo, commit = self.revision(repo_id, 'main')
+        if name in repo['branches']:
+            raise Refusal(409, 'Conflict', 'Reference already exists')
+        repo['branches'][name] = commit
+        self.answer(200)
 
     def check_card(self, body):
         assert json.loads(body)['repoType'] == 'model'
@@ -193,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
                 files[value['path']] = self.hub.large[value['oid']]
             elif kind != 'header':
                 raise Refusal(501, 'NotImplemented', f'This stand-in has no {kind} in commits')
-        commit = self.hub.commit(repo_id, files)
+        commit = self.hub.commit(repo_id, files, revision)
         self.answer(200, {'commitOid': commit, 'commitUrl': f'{self.hub.url}/{repo_id}/commit/{commit}'})
 
     # ---- reading
@@ -210,12 +237,25 @@ class Handler(BaseHTTPRequestHandler):
         data = repo['commits'][commit].get(path)
         if data is None:
             raise Refusal(404, 'EntryNotFound', 'Entry not found')
-        self.answer(200, data, X_Repo_Commit=commit, ETag=f'"{etag(path, data)}"')
+        headers = {'X_Repo_Commit': commit, 'ETag': f'"{etag(path, data)}"'}
+        faults = self.hub.faults.get(path)
+        fault = faults.pop(0) if faults and self.command == 'GET' else ''
+        if fault == 'short':
+            data = data[:len(data) // 2]
+        elif fault == 'tamper':
+            data = data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
+        start = re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range', ''))  # a client that goes on
+        if start:
+            headers['Content_Range'] = f'bytes {start[1]}-{len(data) - 1}/{len(data)}'
+            return self.answer(206, data[int(start[1]):], **headers)
+        self.answer(200, data, fault if fault in ('reset', 'close') else '', **headers)
 
 
 MODEL = r'([\w.-]+/[\w.-]+)'
 ROUTES = (
+    ('GET', '/api/whoami-v2', Handler.whoami),
     ('POST', '/api/repos/create', Handler.create_repo),
+    ('POST', f'/api/models/{MODEL}/branch/([^/]+)', Handler.create_branch),
     ('POST', '/api/validate-yaml', Handler.check_card),
     ('POST', f'/api/models/{MODEL}/preupload/([^/]+)', Handler.announce_files),
     ('POST', f'/{MODEL}[.]git/info/lfs/objects/batch', Handler.announce_large),

@@ -26,6 +26,8 @@ MODELS = {  # by repository: an entrypoint and its keywords
         pos_enc_kwargs={'sape2': {'preset': 'equations', 'bias_scale': 'learned', 'bias_init': -0.5}},
     )),
     'someone/rotary': ('test_vit_ape', dict(pos_enc='rope2d_mixed', img_size=64, reg_tokens=2, init_values=0.1)),
+    'someone/grafted': ('vit_graft', dict(
+        base='deit_tiny_distilled_patch16_224', pos_enc='sape2_k+rope2d', img_size=[48, 80], depth=2, num_classes=3)),
 }
 
 START = """
@@ -145,6 +147,7 @@ def test_pulling_as_another_encoding_is_refused(exchange):
     assert len(lines) == len(MODELS)
     assert 'ape+sape2_k' in lines[0] and 'cannot be changed to rope2d' in lines[0]
     assert 'trained with pos_enc rope2d_mixed, which cannot be changed to rope2d ' in lines[1]
+    assert 'ape+auto_rope2d+auto_sape2_k' in lines[2] and 'cannot be changed to ape+auto_rope2d' in lines[2]
 
 
 def test_reader_without_the_import_meets_timms_error(exchange):

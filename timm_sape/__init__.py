@@ -2,7 +2,7 @@
 
 `import timm_sape` registers the models: `timm.create_model('vit_small_sape2_k')`.
 """
-from . import functional
+from . import functional, hub
 from .encodings import (
     CoordinateEncoding,
     FixedEncoding,
@@ -38,6 +38,7 @@ __all__ = [
     'functional',
     'get_encoding',
     'graft',
+    'hub',
     'list_encodings',
     'register_encoding',
 ]

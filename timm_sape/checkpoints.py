@@ -268,9 +268,11 @@ def readable_errors(variant: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as e:
-        frames = (frame for frame, _ in traceback.walk_tb(e.__traceback__))
+        calls = [(f.f_code.co_name, f.f_globals.get('__name__', '')) for f, _ in traceback.walk_tb(e.__traceback__)]
+        if any(module.startswith('huggingface_hub') for _, module in calls):
+            raise  # of the network, not of the file
         readers = ('load_state_dict', 'load_state_dict_from_path', 'load_state_dict_from_hf')
-        if any(f.f_code.co_name in readers and f.f_globals['__name__'].startswith('timm.models') for f in frames):
+        if any(name in readers and module.startswith('timm.models') for name, module in calls):
             raise ValueError(
                 f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
         raise
