@@ -1,8 +1,6 @@
 """What the contract tests share: small models of any encoding on odd grids, and encodings of a third party."""
-import os
 import zlib
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import timm
 import torch
@@ -58,13 +56,6 @@ def awaken(model):
         else:
             p.copy_(noise * (0.5 if p.ndim == 3 else p[0].numel() ** -0.5))  # 3-D: tokens and pos_embed
     return model
-
-
-@contextmanager
-def backend(name):
-    """What users do with `TIMM_SAPE_BACKEND`."""
-    with patch.dict(os.environ, {'TIMM_SAPE_BACKEND': name}):
-        yield
 
 
 class Maker:

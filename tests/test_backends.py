@@ -11,11 +11,12 @@ import torch.nn as nn
 
 import references
 import timm_sape
-from common import Maker, backend
+from common import Maker
 from references import assert_near
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops import backend as selection
+from timm_sape.ops.backend import using_backend
 from timm_sape.ops.codes import _axis_codes
 from timm_sape.ops.distances import _distance_attention
 from timm_sape.ops.distances_triton import _attention as _triton_attention
@@ -341,10 +342,10 @@ def test_automatic(monkeypatch):
 
 
 def test_argument_before_variable_before_automatic():
-    with backend('reference'):
+    with using_backend('reference'):
         assert chosen() == 'reference'
         assert chosen('torch') == 'torch'
-    with backend(''):
+    with using_backend(''):
         assert chosen() == 'torch'
 
 
@@ -359,7 +360,7 @@ def test_no_silent_way_out(requested, kwargs, text):
     with pytest.raises(ValueError, match=text):
         chosen(requested, **kwargs)
     text = text.replace('backend=', 'TIMM_SAPE_BACKEND')
-    with backend(requested), pytest.raises(ValueError, match=text):
+    with using_backend(requested), pytest.raises(ValueError, match=text):
         chosen(**kwargs)
 
 
@@ -392,7 +393,7 @@ def test_models_say_what_only_the_reference_has(kwargs, call, text):
     make_model = Maker(kwargs.pop('pos_enc', 'sape2_k'))
     model = make_model(**kwargs).train()
     model(make_model.images(), **call)
-    with backend('torch'), pytest.raises(ValueError, match=f'only the reference has {text}'):
+    with using_backend('torch'), pytest.raises(ValueError, match=f'only the reference has {text}'):
         model(make_model.images(), **call)
 
 
@@ -409,7 +410,7 @@ def test_models_by_every_backend(pos_enc, name):
     results = []
     for chosen_backend in ('reference', name):
         model = make_model().double()
-        with backend(chosen_backend):
+        with using_backend(chosen_backend):
             loss = model(x).square().sum()
             loss.backward()
         results.append((loss, [p.grad for p in model.parameters()]))
@@ -420,7 +421,7 @@ def test_models_by_every_backend(pos_enc, name):
 
 def test_exported_graphs_have_no_operator_of_ours():
     make_model = Maker('ape+sape2_k')
-    with backend('torch'):
+    with using_backend('torch'):
         program = torch.export.export(make_model(), (make_model.images(),))
     targets = [str(node.target) for node in program.graph.nodes if node.op == 'call_function']
     assert targets and not [t for t in targets if 'timm_sape' in t]
@@ -454,7 +455,7 @@ def train(name, steps, jitter=False):
             weight = block.attn.qkv.weight.data[:32]
             weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
     losses = []
-    with backend(name):
+    with using_backend(name):
         for _ in range(steps):
             y = torch.randint(4, (16,), generator=generator)
             x = torch.randn(16, 3, 32, 32, generator=generator) + 0.3 * patterns[y]

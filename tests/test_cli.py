@@ -127,6 +127,22 @@ def test_configs_overwrites_nothing_unless_forced(tmp_path, capsys):
     assert not list(tmp_path.glob('.*'))  # no temporary directory is left
 
 
+def test_configs_interrupted(tmp_path, monkeypatch):
+    (tmp_path / 'smoke').mkdir()
+    copied = []
+
+    def interrupted(source, path):
+        copied.append(path)
+        path.write_text('half')
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr('shutil.copyfile', interrupted)
+    assert main(['configs', str(tmp_path)]) == 130
+    assert len(copied) == 3 and not [path for path in tmp_path.rglob('*') if not path.is_dir()]
+    assert not list(tmp_path.rglob('.*'))
+
+
 def test_configs_into_a_file(tmp_path, capsys):
     target = tmp_path / 'file'
     target.touch()
@@ -151,6 +167,9 @@ def test_wrong_usage(args, capsys):
     assert 'usage: timm-sape' in capsys.readouterr().err
 
 
+SMALL = ['--repeats', '1', '--batch-size', '2', '--model', 'test_vit_nope']
+
+
 def read_csv(path):
     lines = path.read_text().splitlines()
     assert lines[0].startswith('# ') and 'torch' in lines[0]
@@ -160,8 +179,8 @@ def read_csv(path):
 def test_bench_sape2(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 2), 36: (1, 1)})
     assert main([
-        'bench', 'sape2', '--repeats', '1', '--batch-size', '2', '--settings', '32/4', '--model', 'test_vit_nope',
-        '--backends', 'reference', 'torch', '--output', str(tmp_path / 'cost.csv')]) == 0
+        'bench', 'sape2', *SMALL, '--settings', '32/4', '--backends', 'reference', 'torch',
+        '--output', str(tmp_path / 'cost.csv'), '--plot', str(tmp_path / 'memory.svg')]) == 0
     rows = read_csv(tmp_path / 'cost.csv')
     assert [(row['n'], row['backend']) for row in rows] == [
         (n, name) for n in ('16', '36') for name in ('plain', 'appendix', 'reference', 'torch')]
@@ -173,7 +192,61 @@ def test_bench_sape2(tmp_path, capsys, monkeypatch):
     models = read_csv(tmp_path / 'cost-models.csv')
     assert [(row['pos_enc'], row['backend']) for row in models] == [
         ('ape+sape2_k', 'reference'), ('ape+sape2_k', 'torch'), ('ape+sape2sq_k', '')]
+    saved = [float(row['saved_ratio']) for row in models]
+    assert saved[0] > saved[2] > saved[1] > 0.9  # who stores everything, who stores further channels, who nothing
     assert '| ape+sape2_k | torch |' in capsys.readouterr().out
+    assert 'appendix' in (tmp_path / 'memory.svg').read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['cost-models.csv', 'cost.csv', 'memory.svg']
+
+
+def test_bench_encodings(tmp_path, capsys):
+    output = tmp_path / 'cost.json'
+    assert main(['bench', *SMALL, '--settings', '32/4', '--pos-enc', 'rope2d', 'cope', '--output', str(output)]) == 0
+    found = json.loads(output.read_text())
+    nope, cope = (
+        sum(p.numel() for p in timm.create_model(name, img_size=32, patch_size=4).parameters())
+        for name in ('test_vit_nope', 'test_vit_cope'))
+    assert [(row['pos_enc'], row['params_added']) for row in found['rows']] == [('rope2d', 0), ('cope', cope - nope)]
+    assert all(row['error'] < 1e-3 and row['forward_ratio'] > 0 and row['step_s'] > 0 for row in found['rows'])
+    out = capsys.readouterr().out
+    assert '| encoding | 32/4: parameters |' in out and '| `rope2d` | 0 |' in out and found['notes'] in out
+
+
+@pytest.mark.parametrize('args, taken, measured', [
+    (['--pos-enc', 'nope'], 'cost.csv', 'timm_sape.bench.bench_encodings'),
+    (['sape2'], 'cost.csv', 'timm_sape.bench_sape2.bench_operator'),
+    (['sape2'], 'cost-models.csv', 'timm_sape.bench_sape2.bench_operator'),
+    (['sape2', '--plot', 'memory.png'], 'memory.png', 'timm_sape.bench_sape2.bench_operator'),
+])
+def test_bench_overwrites_nothing_unless_forced(args, taken, measured, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(taken).write_text('mine')
+    started = []
+
+    def interrupted(*args, **kwargs):
+        started.append(True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measured, interrupted)
+    assert main(['bench', *args, '--output', 'cost.csv']) == 2
+    assert capsys.readouterr().err == f'timm-sape: nothing written; --force overwrites what is there: {taken}\n'
+    assert not started  # it is said before the work
+    assert main(['bench', *args, '--output', 'cost.csv', '--force']) == 130
+    assert started and [path.name for path in Path().iterdir()] == [taken] and Path(taken).read_text() == 'mine'
+
+
+def test_bench_interrupted_while_it_writes(tmp_path, monkeypatch):
+    def interrupted(rows, path, notes):
+        path.write_text('half')
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('timm_sape.bench.write_csv', interrupted)
+    args = ['bench', 'sape2', *SMALL, '--sizes', '--settings', '32/4', '--backends', 'torch', '--output', 'cost.csv']
+    Path('cost-models.csv').write_text('mine')
+    assert main([*args, '--force']) == 130
+    assert [path.name for path in Path().iterdir()] == ['cost-models.csv']
+    assert Path('cost-models.csv').read_text() == 'mine'
 
 
 @pytest.mark.parametrize('size', [(3, 5), (4, 4), (1, 7)])
@@ -189,7 +262,11 @@ def test_appendix_d_is_our_attention(size):
     (['sape2', '--sizes', '65'], 'unknown size 65; choose of 64, 196'),
     (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose of reference, torch, triton"),
     (['sape2', '--pos-enc', 'ape'], '--pos-enc belongs to'),
-    (['sape2', '--plot', 'memory.png'], '--plot wants matplotlib'),
+    (['sape2', '--plot', 'memory.png'], 'memory.png wants matplotlib'),
+    (['sape2', '--plot', 'memory.csv'], 'memory.csv must end in .png'),
+    (['sape2', '--plot', 'memory.svg', '--sizes'], 'nothing to plot; --sizes wants one at least'),
+    (['sape2', '--sizes', '--settings'], 'nothing to measure; --sizes wants one at least'),
+    (['--settings'], 'nothing to measure; --settings wants one at least'),
     (['--sizes', '64'], '--sizes belongs to'),
     (['--settings', '31/4'], "unknown setting '31/4'"),
     (['--repeats', '0'], 'must be at least 1'),
@@ -198,6 +275,6 @@ def test_appendix_d_is_our_attention(size):
     (['--output', 'nowhere/cost.csv'], 'there is no directory'),
 ])
 def test_bench_says_what_is_wrong(args, text, capsys, monkeypatch):
-    monkeypatch.setattr(cli.bench, 'find_spec', lambda name: None)
+    monkeypatch.setattr(cli.files, 'find_spec', lambda name: None)
     assert main(['bench', *args]) == 2
     assert text in capsys.readouterr().err

@@ -151,6 +151,26 @@ def test_grey_images(tmp_path, capsys):
     assert main(['map', *arguments, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 0
     assert main(['pshap', *arguments, '--data-dir', 'data', '--workers', '0']) == 0
     assert '| all | 24 |' in capsys.readouterr().out
+    assert main(['sweep', arguments[1], '--sizes', '48', '--data-dir', 'data', '--workers', '0']) == 0
+
+
+def test_data_set_of_torchvision(tmp_path, capsys):
+    """One that is not made of files, of grey images."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 28, 28), dtype=np.uint8)
+    raw = tmp_path / 'MNIST' / 'raw'
+    raw.mkdir(parents=True)
+    for split in ('train', 't10k'):
+        header = np.array([2051, *pixels.shape], dtype='>i4').tobytes()
+        (raw / f'{split}-images-idx3-ubyte').write_bytes(header + pixels.tobytes())
+        header = np.array([2049, 12], dtype='>i4').tobytes()
+        (raw / f'{split}-labels-idx1-ubyte').write_bytes(header + bytes([0, 1] * 6))
+    options = ['--data-dir', str(tmp_path), '--dataset', 'torch/mnist', '--workers', '0']
+    for command, text in (
+            (['pshap', '--model', 'model', '--background', '2'], '| 1 - one | 6 |'),
+            (['sweep', 'model', '--sizes', '32'], '12 images of torch/mnist'),
+            (['compare', 'model'], '12 images of torch/mnist')):
+        assert main([*command, *options]) == 0
+        assert text in capsys.readouterr().out
 
 
 def test_masked_out(tmp_path):
@@ -235,6 +255,9 @@ def test_list(capsys):
     assert [line[0] for line in found] == ['model', *timm.list_models('vit_small_rope2d*')]
     expected = sum(p.numel() for p in timm.create_model('vit_small_rope2d_mixed_ape').parameters())
     assert ['vit_small_rope2d_mixed_ape', 'ape+rope2d_mixed', '224', 'x', '224', f'{expected:,}'] in found
+    assert main(['list', 'models', '*_graft']) == 0
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert found == ['model', *timm.list_models('*_graft', exclude_filters='vit_graft')]
     assert main(['list', 'models', 'resnet*']) == 2
     assert "no models match 'resnet*'" in capsys.readouterr().err
     assert main(['list', 'model', 'a*']) == 2

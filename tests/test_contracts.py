@@ -30,10 +30,11 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
-from common import GRIDS, HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, backend, registered
+from common import GRIDS, HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, registered
 import timm_sape
 from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ResizedEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
+from timm_sape.ops.backend import using_backend
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
 
 CONTRACTS = {}
@@ -1018,7 +1019,7 @@ def float32_bias(make):
                     return bias
 
                 encoding.content_bias = recorded
-        with backend('reference'), torch.autocast('cpu', dtype, enabled=by_autocast):
+        with using_backend('reference'), torch.autocast('cpu', dtype, enabled=by_autocast):
             model(x if by_autocast else x.to(dtype))
         for encoding, q, k, grid, bias in calls:
             assert q.dtype == dtype and bias.dtype == torch.float32, f'bias is {bias.dtype}'
@@ -1286,7 +1287,7 @@ def biases_before_norm(patch):
         def forward(self, x, grid, *args, **kwargs):
             qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
             bias = self.encodings['sape2_k'].content_bias(qkv[0], qkv[1], grid)
-            with pytest.MonkeyPatch.context() as within, backend('reference'):
+            with pytest.MonkeyPatch.context() as within, using_backend('reference'):
                 within.setattr(self.encodings['sape2_k'], 'content_bias', lambda q, k, grid: bias, raising=False)
                 return super().forward(x, grid, *args, **kwargs)
 

@@ -5,6 +5,9 @@ import gc
 import json
 import math
 import os
+import shlex
+import shutil
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -678,6 +681,38 @@ def test_an_image_that_cannot_be_read_in_another_process(main, folders, tmp_path
     err = capsys.readouterr().err
     assert 'a.png is no image that can be read' in err and err.count('\n') == 1 and 'Traceback' not in err
     gc.collect()  # ends the process while the interval is short
+
+
+@pytest.mark.parametrize('damage', [lambda data: data[:len(data) // 2], lambda data: b'no image'])
+def test_a_file_of_a_folder_that_cannot_be_read(damage, main, images, folders, tmp_path, capsys):
+    """No other image takes its place, as in timm, and what is not read does not matter."""
+    shutil.copytree(images, tmp_path / 'data')
+    path = tmp_path / 'data' / 'val' / 'class1' / '7.png'  # the next one is of class2
+    path.write_bytes(damage(path.read_bytes()))
+    args = ['compare', folders['nope'], '--data-dir', str(tmp_path / 'data'), '--workers', '0']
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f'timm-sape: {path} is no image that can be read: ') and err.count('\n') == 1
+    data = open_dataset(tmp_path / 'data')
+    assert len(data) == 3 * 8 and [data[i][1] for i in (0, 14, 16)] == [0, 1, 2]
+
+
+def test_data_sets_that_are_not_there(main, tmp_path, capsys, monkeypatch):
+    args = ['sweep', 'test_vit_nope', '--sizes', '32', '--data-dir', str(tmp_path), '--dataset']
+    assert main([*args, 'torch/mnist', '--split', 'train']) == 2
+    err = capsys.readouterr().err
+    where, command = err.split(' Fetch it: ')
+    assert where == f"timm-sape: No torch/mnist in '{tmp_path}'." and err.count('\n') == 1
+    python, option, code = shlex.split(command)
+    asked = []
+    monkeypatch.setattr('timm.data.create_dataset', lambda *args, **kwargs: asked.append((args, kwargs)))
+    exec(code, {})
+    assert asked == [(('torch/mnist', str(tmp_path), 'train'), {'download': True})]
+
+    monkeypatch.setitem(sys.modules, 'datasets', None)  # as if it were not installed
+    assert main([*args, 'hfds/user/name']) == 2
+    err = capsys.readouterr().err
+    assert err.startswith('timm-sape: No images in ') and 'datasets' in err and err.count('\n') == 1
 
 
 @pytest.mark.parametrize('sizes', ['0', '-8', '4x4x4', 'big', '48x', ''])

@@ -122,6 +122,11 @@ class _Runner:
         loss.backward()
         self.optimizer.step()
 
+    def saved_bytes(self) -> int:
+        self.model.train()
+        with self._autocast():
+            return _saved_bytes(lambda: self.model(self.x), list(self.model.parameters()))
+
 
 def _seconds(fn: Callable[[], None], device: torch.device) -> float:
     if device.type == 'cuda':
@@ -157,6 +162,23 @@ def _peak_megabytes(fn: Callable[[], None], device: torch.device) -> Optional[fl
         return None
 
 
+def _saved_bytes(function: Callable[[], object], known: Sequence[torch.Tensor]) -> int:
+    """Bytes that autograd keeps for the backward pass, each storage once, without those of `known`."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = function()
+    for tensor in known:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    del result
+    return sum(storages.values())
+
+
 def bench_encodings(
         pos_encs: Sequence[str],
         settings: Sequence[str] = DEFAULT_SETTINGS,
@@ -165,9 +187,8 @@ def bench_encodings(
         repeats: int = 5,
         amp: bool = False,
         model: str = 'vit_small_nope',
-        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> List[Dict[str, object]]:
-    """Measure whole models against the APE model.
+    """Measure whole models against the APE model. Prints a line for each row on stderr.
 
     Args:
         pos_encs: What to measure.
@@ -177,11 +198,10 @@ def bench_encodings(
         repeats: Steps of each model; the medians count.
         amp: bfloat16 autocast.
         model: Entrypoint whose `pos_enc` is replaced.
-        report: Called with one line for each row.
 
     Returns:
         One row for each setting and encoding: parameters added, seconds, and ratios to APE of forward pass, training
-        step and peak memory of the step.
+        step, peak memory of the step, and what is kept for its backward pass.
 
     Raises:
         RuntimeError: If a model is off by more than rounding.
@@ -198,21 +218,24 @@ def bench_encodings(
                 'setting': setting,
                 'pos_enc': pos_enc,
                 'params_added': sum(p.numel() for p in runner.model.parameters()) - plain,
-                'error': f'{error:.1e}',
+                'error': float(f'{error:.1e}'),
             }
             for what in ('forward', 'step'):
                 ours, theirs = getattr(runner, what), getattr(base, what)
                 ours(), theirs()  # the first time is different
                 times = [(_seconds(ours, device), _seconds(theirs, device)) for _ in range(repeats)]
-                row[f'{what}_s'] = f'{statistics.median(a for a, _ in times):.4f}'
-                row[f'{what}_ratio'] = f'{statistics.median(a / b for a, b in times):.3f}'
+                row[f'{what}_s'] = round(statistics.median(a for a, _ in times), 4)
+                row[f'{what}_ratio'] = round(statistics.median(a / b for a, b in times), 3)
             peaks = [_peak_megabytes(r.step, device) for r in (runner, base)]
             known = None not in peaks and peaks[1] > 0
-            row['step_peak_mb'] = f'{peaks[0]:.0f}' if known else ''
-            row['step_peak_ratio'] = f'{peaks[0] / peaks[1]:.3f}' if known else ''
+            row['step_peak_mb'] = round(peaks[0]) if known else None
+            row['step_peak_ratio'] = round(peaks[0] / peaks[1], 3) if known else None
+            row['saved_ratio'] = round(runner.saved_bytes() / base.saved_bytes(), 3)
             rows.append(row)
-            report(f'{setting:>7} {pos_enc:<16} forward x{row["forward_ratio"]}  step x{row["step_ratio"]}  '
-                   f'peak x{row["step_peak_ratio"]}  +{row["params_added"]} parameters')
+            print(
+                f'{setting:>7} {pos_enc:<16} forward x{row["forward_ratio"]}  step x{row["step_ratio"]}  '
+                f'peak x{row["step_peak_ratio"]}  saved x{row["saved_ratio"]}  +{row["params_added"]} parameters',
+                file=sys.stderr)
             del runner
     return rows
 
@@ -227,15 +250,14 @@ def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str) -> None
 
 
 def markdown(rows: Sequence[Dict[str, object]]) -> str:
-    """Rows as a Markdown table, a column for each key."""
-    lines = [' | '.join(map(str, cells)) for cells in (rows[0], *(row.values() for row in rows))]
+    """Rows as a Markdown table, a column for each key; None is an empty cell."""
+    cells = [list(rows[0]), *(['' if cell is None else str(cell) for cell in row.values()] for row in rows)]
+    lines = [' | '.join(line) for line in cells]
     return '\n'.join(f'| {line} |' for line in (lines[0], ' | '.join('---' for _ in rows[0]), *lines[1:]))
 
 
-def cost_table(path: Path) -> str:
-    """A file of `write_csv` as a Markdown table, one line for each encoding."""
-    lines = path.read_text().splitlines()
-    rows = list(csv.DictReader(lines[1:]))
+def cost_table(rows: Sequence[Dict[str, object]]) -> str:
+    """Rows of `bench_encodings`, or as they come out of a CSV file, as a Markdown table, one line for each encoding."""
     settings = list(dict.fromkeys(row['setting'] for row in rows))
     head = [f'{s}: {what}' for s in settings for what in ('parameters', 'forward', 'step', 'memory')]
     table = [f'| encoding | {" | ".join(head)} |', '|---|' + '---|' * len(head)]
@@ -250,4 +272,4 @@ def cost_table(path: Path) -> str:
             ratios = [f'{float(row[name]):.2f}' if row[name] else '' for name in names]
             cells += [f'{int(row["params_added"]):,}', *ratios]
         table.append(f'| {" | ".join(cells)} |')
-    return '\n'.join([*table, '', lines[0].removeprefix('# ')])
+    return '\n'.join(table)

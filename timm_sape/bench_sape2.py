@@ -12,11 +12,12 @@ from typing import Callable, Dict, List, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 
-from .bench import BASELINE, _check, _create, _peak_megabytes, _Runner, _seconds
+from .analysis.figures import new_figure
+from .bench import _peak_megabytes, _saved_bytes, _seconds, bench_encodings
 from .functional import sape2_attention
 from .ops.backend import using_backend
 
-__all__ = ['MODELS', 'SIZES', 'appendix_attention', 'bench_models', 'bench_operator', 'plot_memory']
+__all__ = ['SIZES', 'appendix_attention', 'bench_models', 'bench_operator', 'plot_memory']
 
 SIZES = {  # N: batch and heads, so many that a step takes seconds at most; the grid is square, the head dim 64
     64: (32, 6),
@@ -26,7 +27,6 @@ SIZES = {  # N: batch and heads, so many that a step takes seconds at most; the 
     4096: (1, 3),
 }
 HEAD_DIM = 64
-MODELS = ('ape+sape2_k', 'ape+sape2sq_k')
 LARGEST_CHECKED = 1024  # float64 with everything stored takes too long beyond
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
@@ -110,32 +110,14 @@ def _error(function: Callable, exact: Callable, inputs: Sequence[torch.Tensor]) 
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wide))
 
 
-def _saved_bytes(function: Callable[[], object], known: Sequence[torch.Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass, each storage once, without those of `known`."""
-    storages = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = function()
-    for tensor in known:
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    del result
-    return sum(storages.values())
-
-
 def bench_operator(
         backends: Sequence[str],
         sizes: Sequence[int] = tuple(SIZES),
         device: str = 'cpu',
         repeats: int = 9,
         dtype: torch.dtype = torch.float32,
-        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> List[Dict[str, object]]:
-    """Measure SaPE2's attention, forward, and forward and backward, over N.
+    """Measure SaPE2's attention, forward, and forward and backward, over N. Prints a line for each row on stderr.
 
     Args:
         backends: What to measure, beside plain attention and Appendix D.
@@ -143,7 +125,6 @@ def bench_operator(
         device: Where.
         repeats: Runs of each; the medians count.
         dtype: Of q, k and v.
-        report: Called with one line for each row.
 
     Returns:
         One row for each N and implementation: ratios to plain attention and to Appendix D, peak memory of forward and
@@ -184,83 +165,42 @@ def bench_operator(
                         times[what][name].append(seconds)
         for name, function in functions.items():
             row = {'n': n, 'batch': batch, 'heads': heads, 'backend': name}
-            row['error'] = f'{errors[name]:.1e}' if name in errors else ''
+            row['error'] = float(f'{errors[name]:.1e}') if name in errors else None
             for what, taken in times.items():
-                row[f'{what}_s'] = f'{statistics.median(taken[name]):.5f}'
+                row[f'{what}_s'] = round(statistics.median(taken[name]), 5)
                 for base in ('plain', 'appendix'):
                     ratio = statistics.median(a / b for a, b in zip(taken[name], taken[base]))
-                    row[f'{what}_vs_{base}'] = f'{ratio:.3f}'
+                    row[f'{what}_vs_{base}'] = round(ratio, 3)
             gc.collect()
             peak = _peak_megabytes(lambda: both(function), device)
-            row['peak_mb'] = '' if peak is None else f'{peak:.1f}'
-            row['saved_mb'] = f'{_saved_bytes(lambda: function(*inputs), inputs) / 2 ** 20:.2f}'
+            row['peak_mb'] = None if peak is None else round(peak, 1)
+            row['saved_mb'] = round(_saved_bytes(lambda: function(*inputs), inputs) / 2 ** 20, 2)
             rows.append(row)
-            report(f'N={n:<5} {name:<10} forward x{row["forward_vs_plain"]}  forward+backward x{row["both_vs_plain"]}  '
-                   f'peak {row["peak_mb"]} MB  saved {row["saved_mb"]} MB')
+            print(
+                f'N={n:<5} {name:<10} forward x{row["forward_vs_plain"]}  forward+backward x{row["both_vs_plain"]}  '
+                f'peak {row["peak_mb"]} MB  saved {row["saved_mb"]} MB', file=sys.stderr)
     return rows
 
 
-def bench_models(
-        backends: Sequence[str],
-        settings: Sequence[str],
-        device: str = 'cpu',
-        batch_size: int = 8,
-        repeats: int = 9,
-        amp: bool = False,
-        model: str = 'vit_small_nope',
-        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> List[Dict[str, object]]:
-    """Measure training steps of whole models against the APE model.
+def bench_models(backends: Sequence[str], settings: Sequence[str], **kwargs) -> List[Dict[str, object]]:
+    """Measure whole models against the APE model: SaPE2 by each backend, and `sape2sq`, which has but one way.
 
     Args:
-        backends: Of SaPE2's attention. `sape2sq` has but one way.
-        settings: Image size / patch size.
-        device: Where.
-        batch_size: Images in a step.
-        repeats: Steps of each; the medians count.
-        amp: bfloat16 autocast.
-        model: Entrypoint whose `pos_enc` is replaced.
-        report: Called with one line for each row.
+        backends: Of SaPE2's attention.
+        settings: Keys of `bench.SETTINGS`.
+        kwargs: Further arguments of `bench_encodings`.
 
     Returns:
-        One row for each setting, encoding and backend.
-
-    Raises:
-        RuntimeError: If a model is off by more than rounding.
+        The rows of `bench_encodings`, each with its backend.
     """
-    device = torch.device(device)
+    ways = [*(('ape+sape2_k', backend) for backend in backends), ('ape+sape2sq_k', None)]
     rows = []
     for setting in settings:
-        base = _Runner(_create(BASELINE, setting, device, model), batch_size, amp)
-        base_saved = _saved_by_model(base)
-        for pos_enc in MODELS:
-            for backend in backends if pos_enc == 'ape+sape2_k' else [None]:
-                with using_backend(backend):
-                    error = _check(pos_enc, setting, device, model)
-                    runner = _Runner(_create(pos_enc, setting, device, model), batch_size, amp)
-                    runner.step(), base.step()  # the first time is different
-                    times = [(_seconds(runner.step, device), _seconds(base.step, device)) for _ in range(repeats)]
-                    saved = _saved_by_model(runner)
-                row = {
-                    'setting': setting,
-                    'pos_enc': pos_enc,
-                    'backend': backend or '',
-                    'error': f'{error:.1e}',
-                    'step_s': f'{statistics.median(a for a, _ in times):.4f}',
-                    'step_ratio': f'{statistics.median(a / b for a, b in times):.3f}',
-                    'saved_ratio': f'{saved / base_saved:.3f}',
-                }
-                rows.append(row)
-                report(f'{setting:>7} {pos_enc} {row["backend"]:<10} step x{row["step_ratio"]}  '
-                       f'saved x{row["saved_ratio"]}')
-                del runner
+        for pos_enc, backend in ways:
+            with using_backend(backend):
+                row, = bench_encodings([pos_enc], [setting], **kwargs)
+            rows.append({'setting': setting, 'pos_enc': pos_enc, 'backend': backend, **row})
     return rows
-
-
-def _saved_by_model(runner: _Runner) -> int:
-    model = runner.model.train()
-    with runner._autocast():
-        return _saved_bytes(lambda: model(runner.x), list(model.parameters()))
 
 
 def plot_memory(rows: Sequence[Dict[str, object]], path: Path) -> None:
@@ -269,14 +209,11 @@ def plot_memory(rows: Sequence[Dict[str, object]], path: Path) -> None:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
     for name in dict.fromkeys(row['backend'] for row in rows):
         points = [
-            (row['n'], float(row['peak_mb']) / (row['batch'] * row['heads']))
+            (row['n'], row['peak_mb'] / (row['batch'] * row['heads']))
             for row in rows if row['backend'] == name and row['peak_mb']]
         if points:
             axes.plot(*zip(*points), marker='o', label=name)
@@ -284,5 +221,4 @@ def plot_memory(rows: Sequence[Dict[str, object]], path: Path) -> None:
         xscale='log', yscale='log', xlabel='N', ylabel='MB per head and image',
         title='Peak memory of attention, forward and backward')
     axes.legend()
-    figure.savefig(path, bbox_inches='tight')
-    plt.close(figure)
+    figure.savefig(path, dpi=150)

@@ -6,12 +6,13 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 import timm
 import torch
 from PIL import Image
-from timm.data import create_dataset, create_transform, resolve_model_data_config
+from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
+from torchvision.transforms.v2 import RGB
 
 __all__ = ['ImageFile', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
 
@@ -134,8 +135,7 @@ def preprocessing(model: torch.nn.Module, **overrides):
     if channels not in (1, 3):
         raise ValueError(f'The model takes images of {channels} channels, which no image file has. Use one for 3.')
     config['input_size'] = (channels, *(getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size))
-    transform = create_transform(**config, is_training=False)
-    return Compose([Grayscale(), transform]) if channels == 1 else transform
+    return Compose([Grayscale() if channels == 1 else RGB(), create_transform(**config, is_training=False)])
 
 
 def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
@@ -173,9 +173,19 @@ class ImageFile(Dataset):
             raise IndexError(index)
         try:
             image = Image.open(self.path).convert('RGB')
-        except OSError as e:
+        except Exception as e:  # Pillow has many for damaged files
             raise ValueError(f'{self.path} is no image that can be read: {e}') from e
         return (image if self.transform is None else self.transform(image)), -1
+
+
+class _ImageFolder(ImageDataset):
+    """timm's, but a file that cannot be read is an error. timm takes the next one in its place, which may be of another
+    class: fair in training, but not where images are counted."""
+
+    def __getitem__(self, index: int):
+        path, label = self.reader.samples[index]
+        image, _ = ImageFile(path, self.transform)[0]
+        return image, label
 
 
 def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) -> Dataset:
@@ -190,7 +200,7 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
         transform: Applied to each image.
 
     Raises:
-        ValueError: If there is nothing of the kind.
+        ValueError: If there is nothing of the kind; on access, if a file of a folder cannot be read.
     """
     root = Path(data)
     if not dataset and root.is_file():
@@ -206,9 +216,15 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
     elif '/' not in dataset:
         raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
     try:
-        found = create_dataset(
-            dataset, root=str(root), split=split or 'validation', search_split=False, is_training=False)
-    except (AssertionError, RuntimeError, OSError, KeyError, ValueError) as e:
+        if dataset:
+            found = create_dataset(dataset, str(root), split or 'validation', search_split=False)
+        else:
+            found = _ImageFolder(str(root))
+    except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
+        if 'download=True' in str(e):  # an argument of torchvision, which the command line does not have
+            raise ValueError(
+                f'No {dataset} in {str(root)!r}. Fetch it: python -c "from timm.data import create_dataset; '
+                f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
         raise ValueError(f'No images in {str(root)!r} (dataset={dataset!r}, split={split!r}): {e}') from e
     found.transform = transform
     return found

@@ -3,8 +3,8 @@
 Hooks write down what each attention layer is called with; the rest is computed from that, by the layer's own methods.
 The model is not changed.
 """
-from contextlib import ExitStack
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -89,7 +89,8 @@ def position_maps(
 
     ours = isinstance(model, VisionTransformerPosEnc)
     watched = [attentions[i] for i in chosen] + ([model.encodings] if ours else [])
-    calls = record_calls(model, watched, images, **kwargs)
+    with record_calls(watched) as calls:
+        model(images, **kwargs)
 
     found = []
     for i in chosen:
@@ -113,19 +114,12 @@ def position_maps(
     return PositionMaps(grid, found, vectors)
 
 
-def record_calls(
-        model: nn.Module,
-        modules: Sequence[nn.Module],
-        images: torch.Tensor,
-        **kwargs,
-) -> Dict[nn.Module, Tuple[tuple, Dict[str, Any]]]:
-    """What modules of a model are called with, positional and keyword arguments, while it sees images.
+@contextmanager
+def record_calls(modules: Sequence[nn.Module]) -> Iterator[Dict[nn.Module, Tuple[tuple, Dict[str, Any]]]]:
+    """Write down what modules of a model are called with, positional and keyword arguments, for a while.
 
     Args:
-        model: The model.
-        modules: Which of its modules; each of them is called once.
-        images: `[B, C, height, width]`.
-        kwargs: Further arguments of the model.
+        modules: Which; each of them is called once.
     """
     calls = {}
 
@@ -135,8 +129,7 @@ def record_calls(
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-        model(images, **kwargs)
-    return calls
+        yield calls
 
 
 def _index(layer: int, depth: int) -> int:

@@ -14,16 +14,17 @@ whose parameters are all zero, or a picture that is its own mirror image, shows 
 """
 import math
 from copy import deepcopy
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 import torch.nn as nn
 
 from .. import ops
+from ..attention import PosEncAttention
 from ..encodings import get_encoding
 from ..vit_pos_enc import VisionTransformerPosEnc
 from .inputs import patch_size_of
-from .maps import position_maps, record_calls
+from .maps import KNOWN, _logits, record_calls
 from .pshap import shuffle_patches
 
 __all__ = ['ProbeRow', 'awaken_encodings', 'probe']
@@ -137,34 +138,24 @@ def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
-    features = model.forward_features(images)
+    attn = getattr(model.blocks[0], 'attn', None) if hasattr(model, 'blocks') else None
+    with record_calls([attn] if isinstance(attn, KNOWN) else []) as calls:
+        features = model.forward_features(images)
     found = {'class logits': model.forward_head(features)}
     num_patches = math.prod(size // patch for size, patch in zip(images.shape[2:], patch_size_of(model)))
     p = getattr(model, 'num_prefix_tokens', 0)
     if features.ndim == 3 and features.shape[1] == p + num_patches:  # [B, N, D]
         found['features'] = features[:, p:]
-    try:
-        maps = position_maps(model, images, layers=[0])
-    except ValueError:  # attention of another kind
-        return found
-    layer = maps.layers[0]
-    found['first layer, attention logits'] = maps.between_patches(layer.content + layer.position)
-    for axis, bias in zip('xy', _sape2_biases(model, images) or ()):
-        found[f'first layer, {axis} bias'] = bias
+    for args, kwargs in calls.values():
+        content, position = _logits(attn, args, kwargs)
+        found['first layer, attention logits'] = (content + position)[..., p:, p:]
+        if isinstance(attn, PosEncAttention):
+            x, grid, _, _, pos = args
+            q, k, _ = attn._qkv(x if pos is None else x + pos)
+            for encoding in attn.acting_on('distances')[:1]:
+                for axis, codes in zip('xy', encoding.distances(q, k, grid)):
+                    found[f'first layer, {axis} bias'] = ops.pairwise_distance(codes)  # [B, h, H*W, H*W]
     return found
-
-
-def _sape2_biases(model: nn.Module, images: torch.Tensor) -> Optional[Tuple[torch.Tensor, torch.Tensor]]:
-    """Distances of SaPE2's codes along x and along y in the first layer, `[B, h, H*W, H*W]`."""
-    if not isinstance(model, VisionTransformerPosEnc):
-        return None
-    attn = model.blocks[0].attn
-    for encoding in attn.acting_on('distances'):
-        (x, grid, rotation, bias, pos), _ = record_calls(model, [attn], images)[attn]
-        q, k, _ = attn._qkv(x if pos is None else x + pos)
-        codes_x, codes_y, _ = encoding.distances(q, k, grid)
-        return ops.pairwise_distance(codes_x), ops.pairwise_distance(codes_y)
-    return None
 
 
 def _change(before: torch.Tensor, after: torch.Tensor) -> float:

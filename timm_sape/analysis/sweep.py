@@ -1,7 +1,6 @@
 """Accuracy and speed of models at other image sizes than their own."""
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from timm.data import create_transform, resolve_model_data_config
 from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
@@ -9,7 +8,7 @@ from ..bench import markdown
 from ..encodings import encoding_keywords
 from ..vit_pos_enc import VisionTransformerPosEnc
 from .evaluate import accuracy, predict
-from .inputs import load_images, load_model
+from .inputs import load_images, load_model, preprocessing
 
 __all__ = ['sweep', 'sweep_table']
 
@@ -93,9 +92,7 @@ def sweep(
     for variant in variants:
         for size in pairs:
             model = load_model(variant.model, img_size=size, **variant.kwargs)
-            config = resolve_model_data_config(model)
-            config.update(input_size=(config['input_size'][0], *size), crop_mode=crop_mode)
-            data.transform = create_transform(**config, is_training=False)
+            data.transform = preprocessing(model, crop_mode=crop_mode)
             loader = load_images(data, batch_size, num_images, workers, seed)
             done = f'({len(rows) + 1}/{len(variants) * len(pairs)})'
             where = f'{variant.model} {variant.policy} {size[0]}x{size[1]} {done}'

@@ -1,12 +1,9 @@
 """`timm-sape bench`: what encodings cost."""
 import argparse
-import tempfile
-from importlib.util import find_spec
-from pathlib import Path
 from typing import List
 
 from .common import CommandError, add_command
-from .files import interruptible
+from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
 
@@ -36,8 +33,7 @@ operator over N, and whole models, which with --output go to FILE and, beside it
     parser.add_argument('--repeats', type=int, default=5, help='steps of each, medians count (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
     parser.add_argument('--model', default='vit_small_nope', help='one of our entrypoints (default: %(default)s)')
-    parser.add_argument('--output', type=Path, metavar='FILE', help='write a CSV file')
-    parser.add_argument('--plot', type=Path, metavar='FILE', help='sape2: draw memory over N (wants matplotlib)')
+    add_output_options(parser, plot='the memory of sape2 over N')
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -59,9 +55,6 @@ def _bench(args: argparse.Namespace) -> int:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError) as e:
         raise CommandError(str(e)) from e
-    for path in (args.output, args.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise CommandError(f'there is no directory {path.absolute().parent} to write {path.name} to')
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
     where = (
         f'{dtype}, medians of {args.repeats}; {bench.hardware(device)}; torch {torch.__version__}, '
@@ -83,13 +76,16 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
             parse_pos_enc(pos_enc)
     except ValueError as e:
         raise CommandError(str(e)) from e
+    if not settings:
+        raise CommandError('nothing to measure; --settings wants one at least')
+    check_outputs([args.output], args.force, TABLES)
     rows = bench.bench_encodings(
         pos_encs, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
     notes = f'{args.model}, ratios to ape, batch {args.batch_size}, {where}'
-    with tempfile.TemporaryDirectory() as folder:
-        path = args.output or Path(folder, 'cost.csv')
-        bench.write_csv(rows, path, notes)
-        print(bench.cost_table(path))
+    table = bench.cost_table(rows)
+    print(table, notes, sep='\n\n')
+    if args.output is not None:
+        write_files({args.output: table_writer(rows, notes, table)}, args.force)
     return 0
 
 
@@ -107,23 +103,25 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
         unknown = [x for x in given if x not in known]
         if unknown:
             raise CommandError(f'unknown {what} {unknown[0]!r}; choose of {", ".join(map(str, known))}')
-    if args.plot is not None and find_spec('matplotlib') is None:
-        raise CommandError('--plot wants matplotlib: pip install matplotlib, or leave it out')
+    if not sizes and (not settings or args.plot is not None):
+        raise CommandError(f'nothing to {"plot" if settings else "measure"}; --sizes wants one at least')
+    outputs = [args.output, args.output and args.output.with_stem(f'{args.output.stem}-models')]
+    check_outputs([path for path, given in zip(outputs, (sizes, settings)) if given], args.force, TABLES)
+    check_outputs([args.plot], args.force, FIGURES)
     try:
-        rows = bench_sape2.bench_operator(
+        operator = bench_sape2.bench_operator(
             backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
         models = bench_sape2.bench_models(
-            backends, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
+            backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
+            model=args.model)
     except ValueError as e:  # a backend that cannot do it
         raise CommandError(str(e)) from e
-    output = args.output or Path('sape2.csv')
-    notes = (f'attention with head dim {bench_sape2.HEAD_DIM}, {where}', f'{args.model}, ratios to ape, {where}')
-    for table, path, note in zip((rows, models), (output, output.with_stem(f'{output.stem}-models')), notes):
-        if not table:
-            continue
-        if args.output is not None:
-            bench.write_csv(table, path, note)
-        print(bench.markdown(table), note, sep='\n\n', end='\n\n')
-    if args.plot is not None and rows:
-        bench_sape2.plot_memory(rows, args.plot)
+    writers = {args.plot: lambda path: bench_sape2.plot_memory(operator, path)}
+    notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}', f'{args.model}, ratios to ape, {where}'
+    for rows, note, path in zip((operator, models), notes, outputs):
+        if rows:
+            table = bench.markdown(rows)
+            print(table, note, sep='\n\n', end='\n\n')
+            writers[path] = table_writer(rows, note, table)
+    write_files({path: write for path, write in writers.items() if path is not None}, args.force)
     return 0

@@ -1,12 +1,11 @@
 """`timm-sape configs`: the training recipes, written to a directory."""
 import argparse
-import os
+import functools
 import shutil
-import tempfile
 from pathlib import Path
 
 from .common import CommandError, add_command
-from .files import interruptible
+from .files import interruptible, write_files
 
 __all__ = ['add']
 
@@ -27,25 +26,9 @@ examples:
 def _configs(args: argparse.Namespace) -> int:
     source = _configs_source()
     names = sorted(p.relative_to(source) for p in source.rglob('*') if p.suffix in ('.md', '.yaml'))
-    taken = [str(args.dir / name) for name in names if os.path.lexists(args.dir / name)]
-    if taken and not args.force:
-        raise CommandError('\n  '.join(['nothing written; --force overwrites these files, which are there:', *taken]))
-
-    # All is written aside first, then renamed into place: a full disk or an interrupt leaves no half-written file.
-    try:
-        args.dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=args.dir) as staging:
-            for name in names:
-                (args.dir / name).parent.mkdir(parents=True, exist_ok=True)
-                staged = Path(staging, name)
-                staged.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source / name, staged)
-            for name in names:
-                os.replace(Path(staging, name), args.dir / name)
-    except OSError as e:
-        raise CommandError(f'cannot write the recipes to {args.dir}: {e}') from e
-    for name in names:
-        print(args.dir / name)
+    writers = {args.dir / name: functools.partial(shutil.copyfile, source / name) for name in names}
+    write_files(writers, args.force)
+    print(*writers, sep='\n')
     return 0
 
 

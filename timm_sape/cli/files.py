@@ -74,7 +74,7 @@ def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> 
     """Write all files or none.
 
     Each is written to a hidden folder beside its place, then all are renamed into place, so an error, a full disk or
-    Ctrl-C leaves no half-written file.
+    Ctrl-C leaves no half-written file. Folders that are missing are made.
 
     Args:
         writers: For each file what writes it, called with a path of the same name elsewhere.
@@ -88,6 +88,7 @@ def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> 
         with ExitStack() as stack:
             staged: Dict[Path, Path] = {}
             for path, write in writers.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
                 folder = tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=path.parent)
                 staged[path] = Path(stack.enter_context(folder), path.name)
                 write(staged[path])
@@ -95,7 +96,7 @@ def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> 
             for path, ready in staged.items():
                 os.replace(ready, path)
     except OSError as e:
-        raise CommandError(f'cannot write {", ".join(map(str, writers))}: {e}') from e
+        raise CommandError(f'cannot write {path}: {e}') from e
 
 
 def table_writer(rows: Sequence[Dict[str, Any]], notes: str, table: str) -> Callable[[Path], None]:

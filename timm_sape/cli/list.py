@@ -36,7 +36,9 @@ def _list(args: argparse.Namespace) -> int:
     from ..encodings import get_encoding, list_encodings
 
     if what == 'models':
-        names = timm.list_models(pattern, module='vit_pos_enc')
+        names = sorted(
+            name for module in ('vit_pos_enc', 'grafting')
+            for name in timm.list_models(pattern, module=module, exclude_filters='vit_graft'))  # which wants a base
         rows = [('model', 'encoding', 'image', 'parameters')]
     else:
         names = list_encodings(pattern, aliases=True)

@@ -61,7 +61,8 @@ def _pshap(args: argparse.Namespace) -> int:
         predict(model, batches, args.device, progress='one validation pass, to compare with')
         passes = (middle - start) / (time.monotonic() - middle)
 
-    names = {index: name for name, index in (getattr(data.reader, 'class_to_idx', None) or {}).items()}
+    class_to_idx = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}  # torchvision's have no reader
+    names = {index: name for name, index in class_to_idx.items()}
     summary = _by_class(found, names)
     notes = (
         f'{args.model}, {measured_on(args, len(found.values))}, background {args.background}; '
