@@ -127,3 +127,23 @@ def test_trained_model_survives_saving(output, tmp_path):
 def test_one_epoch_of_a_small_model(output):
     epochs = train('vit_small_sape2_k_ape', output, '--epochs', 1, '--warmup-epochs', 0, '--lr', 5e-4)
     assert float(epochs[0]['train_loss']) < math.log(10) and float(epochs[0]['eval_top1']) > 10
+
+
+def test_fine_tuning_a_graft(output):
+    """timm's own test_vit is trained, grafted, fine-tuned with layer-wise learning rates, validated, and saved."""
+    base = train('test_vit', output, '--epochs', 3)
+    model_kwargs = ['img_size=32', 'patch_size=4', 'base=test_vit', 'pos_enc=sape2_k']
+    epochs = train(
+        'vit_graft', output, '--model-kwargs', *model_kwargs, '--pretrained',
+        '--pretrained-path', output / 'test_vit' / 'last.pth.tar',
+        '--epochs', 2, '--warmup-epochs', 0, '--lr', 5e-4, '--layer-decay', 0.75)
+    assert float(epochs[0]['train_loss']) < float(base[0]['train_loss']) - 0.1  # it does not start anew
+    printed = run([
+        sys.executable, '-m', 'timm_sape', 'run', str(SCRIPTS / 'validate.py'), '--model', 'vit_graft',
+        '--model-kwargs', *model_kwargs, '--img-size', '32', '--num-classes', '10', '--data-dir', str(DATA),
+        '--split', 'test', '--checkpoint', str(output / 'vit_graft' / 'last.pth.tar'), *evaluation_options()])
+    expected = float(epochs[-1]['eval_top1'])
+    assert float(re.search(r'"top1": ([\d.]+)', printed).group(1)) == pytest.approx(expected, abs=1e-6)
+    grafted = torch.load(output / 'vit_graft' / 'last.pth.tar', weights_only=False)['state_dict']
+    gates = [value.item() for name, value in grafted.items() if name.endswith('auto_sape2_k.gate.weight')]
+    assert len(gates) > 2 and all(gate != 0 for gate in gates[:-1])  # the class token alone is read of the last layer
