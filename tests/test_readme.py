@@ -23,16 +23,20 @@ def test_costs_are_those_that_were_measured():
         assert shown in README.read_text() and path.name in README.read_text()
 
 
-def test_code_runs():
+def test_code_runs(tmp_path, monkeypatch):
+    """All of it, but with random weights where it would fetch some."""
+    monkeypatch.chdir(tmp_path)
     known = timm_sape.list_encodings()
     blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     scope = {}
     try:
         for block in blocks:
-            exec(block, scope)
+            exec(block.replace('pretrained=True', 'pretrained=False'), scope)
         model = scope['timm'].create_model('test_vit_nope', pos_enc='ape+my_encoding')
         assert model(scope['torch'].randn(1, 3, 160, 160)).shape == (1, 1000)
+        saved = scope['timm'].create_model(f'local-dir:{tmp_path}/my_model', pretrained=True)
+        assert saved.pos_enc == 'ape+auto_sape2_k' and saved.num_classes == 10
     finally:
         for name in set(timm_sape.list_encodings()) - set(known):
             del _encodings[name]

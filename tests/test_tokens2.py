@@ -418,7 +418,7 @@ def in_sequence(self, tokens):
     return F.pad(tokens, (0, 0, 0, self.num_patches - tokens.shape[2]))
 
 
-waves, layer_norm, doublings, padded, cdist = ope._waves, F.layer_norm, ope._num_doublings, F.pad, torch.cdist
+waves, layer_norm, doublings, padded = ope._waves, F.layer_norm, ope._num_doublings, F.pad
 Lape, Peg = lape.LayerAdaptivePositionEncoding, peg.ConditionalPositionEncoding
 Ope, Pemix = ope.ObjectPositionEncoding, pemix.PositionMixer
 layer_embed, ope_embed, ope_levels = Lape.layer_embed, Ope.embed, Ope._levels
@@ -479,7 +479,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
     'ope, one doubling too few': (
         functools.partial(check_objects, painted(TWO_COLUMNS), (5, 3)), ope, '_num_doublings',
         lambda num_patches: doublings(num_patches) - 1),
-    'ope, objects touch at corners': (NOISY, torch, 'cdist', lambda a, b, p: cdist(a, b, p=float('inf'))),
+    'ope, objects touch at corners': (NOISY, ope, '_steps', lambda place: (place[:, None] - place).abs().amax(-1)),
     'ope, first channel alone': (NOISY, Ope, '_levels', lambda *args: ope_levels(*args)[..., :1]),
     'ope, columns first': (
         NOISY, Ope, 'find_objects', lambda self, images, grid, patch_size: find_objects(

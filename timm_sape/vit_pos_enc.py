@@ -541,7 +541,8 @@ def _grid_size(
             f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
             'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
     if pad:
-        return -(-height // patch_size[0]), -(-width // patch_size[1])
+        # not -(-height // patch_size[0]): ONNX rounds the quotient of integers towards zero
+        return (height + patch_size[0] - 1) // patch_size[0], (width + patch_size[1] - 1) // patch_size[1]
     if height % patch_size[0] or width % patch_size[1]:
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '

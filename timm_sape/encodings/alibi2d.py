@@ -36,5 +36,6 @@ class LinearBiasEncoding2d(OffsetBiasEncoding):
 
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         dy, dx = self.offsets(grid, device, dtype)
-        distance = torch.hypot(dy, dx) if self.distance == 'euclidean' else dy.abs() + dx.abs()  # [2H-1, 2W-1]
+        # not torch.hypot, which ONNX lacks
+        distance = (dy ** 2 + dx ** 2).sqrt() if self.distance == 'euclidean' else dy.abs() + dx.abs()  # [2H-1, 2W-1]
         return -per_head(self.slopes, device, dtype) * distance  # [h, 2H-1, 2W-1]

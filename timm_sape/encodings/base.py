@@ -70,7 +70,7 @@ class Gate(nn.Module):
         nn.init.constant_(self.weight, self.init / 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 100 * self.weight.to(x.dtype) * x
+        return 100. * self.weight.to(x.dtype) * x  # an integer is too much for the ONNX exporter of torch 2.11
 
 
 class PositionEncoding(nn.Module):
@@ -580,5 +580,6 @@ def rotation_table(angles: torch.Tensor, rotate_half: bool = False) -> torch.Ten
     if rotate_half:
         angles = torch.cat([angles, angles], dim=-1)  # [..., H*W, d]
     else:
-        angles = angles.repeat_interleave(2, dim=-1)  # [..., H*W, d]
+        # repeat_interleave is exported wrongly by torch.onnx.export(dynamo=False)
+        angles = torch.stack([angles, angles], dim=-1).flatten(-2)  # [..., H*W, d]
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

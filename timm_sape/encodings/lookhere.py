@@ -59,7 +59,9 @@ class DirectedAttentionEncoding(OffsetBiasEncoding):
         return num_heads == 6 or num_heads % 4 == 0
 
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        bias = -per_head(self.slopes, device, dtype) * torch.hypot(*self.offsets(grid, device, dtype))
+        # not torch.hypot, which ONNX lacks
+        distance = sum(d ** 2 for d in self.offsets(grid, device, dtype)).sqrt()  # [2H-1, 2W-1]
+        bias = -per_head(self.slopes, device, dtype) * distance  # [h, 2H-1, 2W-1]
         y, x = (per_head(values, device, dtype) for values in zip(*self.directions))
         dy = torch.arange(1 - grid.height, grid.height, device=device, dtype=dtype)[:, None]
         dx = torch.arange(1 - grid.width, grid.width, device=device, dtype=dtype)

@@ -10,6 +10,7 @@ import torch
 
 from ..grid import Grid
 from .base import CoordinateEncoding, FixedEncoding
+from .rpb import between_patches
 
 __all__ = ['OffsetBiasEncoding', 'per_head', 'slopes_for_any_heads']
 
@@ -41,6 +42,8 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
     @staticmethod
     def spread(table: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Biases by offset `[h, 2H-1, 2W-1]` to biases between tokens `[h, N, N]`, by the prefix rule."""
+        if torch.jit.is_tracing():  # which bakes strides in, also where sizes may change
+            return grid.pad_prefix(between_patches(table.flatten(1).T, grid).transpose(1, 2))
         # The biases of the patch at (y, x) are the window that begins at offset (-y, -x): the first window is the last
         # patch's. `unfold` would do, were it not for symbolic sizes.
         head, row, column = table.stride()

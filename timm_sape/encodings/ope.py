@@ -83,14 +83,15 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
     def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
         levels = self._levels(images.detach(), patch_size)  # [B, H*W, C]
         place = grid.coordinates(levels.device, levels.dtype)  # [H*W, 2]
-        is_near, is_same = torch.cdist(place, place, p=1) <= 1, torch.cdist(levels, levels, p=1) == 0
+        is_near = _steps(place) <= 1  # [H*W, H*W]
+        is_same = (levels[:, :, None] == levels[:, None]).all(-1)  # [B, H*W, H*W]
         # 1 where a way leads from patch to patch; each product doubles the length of the ways.
         connected = (is_near & is_same).to(levels.dtype)  # [B, H*W, H*W]
         for _ in range(_num_doublings(grid.num_patches)):
             connected = (connected @ connected).clamp(max=1)
         first = connected.argmax(-1)  # the first patch of each one's object, [B, H*W]
         is_first = first == torch.arange(grid.num_patches, device=first.device)
-        return (is_first.cumsum(-1) - 1).gather(-1, first)  # [B, H*W]
+        return (is_first.long().cumsum(-1) - 1).gather(-1, first)  # [B, H*W]
 
     def _levels(self, images: torch.Tensor, patch_size: Tuple[int, int]) -> torch.Tensor:
         """Mean colours of the patches in whole quarters of the range, 0 to 3, `[B, H*W, C]`."""
@@ -119,6 +120,13 @@ def _waves(position: torch.Tensor, num_channels: int) -> torch.Tensor:
     return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
 
+def _steps(place: torch.Tensor) -> torch.Tensor:
+    """Steps along rows and columns between all places `[N, 2]`, `[N, N]`. Not by torch.cdist, which ONNX lacks."""
+    return (place[:, None] - place).abs().sum(-1)
+
+
 def _num_doublings(num_patches: int) -> int:
     """How often a way of one step is doubled until it could visit all patches; of an unknown number, 65536."""
+    if torch.jit.is_tracing():  # a number is a tensor then
+        return 16
     return next((n for n in range(16) if statically_known_true(num_patches <= 2 ** n)), 16)

@@ -119,7 +119,7 @@ class ParabolicPositionEncoding(CoordinateEncoding):
             w_p = torch.stack([w * s for w, s in zip(w_p.unbind(-1), stretch)], dim=-1)
         wy, wx = w_p.unbind(-1)
         products = torch.stack([wy * wy, 2 * wy * wx, wx * wx], dim=-1)  # [h, M, 3]
-        weight = torch.cat([w_a, w_p.mT @ w_b], dim=1)  # [h, M+2, D]
+        weight = torch.cat([w_a, w_p.transpose(1, 2) @ w_b], dim=1)  # [h, M+2, D]
         ab = F.linear(x, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2]).transpose(1, 2)  # [B, h, N-P, M+2]
         return torch.cat([-F.softplus(ab[..., :-2]) @ products, ab[..., -2:]], dim=-1)
 

@@ -88,6 +88,10 @@ def attend(
     with no_autocast(q):
         out = F.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)
+    if torch.onnx.is_in_onnx_export():
+        # The exporter runs the graph several times, with gradients and without. So it may find another kernel, whose
+        # result is laid out in another way than what the views of it were recorded for. In ONNX the copy is nothing.
+        out = out.clone(memory_format=torch.contiguous_format)
     return out.to(v.dtype)
 
 

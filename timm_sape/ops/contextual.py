@@ -182,6 +182,9 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
         `[..., N, N]`.
     """
     with no_autocast(codes):
-        distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
+        if torch.onnx.is_in_onnx_export():  # ONNX has no cdist
+            distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
+        else:
+            distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
         noise = 64 * torch.finfo(codes.dtype).eps * codes.detach().norm(dim=-1)  # [..., N]
         return distance.masked_fill(distance <= torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2)), 0.0)

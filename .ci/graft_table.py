@@ -1,0 +1,60 @@
+"""Every timm model that can be grafted, at its own width and depth 2: how far its logits move, as CSV.
+
+    python .ci/graft_table.py > results/grafts.csv
+
+Random weights stand in for the pretrained ones; images are 4 x 6 patches. Models that cannot be grafted have the reason
+in the last column.
+"""
+import csv
+import sys
+
+import timm
+import torch
+from timm.models import is_model_in_modules
+from tqdm import tqdm
+
+import timm_sape
+
+MODULES = ('deit', 'vision_transformer', 'vision_transformer_hybrid', 'vision_transformer_relpos', 'vitamin')
+ENCODINGS = ('sape2_k', 'rope2d_mixed', 'irpe_qkv')
+
+
+def base(name, dtype):
+    kwargs = dict(num_classes=10, dtype=dtype, **({} if 'vitamin' in name else {'depth': 2}))
+    stride = timm.create_model(name, device='meta', **kwargs).patch_embed.feat_ratio(as_scalar=False)
+    model = timm.create_model(name, img_size=[4 * stride[0], 6 * stride[1]], **kwargs)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    return model.eval()
+
+
+def differences(name, encodings, dtype):
+    """Largest difference of logits with each encoding, or why it cannot be grafted."""
+    torch.manual_seed(0)
+    model = base(name, dtype)
+    x = torch.randn(2, 3, *model.patch_embed.img_size, dtype=dtype)
+    for pos_enc in encodings:
+        try:
+            with torch.no_grad():
+                yield f'{(timm_sape.graft(model, pos_enc)(x) - model(x)).abs().max().item():.1e}', ''
+        except ValueError as e:
+            yield '', str(e)
+
+
+def main():
+    names = [name for name in timm.list_models() if is_model_in_modules(name, MODULES)]
+    names += timm.list_models('vit_*_patch16_rope*')
+    out = csv.writer(sys.stdout, lineterminator='\n')
+    out.writerow(('base', 'grafted', 'float32', 'float64', 'refused'))
+    for name in tqdm(names):
+        # the rotary ones have a rotation already
+        encodings = ['rpb' if 'rope' in name and 'rope' in encoding else encoding for encoding in ENCODINGS]
+        columns = [list(differences(name, encodings, dtype)) for dtype in (torch.float32, torch.float64)]
+        for encoding, (single, _), (double, reason) in zip(encodings, *columns):
+            out.writerow((name, encoding, single, double, reason))
+        sys.stdout.flush()
+
+
+if __name__ == '__main__':
+    main()
