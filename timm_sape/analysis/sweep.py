@@ -98,7 +98,7 @@ def sweep(
             where = f'{variant.model} {variant.policy} {size[0]}x{size[1]} {done}'
             found = predict(model, loader, device, amp, where if progress else '')
             top1, top5 = accuracy(found.logits, found.labels), accuracy(found.logits, found.labels, 5)
-            patch = model.patch_embed.patch_size
+            patch = model.patch_embed.feat_ratio(as_scalar=False)
             rows.append({
                 'model': variant.model,
                 'policy': variant.policy,
@@ -123,10 +123,10 @@ def _variants(spec: str, sizes: Sequence[Size]) -> List[_Variant]:
     """
     model = load_model(spec)
     patch_embed = getattr(model, 'patch_embed', None)
-    if not hasattr(patch_embed, 'patch_size'):
+    if not hasattr(patch_embed, 'feat_ratio'):
         raise ValueError(f'{spec} has no patches. A sweep is for Vision Transformers.')
     for size in sizes:
-        _check_size(spec, size, to_2tuple(patch_embed.patch_size))
+        _check_size(spec, size, patch_embed.feat_ratio(as_scalar=False))
 
     if not isinstance(model, VisionTransformerPosEnc):
         variants = [_Variant(spec, 'timm', {})]
