@@ -1,0 +1,165 @@
+"""Does a graft help fine-tuning? A small pretrained ViT, fine-tuned as it is and with encodings grafted onto it.
+
+    python examples/finetune_graft.py --data-dir ROOT
+
+ROOT has CIFAR-10 in it, as torchvision stores it or as folders of images. A Vision Transformer of timm's learns the
+first six classes: the pretrained base. Then it learns the other four from a few images, as it is and grafted. A seed
+decides which images, the new head, the batches and the flips, all the same for each model, so that differences are
+between pairs. AdamW with layer-wise learning rates, as in train_configs/finetune, by timm's own functions. The learning
+rate is the one of .0003, .001, .003, .01 and .03 that served the base best as it is, with a seed that is not used here.
+"""
+import argparse
+import copy
+import csv
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from scipy.stats import t
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import random_seed
+from tqdm import tqdm
+
+import timm_sape
+from timm_sape.position_data import load_cifar10_splits
+
+BASE_CLASSES, CLASSES = range(6), range(6, 10)
+SIZE = dict(
+    img_size=32, patch_size=4, num_classes=len(BASE_CLASSES), embed_dim=64, depth=4, num_heads=2, mlp_ratio=2,
+    class_token=False, global_pool='avg')
+BATCH = 64
+
+
+def tensors(dataset, classes, count=None, seed=0):
+    """A random part of the images of some classes, normalised, `[n, 3, 32, 32]`, and labels from 0 on, `[n]`."""
+    found = [i for i, label in enumerate(dataset.targets) if label in classes]
+    if len(found) < (count or 1):
+        raise ValueError(f'there are {len(found)} images of classes {classes[0]} to {classes[-1]}; ask for no more')
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    pairs = [dataset[found[i]] for i in tqdm(order, desc='images', delay=2)]
+    images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1, torch.tensor([classes.index(label) for _, label in pairs])
+
+
+def train(model, images, labels, epochs, name, lr, layer_decay=None):
+    optimizer = create_optimizer_v2(model, 'adamw', lr=lr, weight_decay=0.05, layer_decay=layer_decay)
+    steps = len(images) // BATCH
+    scheduler, _ = create_scheduler_v2(
+        optimizer, 'cosine', num_epochs=epochs, warmup_epochs=1, step_on_epochs=False, updates_per_epoch=steps)
+    model.train()
+    with tqdm(total=epochs * steps, desc=name, unit='step') as progress:
+        for epoch in range(epochs):
+            for step, index in enumerate(torch.randperm(len(images))[:steps * BATCH].split(BATCH)):
+                scheduler.step_update(epoch * steps + step)
+                batch = images[index]
+                batch = torch.where(torch.rand(BATCH, 1, 1, 1) < 0.5, batch, batch.flip(3))
+                loss = F.cross_entropy(model(batch), labels[index])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                progress.set_postfix(loss=f'{loss.item():.2f}', refresh=False)
+                progress.update()
+
+
+@torch.no_grad()
+def predict(model, images):
+    return torch.cat([model.eval()(part) for part in images.split(BATCH)])
+
+
+def top1(model, images, labels):
+    return 100 * (predict(model, images).argmax(1) == labels).double().mean().item()
+
+
+def gates(model):
+    """How much of each grafted encoding is let through, layer by layer."""
+    encodings = model.position_encodings().values() if hasattr(model, 'position_encodings') else ()
+    return [encoding.gated(torch.ones(1)).item() for encoding in encodings if encoding.gate is not None]
+
+
+def judge(differences):
+    """Limits of the 95 % interval of the mean of paired differences, by Student's t, and what follows."""
+    half = t.ppf(0.975, len(differences) - 1) * stdev(differences) / len(differences) ** 0.5
+    low, high = mean(differences) - half, mean(differences) + half
+    return low, high, 'better' if low > 0 else 'worse' if high < 0 else 'no difference shown'
+
+
+def fine_tune(model, images, labels, epochs, name, seed, lr=0.01):
+    random_seed(seed)  # the same head and the same batches for every model
+    model.reset_classifier(len(CLASSES))
+    train(model, images, labels, epochs, name, lr, layer_decay=0.75)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--data-dir', type=Path, required=True, help='CIFAR-10')
+    parser.add_argument('--output', type=Path, default=Path('finetune_graft.csv'))
+    parser.add_argument('--graft', nargs='+', default=['sape2_k', 'rope2d'], help='encodings to graft, each by itself')
+    parser.add_argument('--seeds', type=int, default=3, help='fine-tunings of each model')
+    parser.add_argument('--base-images', type=int, default=15000)
+    parser.add_argument('--base-epochs', type=int, default=15)
+    parser.add_argument('--images', type=int, default=1000, help='to fine-tune on')
+    parser.add_argument('--epochs', type=int, default=20, help='of fine-tuning')
+    args = parser.parse_args()
+    if args.seeds < 2 or min(args.base_epochs, args.epochs) < 1 or min(args.base_images, args.images) < BATCH:
+        parser.error(f'--seeds must be at least 2, the epochs 1 and the images {BATCH}')
+    try:
+        for pos_enc in args.graft:  # what cannot be grafted is to fail before the work, not after it
+            timm_sape.graft('test_vit', pos_enc, **SIZE)
+        train_set, test_set = list(load_cifar10_splits(args.data_dir).values())[:2]
+        base_data = tensors(train_set, BASE_CLASSES, args.base_images)
+        data = [tensors(train_set, CLASSES, args.images, seed) for seed in range(args.seeds)]
+        base_test, (test_images, test_labels) = (tensors(test_set, classes) for classes in (BASE_CLASSES, CLASSES))
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as e:
+        parser.error(str(e))
+
+    random_seed(0)
+    base = timm.create_model('test_vit', **SIZE)
+    train(base, *base_data, args.base_epochs, 'base', lr=2e-3)
+    print(f'The base has {top1(base, *base_test):.1f} % on its own six classes.\n')
+    logits = predict(base, test_images)
+    print(f'| grafted | parameters added | largest difference of a logit (largest logit: {logits.abs().max():.1f}) |')
+    print('|---|---|---|')
+    for pos_enc in args.graft:
+        model = timm_sape.graft(base, pos_enc)
+        added = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in base.parameters())
+        print(f'| {pos_enc} | {added} | {(predict(model, test_images) - logits).abs().max():.1e} |')
+
+    rows = []
+    for seed, (images, labels) in enumerate(data):
+        for name in ('none', *args.graft):
+            random_seed(seed)
+            model = copy.deepcopy(base) if name == 'none' else timm_sape.graft(base, name)
+            fine_tune(model, images, labels, args.epochs, f'{name}, seed {seed}', seed)
+            rows.append({
+                'graft': name, 'seed': seed, 'top1': round(top1(model, test_images, test_labels), 2),
+                'gates': ' '.join(f'{gate:.3f}' for gate in gates(model))})
+    with open(args.output, 'w', newline='') as f:
+        writer = csv.DictWriter(f, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+    found = {name: [row['top1'] for row in rows if row['graft'] == name] for name in ('none', *args.graft)}
+    print(f'\nTop-1 in percent on {len(test_labels)} images of the four new classes, {args.seeds} seeds:\n')
+    print('| grafted | top-1 | difference to none | 95 % interval | size of the gates, by layer | verdict |')
+    print('|---' * 6 + '|')
+    for name, values in found.items():
+        spread = f'{mean(values):.1f} ± {stdev(values):.1f}'
+        if name == 'none':
+            print(f'| none | {spread} | | | | |')
+            continue
+        differences = [a - b for a, b in zip(values, found['none'])]
+        low, high, verdict = judge(differences)
+        layers = zip(*(map(abs, map(float, row['gates'].split())) for row in rows if row['graft'] == name))
+        print(
+            f'| {name} | {spread} | {mean(differences):+.2f} ± {stdev(differences):.2f} | {low:+.2f} to {high:+.2f} | '
+            f'{", ".join(f"{mean(layer):.2f}" for layer in layers)} | {verdict} |')
+    print(f'\n{args.output}')
+
+
+if __name__ == '__main__':
+    main()
