@@ -207,7 +207,7 @@ def test_a_model_without_a_table():
     grafted = timm_sape.graft(model, 'sincos2d')
     assert grafted.pos_enc == 'auto_sincos2d' and grafted.pos_embed is None
     assert_same(grafted, model)
-    with pytest.raises(ValueError, match="'ape' cannot be grafted: .* which the base has not"):
+    with pytest.raises(ValueError, match="'ape' cannot be grafted: it is timm's own table, which this base has not"):
         timm_sape.graft(model, 'ape+sape2_k')
 
 
@@ -232,6 +232,63 @@ def test_model_is_left_alone_and_its_state_is_kept():
     assert type(model) is timm.models.VisionTransformer
 
 
+def test_converted_with_other_arguments():
+    """Those that the other class has too."""
+    for name, kwargs in (
+            ('vit_small_patch16_rope_224', dict(global_pool='map')),
+            ('vit_small_patch16_rope_mixed_224', dict(global_pool='avg', init_values=None)),
+            ('vit_relpos_medium_patch16_cls_224', dict(fc_norm=True, qk_norm=True, init_values=None, rel_pos_dim=24))):
+        model = base_model(name, **{**SMALL, **kwargs})
+        assert largest_difference(timm_sape.graft(model, 'nope'), model, images(model)) < 1e-5
+
+
+def test_conversion_keeps_what_is_frozen_and_takes_any_size():
+    model = base_model('vit_srelpos_small_patch16_224', **SMALL).requires_grad_(False)
+    model.head.requires_grad_(True)
+    grafted = timm_sape.graft(model, 'sape2_k')
+    trained = {name for name, p in grafted.named_parameters() if p.requires_grad and 'auto_' not in name}
+    assert trained == {'head.weight', 'head.bias'}
+
+    dynamic = timm.create_model(
+        'vit_graft', base='vit_relpos_small_patch16_224', pos_enc='nope', depth=1, dynamic_img_size=True)
+    assert dynamic(torch.randn(1, 3, 48, 80)).shape == (1, 1000)
+
+
+def test_rule_for_other_sizes_of_what_the_base_has():
+    kwargs = {'pos_enc_kwargs': {'rope2d': {'resolution': 'rescale'}}}
+    model = base_model('vit_small_patch16_rope_224', **SMALL)
+    grafted = timm_sape.graft(model, 'rope2d', **kwargs)
+    assert grafted.pos_enc_kwargs == kwargs['pos_enc_kwargs']
+    assert largest_difference(grafted, model, images(model)) < 1e-5
+
+
+def test_modes_are_kept():
+    model = timm.create_model('deit_tiny_distilled_patch16_224', depth=2, patch_drop_rate=0.25)
+    model.set_distilled_training(True)
+    model.set_grad_checkpointing(True)
+    model.blocks[0].eval()
+    grafted = timm_sape.graft(torch.compile(model, backend='eager'), 'sape2_k')
+    assert grafted.grad_checkpointing and grafted.distilled_training and grafted.patch_drop.prob == 0.25
+    assert grafted.training and not grafted.blocks[0].training and grafted.blocks[1].mlp.training
+    assert [out.shape for out in grafted(torch.randn(2, 3, 224, 224))] == [(2, 1000)] * 2
+
+
+def test_config_is_kept():
+    overlay = dict(mean=(0.1, 0.2, 0.3), hf_hub_id='', url='')
+    model = timm.create_model('test_vit', pretrained_cfg_overlay=overlay, depth=1)
+    assert timm_sape.graft(model, 'rope2d').pretrained_cfg['mean'] == (0.1, 0.2, 0.3)
+
+
+def test_a_size_that_patches_do_not_divide():
+    """SigLIP's 384 at patch 14: timm leaves the rest out."""
+    model = randomised(timm.create_model('vit_tiny_patch16_224', img_size=72, depth=2, **SMALL))
+    grafted = timm_sape.graft(model, 'sape2_k')
+    assert_same(grafted, model)
+    grafted.set_input_size((72, 72))
+    with pytest.raises(ValueError, match='does not divide'):
+        grafted.set_input_size((73, 73))
+
+
 @pytest.mark.parametrize('name, kwargs, message', [
     ('resnet18', {}, 'ResNet cannot be grafted'),
     ('vit_base_patch16_18x2_224', {}, 'position would have to act inside ParallelThingsBlock'),
@@ -241,9 +298,14 @@ def test_model_is_left_alone_and_its_state_is_kept():
     ('eva02_tiny_patch14_224', {}, 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(rope_temperature=50.), 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1), 'only vit_.*_224 can be converted'),
+    ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'only vit_.*_224 can be converted'),
+    ('vit_small_patch16_rope_224', dict(global_pool='map', attn_pool_num_heads=2), 'only vit_.*_224 can be converted'),
+    ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted with .* it lacks'),
+    ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
+    ('vit_small_patch16_rope_ape_224', dict(no_embed_class=False), 'Eva cannot be converted .* it has pos_embed'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
-    ('test_vit_ape', {}, "has its encodings from here already, 'ape'.*pos_enc='ape\\+auto_sape2_k'"),
+    ('test_vit_ape', {}, "has its encodings from here already, 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0"),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
@@ -267,6 +329,10 @@ def test_changed_models_are_refused():
     model.blocks = model.blocks[:2]
     with pytest.raises(ValueError, match='it lacks blocks.2.*Graft first, and change the model then'):
         timm_sape.graft(model, 'sape2_k')
+    model = timm.create_model('test_vit')
+    model.blocks[3].mlp.act = torch.nn.ReLU()
+    with pytest.raises(ValueError, match=r'blocks.3.mlp.act is ReLU\(\), not GELU'):
+        timm_sape.graft(model, 'sape2_k')
     with pytest.raises(ValueError, match='FeatureGetterNet cannot be grafted'):
         timm_sape.graft(timm.create_model('test_vit', features_only=True), 'sape2_k')
     with pytest.raises(ValueError, match='img_size: arguments of timm.create_model are for a name'):
@@ -277,12 +343,20 @@ def test_changed_models_are_refused():
     ({}, 'vit_graft needs a base'),
     (dict(base='test_vit'), 'vit_graft needs a base and encodings'),
     (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "is no model of timm. Did you mean 'vit_small_patch16_224'"),
-    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: .* which the base has already"),
+    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base has 'ape' by itself"),
     (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "'cpb' is of the base"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is no part of"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'npos': 3}}), "'auto_rope2d' has no keyword"),
     (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),
     (dict(base='test_vit', pos_enc='rope2d+rope2d_mixed'), 'two rotations'),
+    (dict(base='test_vit_relpos', pos_enc='auto_cpb'), "'auto_cpb' cannot be grafted: the base has 'cpb' by itself"),
+    (dict(base='test_vit_ape', pos_enc='rope2d'), 'is no model of timm. Did you mean'),
+    (dict(base='local-dir:x', pos_enc='rope2d'), 'It must be an architecture; timm_sape.graft takes saved models'),
+    (dict(base=5, pos_enc='rope2d'), 'base=5 is no model of timm'),
+    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs='x'), 'pos_enc_kwargs must map parts to their keywords'),
+    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': 5}), 'pos_enc_kwargs must map parts to their'),
+    (dict(base='test_vit', pos_enc='cope', pos_enc_kwargs={'cope': {'npos': 3}, 'auto_cope': {}}), 'under two names'),
+    (dict(base='test_vit', pos_enc='sape2_k', ref_grid_size=3), 'ref_grid_size must be'),
     (dict(base='test_vit', pos_enc='sape3'), "Unknown position encoding 'sape3'"),
 ])
 def test_wrong_arguments(kwargs, message):
@@ -310,6 +384,16 @@ def test_saved_and_loaded(name, tmp_path):
     assert get_model_args(loaded) == {**get_model_args(grafted), 'img_size': get_model_args(loaded)['img_size']}
     with pytest.raises(ValueError, match='cannot be changed to .*auto_cope.* when it is loaded'):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc='cope')
+
+
+def test_a_saved_config_opens_no_other_file(tmp_path):
+    grafted = timm_sape.graft(base_model('test_vit'), 'sape2_k')
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    config['model_args']['checkpoint_path'] = str(tmp_path / 'model.safetensors')
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    with pytest.raises(TypeError, match='checkpoint_path'):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
 
 
 def test_loaded_at_another_size(tmp_path):

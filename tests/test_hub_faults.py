@@ -528,7 +528,7 @@ def test_repositories_that_are_not_right(processes, hub, logits):
     variant(hub, 'someone/wrong', architecture='vit_of_tomorrow')
     expect("someone/wrong is a 'vit_of_tomorrow', which neither timm")
     variant(hub, 'someone/wrong', model_args=model_args(hub, pos_enc='ape+warp9'))
-    unknown = f'someone/wrong: timm-sape {timm_sape.__version__} does not have its position encoding.'
+    unknown = f'someone/wrong: timm-sape {timm_sape.__version__} cannot make its position encoding.'
     expect(unknown)
     assert "Unknown position encoding 'warp9'" in wrong[unknown]
     expect("Unknown position encoding 'warp9'", load=STOCK)

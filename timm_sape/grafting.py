@@ -29,6 +29,7 @@ from timm.layers import (
     Attention,
     AttentionRope,
     Mlp,
+    PatchDropout,
     RelPosMlp,
     RotaryEmbeddingCat,
     RotaryEmbeddingMixed,
@@ -42,20 +43,23 @@ from timm.models import (
     get_model_args,
     get_pretrained_cfg,
     is_model,
+    is_model_in_modules,
+    model_entrypoint,
     register_model,
     resolve_pretrained_cfg,
     split_model_name_tag,
 )
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva
+from timm.models.eva import Eva, EvaBlock
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
+from timm.utils import unwrap_model
 
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO
-from .vit_pos_enc import VisionTransformerPosEnc
+from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
 
@@ -76,6 +80,7 @@ OURS: Dict[Type[nn.Module], Type[nn.Module]] = {
 }
 
 Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
+DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
 SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # where a config says that weights are
 
 
@@ -100,8 +105,8 @@ def graft(
         A new model on the same device, in the same dtype and mode, with copies of the weights.
 
     Raises:
-        ValueError: If the model cannot be grafted, or was changed after timm had made it; if an encoding has no neutral
-            form (`lookhere`, `cape`, `pemix`) or cannot stand beside the model's own.
+        ValueError: If the model cannot be grafted, or has other parameters or layers than timm gave it; if an encoding
+            has no neutral form (`lookhere`, `cape`, `pemix`) or cannot stand beside the model's own.
     """
     if isinstance(model, str):
         model = timm.create_model(model, **kwargs)
@@ -109,8 +114,9 @@ def graft(
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model are for a name; the model given here is made '
             'already.')
+    model = unwrap_model(model)
     if isinstance(model, VisionTransformerPosEnc):
-        raise ValueError(_is_ours(model, pos_enc))
+        raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
     _check_kind(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     if not is_model(cfg.get('architecture') or ''):
@@ -125,31 +131,60 @@ def graft(
         **{**args, **get_device_dtype(model), 'base': cfg['architecture'], 'pos_enc': pos_enc},
         pos_enc_kwargs=pos_enc_kwargs,
     )
-    weights = checkpoints.from_timm(model.state_dict(), grafted)
-    report = checkpoints.misfit(weights, {**grafted.state_dict()}, ignore=tuple(_added(grafted)))
-    if report:
+    weights = _weights_for(grafted, model)
+    report = checkpoints.misfit(weights, grafted.state_dict(), ignore=tuple(_added(grafted)))
+    modules = dict(grafted.named_modules())
+    others = [
+        name for name, module in model.named_modules()
+        if name in modules and not any(module.children()) and not isinstance(module, PatchDropout)
+        and repr(module) != repr(modules[name])]
+    if report or others:
+        report = report or f'{others[0]} is {model.get_submodule(others[0])}, not {modules[others[0]]}'
         raise ValueError(
             f'The model is not what timm.create_model({cfg["architecture"]!r}) makes with the arguments that it was '
             f'made with: {report}. Graft first, and change the model then.')
     grafted.load_state_dict(weights, strict=False)
-    trained = dict(model.named_parameters())
+
+    # what a state dict does not hold
+    flags = {name: torch.full_like(p, p.requires_grad, device='cpu') for name, p in model.named_parameters()}
+    flags = checkpoints.from_timm(flags, grafted)
     for name, p in grafted.named_parameters():
-        p.requires_grad_(trained[name].requires_grad if name in trained else True)
-    return grafted.train(model.training)
+        p.requires_grad_(bool(flags[name].any()) if name in flags else True)
+    grafted.set_grad_checkpointing(model.grad_checkpointing)
+    if isinstance(model, VisionTransformerDistilled):
+        grafted.set_distilled_training(model.distilled_training)
+    grafted.train(model.training)
+    for name, module in model.named_modules():
+        if name in modules:
+            modules[name].training = module.training
+    return grafted
 
 
-def _is_ours(model: VisionTransformerPosEnc, pos_enc: str) -> str:
+def _is_ours(
+        model: VisionTransformerPosEnc,
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
+) -> str:
+    """Why a model of this package is not grafted, and how its encodings are added to instead."""
     name = model.pretrained_cfg['architecture'] if hasattr(model, 'pretrained_cfg') else type(model).__name__
+    own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
+    parts = _merge(own, pos_enc, pos_enc_kwargs)
     return (
-        f'{name} has its encodings from here already, {model.pos_enc!r}. Create it with the further one behind a gate, '
-        f"pos_enc='{model.pos_enc}+{AUTO}{pos_enc}', pos_enc_kwargs={{'{AUTO}{pos_enc}': {{'init': 0}}}}, and load its "
-        'weights by load_state_dict(..., strict=False).')
+        f'{name} has its encodings from here already, {model.pos_enc!r}. Create it with all of them, '
+        f'pos_enc={"+".join(parts)!r}, pos_enc_kwargs={ {part: values for part, values in parts.items() if values} }, '
+        'and load its weights by load_state_dict(..., strict=False).')
 
 
 def _added(model: VisionTransformerPosEnc) -> List[str]:
     """Names of the entries that the grafted encodings have in the state dict."""
     added = [f'encodings.{part}.' for part in model.pos_enc.split('+') if is_auto(part)]
     return [name for name in model.state_dict() if any(part in name for part in added)]
+
+
+def _weights_for(grafted: VisionTransformerPosEnc, model: nn.Module) -> Dict[str, Any]:
+    """The state of a timm model under our names; grids that encodings save, which it has none of, are our own."""
+    grids = {name: value for name, value in grafted.state_dict().items() if name.endswith('._extra_state')}
+    return {**grids, **checkpoints.from_timm(model.state_dict(), grafted)}
 
 
 def _check_kind(model: nn.Module) -> None:
@@ -176,8 +211,9 @@ def _check_kind(model: nn.Module) -> None:
     is_axial = type(rope) is RotaryEmbeddingCat and rope.temperature == 100 and rope.ref_feat_shape is None and (
         rope.grid_offset == 0 and not rope.in_pixels)
     is_rotary = (is_axial or type(rope) is RotaryEmbeddingMixed) and rope.grid_indexing == 'xy' and not rope.aug_active
-    is_plain = isinstance(attn, AttentionRope) and type(mlp) is Mlp and not attn.rotate_half and (
-        attn.qkv is not None and model.reg_token is None and attn.gate is None)
+    is_plain = {type(block) for block in model.blocks} == {EvaBlock} and isinstance(attn, AttentionRope) and (
+        type(mlp) is Mlp and not attn.rotate_half and attn.qkv is not None and model.reg_token is None) and (
+        attn.gate is None and (model.attn_pool is None or model.attn_pool.num_heads == attn.num_heads))
     norms = (model.norm_pre, mlp.norm, attn.norm, attn.q_norm, attn.k_norm) if is_plain else ()
     if not is_rotary or not is_plain or not all(isinstance(norm, nn.Identity) for norm in norms):
         raise ValueError(f'{what}: of this class only vit_*_patch16_rope[_mixed][_ape]_224 can be converted.')
@@ -203,6 +239,7 @@ def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any])
         class_token=model.cls_token is not None,
         no_embed_class=getattr(model, 'no_embed_class', False),
         fc_norm=not isinstance(model.fc_norm, nn.Identity),
+        pool_include_prefix=getattr(model, 'attn_pool', None) is not None,
         norm_layer=partial(type(block.norm1), eps=block.norm1.eps),
         block_fn=ResPostBlock if isinstance(block, ResPostRelPosBlock) else Block,
         **get_device_dtype(model),
@@ -237,27 +274,36 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
                 'scratch.')
 
     def placed(name: str) -> str:
-        """Where in the grafted model a part is found, which may be spelled as an alias, with or without a gate."""
-        plain, = (part.removeprefix(AUTO) for part in parse_pos_enc(name))
-        return plain if plain in own else AUTO + plain
+        """What a part, which may be an alias, with or without a gate, is called in the grafted model."""
+        name, = parse_pos_enc(name)
+        return name if name in own or is_auto(name) else AUTO + name
 
     parts = {name: dict(keywords) for name, keywords in own.items()}
     for name in parse_pos_enc(pos_enc).keys() - {'nope'}:
-        if is_auto(name) and placed(name) in own or name == 'ape' and name not in own:
-            raise ValueError(
-                f"{name!r} cannot be grafted: 'ape' is timm's own table, which the base has "
-                f"{'already' if own else 'not'}. Leave it out.")
-        if placed(name) not in own:
-            parts[placed(name)] = {} if get_encoding(name).gate_init == 1 else {'init': 0}
-    given = dict(pos_enc_kwargs or {})
+        part = placed(name)
+        if part.removeprefix(AUTO) in own and part not in own:
+            raise ValueError(f'{name!r} cannot be grafted: the base has {name.removeprefix(AUTO)!r} by itself.')
+        if part == 'auto_ape':
+            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base has not.")
+        parts.setdefault(part, {} if get_encoding(name).gate_init == 1 else {'init': 0})
+    given = pos_enc_kwargs or {}
+    if not isinstance(given, Mapping) or not all(isinstance(keywords, Mapping) for keywords in given.values()):
+        raise ValueError(
+            "pos_enc_kwargs must map parts to their keywords, e.g. {'sape2_k': {'preset': 'equations'}}, got "
+            f'{pos_enc_kwargs!r}.')
+    seen = set()
     for name, keywords in given.items():
         part = placed(name)
-        if part in own and {**encoding_keywords(part), **own[part], **keywords} != {
-                **encoding_keywords(part), **own[part]}:
-            raise ValueError(f'pos_enc_kwargs: {part!r} is of the base, with {own[part]}. Leave it out.')
         if part not in parts:
             raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
-        parts[part] = {**parts[part], **keywords}
+        if part in seen:
+            raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
+        seen.add(part)
+        # the rule for other resolutions may be chosen anew, and changes nothing on the trained one
+        meant = {key: value for key, value in keywords.items() if key != 'resolution'}
+        if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
+            raise ValueError(f'pos_enc_kwargs: {part!r} is of the base, with {own[part]}. Leave it out.')
+        parts[part].update(keywords)
     return parse_pos_enc('+'.join(parts) or 'nope', parts)
 
 
@@ -277,7 +323,12 @@ def _adopt(
         module.__class__ = OURS[type(module)]
     vit._set_encodings(parts, ref_grid_size)
     if vit is not model:
-        vit.load_state_dict({**vit.state_dict(), **checkpoints.from_timm(model.state_dict(), vit)})
+        weights = _weights_for(vit, model)
+        report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
+        if report:
+            raise ValueError(
+                f'{type(model).__name__} cannot be converted with the arguments that this one was made with: {report}.')
+        vit.load_state_dict(weights, strict=False)
     return vit
 
 
@@ -312,16 +363,21 @@ def _create(
     Weights come from the base's own source, by its own entrypoint; but where the caller names a source (a saved model,
     an overlay), from that, which may hold a grafted model or its base.
     """
-    name, _ = split_model_name_tag(base)
-    if not is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models())
+    name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
+    ours = ('vit_pos_enc', 'grafting')
+    if not is_model(name) or is_model_in_modules(name, ours):
+        names = [name for name in timm.list_models() if not is_model_in_modules(name, ours)]
+        close = difflib.get_close_matches(name, names)
         hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
+        if ':' in name:
+            hint = 'It must be an architecture; timm_sape.graft takes saved models.'
         raise ValueError(f'base={base!r} is no model of timm. {hint}')
+    check_ref_grid_size(ref_grid_size)
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
     if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
         base = f'{name}.{cfg.tag}'  # our tags are those of the base
     base_cfg = get_pretrained_cfg(base) or PretrainedCfg()
-    if not cfg.has_weights:
+    if variant == 'vit_graft' and cfg == get_pretrained_cfg(variant):
         cfg = replace(base_cfg, architecture=variant)
     cfg = resolve_pretrained_cfg(variant, cfg, pretrained_cfg_overlay)
     is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
@@ -331,12 +387,13 @@ def _create(
         pos_enc_kwargs = None  # timm hands down the saved ones, whatever pos_enc was asked for
 
     def build(**kwargs) -> VisionTransformerPosEnc:
-        model = timm.create_model(
-            name,
+        # the classes that only conversion leads to know no dynamic sizes
+        fixed = DYNAMIC if is_model_in_modules(name, ('vision_transformer_relpos',)) else ()
+        model = model_entrypoint(name)(
             pretrained=pretrained and not is_own_source,
             pretrained_cfg=replace(cfg, architecture=name),
             cache_dir=cache_dir,
-            **kwargs,
+            **{key: value for key, value in kwargs.items() if key not in fixed},
         )
         vit = _adopt(model, pos_enc, pos_enc_kwargs, ref_grid_size, kwargs)
         checkpoints.refuse_other_encoding(variant, {
@@ -415,6 +472,8 @@ def vit_graft(
 
 def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., VisionTransformerPosEnc]:
     def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+        if 'base' in kwargs:
+            raise ValueError(f'{name} is grafted onto {base}. For another base use vit_graft.')
         return _create(name, base, **{'pos_enc': encoding, **kwargs}, pretrained=pretrained)
 
     entrypoint.__name__ = entrypoint.__qualname__ = name

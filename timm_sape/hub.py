@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from timm.layers import to_2tuple
 from timm.models import save_for_hf
 from timm.models._hub import HF_SAFE_WEIGHTS_NAME, generate_readme
 from timm.utils import unwrap_model
@@ -55,7 +56,8 @@ def push(
 ) -> CommitInfo:
     """Push a model to the Hub, with a card, after it has been saved and loaded back with identical logits.
 
-    The card replaces the one that is there; the Hub keeps the history.
+    The card replaces the one that is there, and the Hub keeps the history. Files of other names stay, an old pickle
+    included.
 
     Args:
         model: A model that `timm.create_model` has made, of any architecture.
@@ -161,7 +163,7 @@ def load(
     executed. A file that was damaged in the cache is taken out of it, so that the next call downloads it anew.
 
     Args:
-        repo_id: `OWNER/NAME`.
+        repo_id: `OWNER/NAME`, with or without `hf-hub:`.
         revision: Branch, tag, or commit hash.
         token: Of an account that may read it. Default: that of `HF_TOKEN` or `hf auth login`.
         cache_dir: Folder for downloads. Default: that of huggingface_hub.
@@ -173,6 +175,8 @@ def load(
         ConnectionError: If there is no connection to the Hub, or it breaks off.
         OSError: If the disk is full.
     """
+    repo_id = repo_id.removeprefix('hf-hub:')
+
     def download(name: str, revision: Optional[str], sha256: Optional[str] = None) -> Path:
         with _plain_errors(repo_id, revision, name):
             file = hf_hub_download(
@@ -202,7 +206,7 @@ def load(
             parse_pos_enc(pos_enc, args.get('pos_enc_kwargs'))
     except Exception as e:  # whatever may stand there
         raise ValueError(
-            f'{repo_id}: timm-sape {timm_sape.__version__} does not have its position encoding. If another package '
+            f'{repo_id}: timm-sape {timm_sape.__version__} cannot make its position encoding. If another package '
             f'registers it, import that first. ({_described(e)})') from e
     # of the same commit, by whose hash the folder is named
     weights = download(HF_SAFE_WEIGHTS_NAME, config_file.parent.name, written_by.get('sha256'))
@@ -291,7 +295,8 @@ def _card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict[str
     details = {
         'Architecture': f'`{config["architecture"]}`',
         'Parameters': f'{sum(p.numel() for p in model.parameters()):,}',
-        'Image size': '{1} x {2}, {0} channels'.format(*cfg['input_size']),
+        'Image size': '{} x {}, {} channels'.format(
+            *to_2tuple(args.get('img_size') or cfg['input_size'][1:]), cfg['input_size'][0]),
         'Classes': config['num_classes'],
     }
     if 'pos_enc' in args:

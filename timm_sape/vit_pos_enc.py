@@ -192,10 +192,7 @@ class VisionTransformerPosEnc(VisionTransformer):
                 raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}.')
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}.')
-        if ref_grid_size is not None:
-            size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
-            if len(size) != 2 or not all(is_integer(s, 1) for s in size):
-                raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
+        check_ref_grid_size(ref_grid_size)
 
         super().__init__(
             img_size=img_size,
@@ -334,10 +331,9 @@ class VisionTransformerPosEnc(VisionTransformer):
         """
         kernel, stride = self.patch_embed.patch_size, self.patch_size
         new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
-        _check_sizes(
-            self.patch_embed.img_size if img_size is None else img_size,
-            tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)),
-        )
+        new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
+        if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
+            _check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():
             encoding.set_grid_size(self.patch_embed.grid_size)
@@ -506,6 +502,16 @@ def _check_sizes(img_size, patch_size) -> None:
             'patch_size. Images of any size are padded with dynamic_img_size=True, dynamic_img_pad=True.')
 
 
+def check_ref_grid_size(ref_grid_size: Any) -> None:
+    """
+    Raises:
+        ValueError: If it is neither None nor (H, W).
+    """
+    size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
+    if ref_grid_size is not None and (len(size) != 2 or not all(is_integer(s, 1) for s in size)):
+        raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
+
+
 def _check_objects(object_index: torch.Tensor, batch: int, grid: Grid, wanted: bool) -> None:
     if not wanted:
         raise ValueError("object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
@@ -543,7 +549,8 @@ def _grid_size(
     if pad:
         # not -(-height // patch_size[0]): ONNX rounds the quotient of integers towards zero
         return (height + patch_size[0] - 1) // patch_size[0], (width + patch_size[1] - 1) // patch_size[1]
-    if height % patch_size[0] or width % patch_size[1]:
+    # a model grafted onto one of timm's may be made for a size that is not divided; the rest is left out, as there
+    if img_size is None and (height % patch_size[0] or width % patch_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
