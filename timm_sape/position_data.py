@@ -1,5 +1,6 @@
 """CIFAR-10-Position, and RandAugment that moves nothing (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias
-in Vision Transformer Classifiers', Secs. 5.1, 5.2 and App. G; code at github.com/rjbruin/position-shap).
+in Vision Transformer Classifiers', Secs. 5.1, 5.2 and App. G; code at github.com/rjbruin/position-shap). Also balanced
+subsets of CIFAR-10, as folders of images.
 
 In CIFAR-10-Position half of the classes can be told only by where the object is: eight of sixteen are (class, corner).
 
@@ -19,7 +20,7 @@ from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
 import torch
 from PIL import Image
 from timm.data import RandAugment, rand_augment_transform
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from .encodings.checks import is_integer
@@ -32,6 +33,7 @@ __all__ = [
     'position_preserving_rand_augment',
     'shrink_to_corner',
     'write_position_dataset',
+    'write_subset',
 ]
 
 # In the order of their names, in which readers of folders number classes.
@@ -42,7 +44,8 @@ GEOMETRIC_OPS = frozenset(
     ('Rotate', 'ShearX', 'ShearY', 'TranslateX', 'TranslateY', 'TranslateXRel', 'TranslateYRel'))
 
 _ORDERS = tuple(itertools.permutations(range(len(CORNERS))))
-_RECORD = 'cifar10_position.json'  # in a folder that we wrote: how it was made
+# In a folder that we wrote: how it was made.
+_RECORDS = {'CIFAR-10-Position': 'cifar10_position.json', 'CIFAR-10 subset': 'cifar10_subset.json'}
 
 
 def shrink_to_corner(image: Image.Image, corner: str) -> Image.Image:
@@ -243,32 +246,88 @@ def write_position_dataset(
             raise ValueError(f'{split!r} has a transform, which files cannot hold; make it without one')
         if dict(classes=dataset.classes, position_classes=dataset.position_classes, seed=dataset.seed) != how:
             raise ValueError(f'{split!r} has other classes or another seed than the split before it; make them alike')
-    folder = Path(folder).resolve()  # where a link leads to
-    _check_replaceable(folder, force)
+    return _write_folders('CIFAR-10-Position', splits, how, folder, force, progress)
 
-    counts = {}
+
+def write_subset(
+        splits: Mapping[str, Dataset],
+        per_class: Mapping[str, int],
+        folder: Union[str, os.PathLike],
+        *,
+        force: bool = False,
+        progress: Optional[Callable[[int, int], None]] = None,
+) -> Dict[str, Dict[str, int]]:
+    """Write the first images of each class as PNG files, as `write_position_dataset` does.
+
+    Args:
+        splits: By name, as `load_cifar10_splits` returns them.
+        per_class: For each split that is to be written, how many images of each class, 1 or more.
+        folder: Made if missing, with its parents.
+        force: Replace a folder that this function wrote. Any other is left alone.
+        progress: Called after each image with the number done and that of all.
+
+    Returns:
+        For each split, how many images each class has.
+
+    Raises:
+        ValueError: If a class has too few images, there is no such split, splits have other classes than the first, or
+            the folder may not be replaced.
+    """
+    subsets, classes = {}, None
+    for split, count in per_class.items():
+        if split not in splits:
+            raise ValueError(f'there is no split {split!r}; choose of {", ".join(splits)}')
+        if not is_integer(count, 1):
+            raise ValueError(f'the images of a class must be 1 or more, got {count!r} for {split!r}')
+        dataset = splits[split]
+        classes = dataset.classes if classes is None else classes
+        if dataset.classes != classes:
+            raise ValueError(f'{split!r} has other classes than the split before it')
+        kept = {label: [] for label in range(len(classes))}
+        for index, label in enumerate(dataset.targets):
+            kept[label].append(index)
+        least = min(kept, key=lambda label: len(kept[label]))
+        if len(kept[least]) < count:
+            raise ValueError(
+                f'{split!r} has {len(kept[least])} images of {classes[least]!r}, and {count} were asked for')
+        subsets[split] = Subset(dataset, sorted(index for indices in kept.values() for index in indices[:count]))
+    how = dict(classes=classes, per_class=dict(per_class))
+    return _write_folders('CIFAR-10 subset', subsets, how, folder, force, progress)
+
+
+def _write_folders(
+        what: str,
+        splits: Mapping[str, Dataset],
+        how: Dict,
+        folder: Union[str, os.PathLike],
+        force: bool,
+        progress: Optional[Callable[[int, int], None]],
+) -> Dict[str, Dict[str, int]]:
+    folder = Path(folder).resolve()  # where a link leads to
+    _check_replaceable(what, folder, force)
+    counts, classes = {}, how['classes']
     done, total = 0, sum(map(len, splits.values()))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=folder.parent) as staging:
         new, old = Path(staging, 'new'), Path(staging, 'old')
         for split, dataset in splits.items():
-            for name in dataset.classes:
+            for name in classes:
                 (new / split / name).mkdir(parents=True)
             count = Counter()
             for index in range(len(dataset)):
                 image, label = dataset[index]
-                image.save(new / split / dataset.classes[label] / f'{index:05}.png')
+                image.save(new / split / classes[label] / f'{index:05}.png')
                 count[label] += 1
                 done += 1
                 if progress is not None:
                     progress(done, total)
-            counts[split] = {name: count[label] for label, name in enumerate(dataset.classes)}
+            counts[split] = {name: count[label] for label, name in enumerate(classes)}
             missing = [name for name, images in counts[split].items() if not images]
             if missing:
                 raise ValueError(
                     f'{split!r} has no image of {missing[0]!r}, so that readers of folders would number its classes '
                     'differently; give a source with more images, or another seed')
-        (new / _RECORD).write_text(json.dumps({**how, 'splits': list(splits)}, indent=1) + '\n')
+        (new / _RECORDS[what]).write_text(json.dumps({**how, 'splits': list(splits)}, indent=1) + '\n')
         try:
             if folder.exists():
                 os.replace(folder, old)
@@ -280,20 +339,20 @@ def write_position_dataset(
     return counts
 
 
-def _check_replaceable(folder: Path, force: bool) -> None:
+def _check_replaceable(what: str, folder: Path, force: bool) -> None:
     """An empty folder, or one that has nothing in it but what we wrote."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(f'nothing written: {folder} is a file; name a directory')
-    names = set(os.listdir(folder))
+    names, record = set(os.listdir(folder)), _RECORDS[what]
     if not names:
         return
-    if _RECORD not in names:
-        raise ValueError(f'nothing written: {folder} is not empty and is no CIFAR-10-Position; name another directory')
+    if record not in names:
+        raise ValueError(f'nothing written: {folder} is not empty and is no {what}; name another directory')
     if not force:
         raise ValueError(f'nothing written: {folder} is there; --force (force=True) replaces it')
-    strange = sorted(names - {_RECORD, *json.loads((folder / _RECORD).read_text())['splits']})
+    strange = sorted(names - {record, *json.loads((folder / record).read_text())['splits']})
     if strange:
         raise ValueError(f'nothing written: {folder} would be replaced whole; move {strange[0]} out of it first')
 

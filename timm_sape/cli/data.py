@@ -11,43 +11,63 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'data', interruptible(_data),
-        summary="Write CIFAR-10-Position, Position-SHAP's data set with a known position bias, as folders of images.",
+        summary="Write CIFAR-10-Position, Position-SHAP's data set with a known position bias, or a balanced subset of "
+                'CIFAR-10, as folders of images.',
         examples="""\
 examples:
   timm-sape data cifar10-position --source ROOT --output DIR
   timm-sape data cifar10-position --source ROOT --output DIR --position-classes cat dog --seed 1
+  timm-sape data cifar10-subset --source ROOT --output DIR --per-class 1000 400
   python train.py --device-modules timm_sape --model vit_small_ape --data-dir DIR --val-split test --num-classes 16 \\
       --img-size 32 --model-kwargs img_size=32 patch_size=4 \\
       --crop-pct 1 --scale 1 1 --ratio 1 1 --hflip 0 --aa rand-m9-mstd0.5-inc1-t3a
 
-ROOT has cifar-10-batches-py in it, or train/ and test/ (or val/) with a folder for each of ten classes. Each image is
-halved and put into a corner of a black frame; two classes become four each, by corner. The options in the last
-line of train.py keep things where they are.""",
+ROOT has cifar-10-batches-py in it, or train/ and test/ (or val/) with a folder for each of ten classes.
+cifar10-position: each image is halved and put into a corner of a black frame; two classes become four each, by corner.
+The options in the last line of train.py keep things where they are.
+cifar10-subset: the first images of each class.""",
     )
-    parser.add_argument('what', choices=('cifar10-position',), help='the data set')
+    parser.add_argument('what', choices=('cifar10-position', 'cifar10-subset'), help='the data set')
     parser.add_argument('--source', type=Path, metavar='ROOT', required=True, help='CIFAR-10, or other images')
     parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='where to write it; made if missing')
     parser.add_argument(
-        '--position-classes', nargs=2, metavar='CLASS', help='those split by corner (default: the first two)')
-    parser.add_argument('--seed', type=int, default=0, help='which image goes where (default: %(default)s)')
+        '--position-classes', nargs=2, metavar='CLASS',
+        help='cifar10-position: those split by corner (default: the first two)')
+    parser.add_argument('--seed', type=int, help='cifar10-position: which image goes where (default: 0)')
+    parser.add_argument(
+        '--per-class', nargs=2, type=int, metavar=('TRAIN', 'TEST'), help='cifar10-subset: images of each class')
     parser.add_argument('--force', action='store_true', help='replace what this command wrote there before')
 
 
 def _data(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from ..position_data import CIFAR10Position, load_cifar10_splits, write_position_dataset
+    from ..position_data import CIFAR10Position, load_cifar10_splits, write_position_dataset, write_subset
 
+    subset = args.what == 'cifar10-subset'
+    for option in ('position_classes', 'seed') if subset else ('per_class',):
+        if getattr(args, option) is not None:
+            raise CommandError(f'--{option.replace("_", "-")} does not belong to {args.what}')
+    if subset and args.per_class is None:
+        raise CommandError('cifar10-subset wants --per-class TRAIN TEST, such as 1000 400')
     try:
-        splits = {
-            split: CIFAR10Position(dataset, position_classes=args.position_classes or (0, 1), seed=args.seed)
-            for split, dataset in load_cifar10_splits(args.source).items()}
+        splits = load_cifar10_splits(args.source)
+        if subset:
+            per_class = dict(zip(splits, args.per_class))
+        else:
+            splits = {
+                split: CIFAR10Position(dataset, position_classes=args.position_classes or (0, 1), seed=args.seed or 0)
+                for split, dataset in splits.items()}
         with tqdm(desc='images', unit='image', delay=2) as bar:
             def progress(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            counts = write_position_dataset(splits, args.output, force=args.force, progress=progress)
+            options = dict(force=args.force, progress=progress)
+            if subset:
+                counts = write_subset(splits, per_class, args.output, **options)
+            else:
+                counts = write_position_dataset(splits, args.output, **options)
     except ValueError as e:
         raise CommandError(str(e)) from e
     except OSError as e:

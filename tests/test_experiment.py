@@ -1,0 +1,800 @@
+"""Experiments, with a stand-in for train.py that writes what timm's writes and takes a fraction of a second."""
+import csv
+import io
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+
+from timm_sape import experiment
+from timm_sape.analysis.figures import new_figure
+from timm_sape.cli import main
+from timm_sape.experiment import records, report, runner, trial
+from timm_sape.experiment.plan import load_plan, script_options
+
+CHECKOUT = Path(__file__).parents[1]
+EPOCHS = 4
+
+# What timm's train.py does, seen from outside: options from a YAML file, logs on stderr, a summary whose header is
+# written again after a resume, checkpoints that are written aside, Ctrl-C taken for the end. `model_kwargs` tell it how
+# to behave.
+STAND_IN = r"""
+import argparse, os, pickle, shutil, sys, time, zipfile
+import yaml
+
+config_parser = argparse.ArgumentParser(add_help=False)
+config_parser.add_argument('-c', '--config')
+parser = argparse.ArgumentParser()
+parser.add_argument('--data-dir')
+parser.add_argument('--dataset', default='')
+parser.add_argument('--train-split', default='train')
+parser.add_argument('--val-split', default='validation')
+parser.add_argument('--val-interval', type=int, default=1)
+parser.add_argument('--output')
+parser.add_argument('--experiment')
+parser.add_argument('--resume', default='')
+parser.add_argument('--seed', type=int, default=42)
+parser.add_argument('--model')
+parser.add_argument('--model-kwargs', default={})
+parser.add_argument('--device-modules', nargs='+')
+parser.add_argument('--device', default='cuda')
+parser.add_argument('--epochs', type=int, default=300)
+parser.add_argument('--warmup-epochs', type=int, default=5)
+parser.add_argument('--warmup-prefix', action='store_true')
+parser.add_argument('-b', '--batch-size', type=int, default=128)
+parser.add_argument('--lr', type=float)
+parser.add_argument('--log-interval', type=int, default=50)
+parser.add_argument('-j', '--workers', type=int, default=4)
+known, rest = config_parser.parse_known_args()
+parser.set_defaults(**yaml.safe_load(open(known.config)))
+args = parser.parse_args(rest)
+
+be = args.model_kwargs
+folder = os.path.join(args.output, args.experiment)
+os.makedirs(folder, exist_ok=True)
+print(f'Model {args.model} created', file=sys.stderr)
+if be.get('reject'):
+    raise TypeError("__init__() got an unexpected keyword argument 'reject'")
+first = 0
+if args.resume:
+    with zipfile.ZipFile(args.resume) as z:
+        name = [n for n in z.namelist() if n.endswith('data.pkl')][0]
+        first = pickle.loads(z.read(name))['epoch'] + 1
+with open(os.path.join(folder, 'args.yaml'), 'w') as f:
+    yaml.safe_dump(args.__dict__, f)
+
+
+def note(what):
+    with open(os.environ['STAND_IN_NOTES'], 'a') as f:
+        f.write(f'{folder} {what} {time.time()} {os.getpid()} {os.environ.get("OMP_NUM_THREADS")} '
+                f'{os.environ.get("CUDA_VISIBLE_DEVICES")}\n')
+
+
+header = True
+try:
+    for epoch in range(first, args.epochs + (args.warmup_epochs if args.warmup_prefix else 0)):
+        note(f'epoch-{epoch}')
+        if be.get('crash') == epoch and not args.resume:
+            print('Traceback (most recent call last):\n  File "train.py", line 1', file=sys.stderr)
+            print('torch.OutOfMemoryError: no memory left\n  and a hint', file=sys.stderr)
+            sys.exit(1)
+        if be.get('quit') == epoch and not args.resume:
+            raise KeyboardInterrupt
+        for step in range(4):
+            time.sleep(be.get('sleep', 0.002))
+            print(f'Train: {epoch} [{step:>4d}/4 ({25 * (step + 1):>3d}%)]  Loss: 2.3 (2.3)  Time: 0.500s,  9/s  '
+                  f'(0.6s, 9/s)', file=sys.stderr, flush=True)
+        loss = float('nan') if be.get('nan', 99) <= epoch else 2 - epoch / 10
+        top1 = be.get('top1', {}).get(args.seed, 50) + epoch - args.epochs + 1
+        with open(os.path.join(folder, 'summary.csv'), 'a') as f:
+            f.write('epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n' if header else '')
+            f.write(f'{epoch},{loss},{loss},{top1},{top1 + 40},0.001\n')
+        header = False
+        if be.get('die') == epoch and not args.resume:
+            os.kill(os.getpid(), 9)  # between the summary and the checkpoint
+        tmp, last = os.path.join(folder, 'tmp.pth.tar'), os.path.join(folder, 'last.pth.tar')
+        shutil.copyfile(os.path.join(os.environ['STAND_IN_CHECKPOINTS'], str(epoch)), tmp)
+        if os.path.exists(last):
+            os.unlink(last)
+        os.replace(tmp, last)
+except KeyboardInterrupt:
+    pass
+note('end')
+"""
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split('|')[1:-1]]
+
+
+class Lab:
+    """A folder with a stand-in, data, a recipe and a plan."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.output = folder / 'out'
+        self.script = folder / 'train.py'
+        self.script.write_text(STAND_IN)
+        self.notes_file = folder / 'notes'
+        self.notes_file.touch()
+        for split, count in (('train', 2), ('test', 16)):
+            (folder / 'data' / split / 'a').mkdir(parents=True)
+            for i in range(count):
+                Image.new('RGB', (2, 2)).save(folder / 'data' / split / 'a' / f'{i}.png')
+        (folder / 'small').mkdir()
+        self.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8)
+        self.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'})
+
+    def recipe(self, **options):
+        (self.folder / 'small' / 'recipe.yaml').write_text(yaml.safe_dump(options))
+
+    def plan(self, models, **keys):
+        written = {'recipe': 'small/recipe.yaml', 'models': models, 'seeds': [1, 2], **keys}
+        (self.folder / 'plan.yaml').write_text(yaml.safe_dump(written, sort_keys=False))
+
+    def arguments(self, *options):
+        return [
+            'experiment', *map(str, (
+                self.folder / 'plan.yaml', '--output', self.output, '--data-dir', self.folder / 'data', '--script',
+                self.script, '--jobs', 2, *options))]
+
+    def __call__(self, *options):
+        return main(self.arguments(*options))
+
+    def begin(self, *options):
+        """The command in a process of its own, which can be killed."""
+        process = multiprocessing.get_context('fork').Process(target=lambda: sys.exit(main(self.arguments(*options))))
+        process.start()
+        return process
+
+    def wait_for(self, text, seconds=30):
+        deadline = time.time() + seconds
+        while text not in self.notes_file.read_text():
+            assert time.time() < deadline, self.notes_file.read_text()
+            time.sleep(0.01)
+
+    def notes(self):
+        """(run, what, time, process, threads, GPU), in order."""
+        lines = [line.rsplit(' ', 5) for line in self.notes_file.read_text().splitlines()]
+        return [
+            (folder.removeprefix(f'{self.output}/'), what, float(at), int(process), *rest)
+            for folder, what, at, process, *rest in lines]
+
+    def epochs(self):
+        """How often each epoch of each run was begun."""
+        return Counter((note[0], note[1]) for note in self.notes() if note[1] != 'end')
+
+    def rows(self):
+        text = (self.output / 'plan.csv').read_text()
+        assert text.startswith('# recipe small')
+        return {(row['model'], int(row['seed'])): row for row in csv.DictReader(io.StringIO(text.split('\n', 1)[1]))}
+
+    def line(self, label):
+        """Cells of a line of the table."""
+        lines = (self.output / 'plan.md').read_text().splitlines()
+        return cells(next(line for line in lines if line.startswith(f'| {label} ')))
+
+    def summary(self, run):
+        return (self.output / run / 'summary.csv').read_text()
+
+    def kill_trainings(self):
+        for process in {note[3] for note in self.notes()}:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+@pytest.fixture(scope='session')
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('checkpoints')
+    for epoch in range(EPOCHS + 2):
+        torch.save({'epoch': epoch, 'version': 2, 'state_dict': {}}, folder / str(epoch))
+    return folder
+
+
+@pytest.fixture
+def lab(tmp_path, checkpoints, monkeypatch):
+    monkeypatch.setattr(runner, 'POLL', 0.02)
+    monkeypatch.setenv('STAND_IN_NOTES', str(tmp_path / 'notes'))
+    monkeypatch.setenv('STAND_IN_CHECKPOINTS', str(checkpoints))
+    handler = signal.getsignal(signal.SIGTERM)
+    lab = Lab(tmp_path)
+    yield lab
+    signal.signal(signal.SIGTERM, handler)
+    lab.kill_trainings()
+
+
+def assert_whole(lab, runs=('A/seed1', 'A/seed2', 'B/seed1', 'B/seed2')):
+    """All epochs are there once, whatever happened."""
+    for run in runs:
+        lines = lab.summary(run).splitlines()
+        assert [line.split(',')[0] for line in lines] == ['epoch', *map(str, range(EPOCHS))]
+    assert {row['status'] for row in lab.rows().values()} == {'finished'}
+
+
+# -- what comes out
+
+
+def test_experiment(lab, capsys):
+    lab.plan(
+        {
+            'A': {'model': 'test_vit_ape', 'model_kwargs': {'top1': {1: 50, 2: 52, 3: 57}}},
+            'B': {'model': 'test_vit_nope', 'model_kwargs': {'top1': {1: 51, 2: 55, 3: 59}}},
+            'C': 'test_vit_rope2d',
+        }, seeds=[1, 2, 3], baseline='B')
+    assert lab('--threads', 3) == 0
+    out, err = capsys.readouterr()
+
+    # by hand: B has mean 55, deviations -4 0 4; A 53, -3 -1 4; C 50, 0 0 0. A - B is -1 -3 -2: mean -2, deviation 1.
+    # C - B is -1 -5 -9: mean -5, deviation 4. t is 4.3027
+    half = 4.302653 / math.sqrt(3)
+    assert lab.line('B')[:5] == ['B', '55.00 ± 4.00', '', '95.00 ± 4.00', '3']
+    assert lab.line('A')[:5] == ['A', '53.00 ± 3.61', f'-2.00 [{-2 - half:.2f}, {-2 + half:+.2f}]', '93.00 ± 3.61', '3']
+    difference = f'-5.00 [{-5 - 4 * half:.2f}, {-5 + 4 * half:+.2f}]'
+    assert lab.line('C')[:5] == ['C', '50.00 ± 0.00', difference, '90.00 ± 0.00', '3']
+    table = (lab.output / 'plan.md').read_text()
+    assert table.splitlines()[2].startswith('| B ') and 'difference to B' in table and table in out + '\n'
+    assert 'not corrected for 2 comparisons' in table and '3 threads' in table
+
+    row = lab.rows()['A', 3]
+    expected = dict(
+        recipe='small', status='finished', top1='57.0', top5='97.0', best_top1='57.0', train_loss='1.7', epochs='4',
+        epochs_planned='4', starts='1', error='', entrypoint='test_vit_ape', torch=torch.__version__,
+        timm=timm.__version__)
+    assert {key: row[key] for key in expected} == expected
+    assert '3 threads' in row['hardware'] and row['python'] and float(row['minutes']) < 1
+    if (CHECKOUT / '.git').exists():
+        assert re.fullmatch(r'[0-9a-f]{7,}(-dirty)?', row['commit'])
+
+    kept = {path.name for path in (lab.output / 'A' / 'seed3').iterdir()}
+    assert kept == {'args.yaml', 'config.yaml', 'last.pth.tar', 'run.json', 'summary.csv', 'train.log'}
+    told = yaml.safe_load((lab.output / 'A' / 'seed3' / 'args.yaml').read_text())
+    assert told['seed'] == 3 and told['device_modules'] == ['timm_sape'] and told['batch_size'] == 8
+    assert (lab.output / 'plan.png').read_bytes().startswith(b'\x89PNG')
+    assert {note[4] for note in lab.notes()} == {'3'}
+    assert list(dict.fromkeys(note[0] for note in lab.notes()))[:2] in (['A/seed1', 'B/seed1'], ['B/seed1', 'A/seed1'])
+    assert 'A, seed 1: finished' in err
+
+    before = lab.notes_file.read_text()
+    assert lab() == 0 and lab.notes_file.read_text() == before  # nothing is repeated
+
+
+def test_tables_again(lab, capsys):
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    assert set(lab.epochs()) == {('A/seed1', f'epoch-{i}') for i in range(EPOCHS)}
+    assert lab.line('A')[4] == '1 of 2 (1 waiting)' and lab.line('B')[1:] == ['', '', '', '0 of 2 (2 waiting)', '']
+    first = {path.name: path.read_bytes() for path in lab.output.iterdir() if path.is_file()}
+    assert set(first) == {'plan.csv', 'plan.md', 'plan.png'}
+    for name in first:
+        (lab.output / name).unlink()
+    (lab.output / 'A' / 'seed1' / 'last.pth.tar').unlink()  # results are kept without checkpoints
+    capsys.readouterr()
+    assert main(['experiment', str(lab.folder / 'plan.yaml'), '--output', str(lab.output), '--tables']) == 0
+    assert {path.name: path.read_bytes() for path in lab.output.iterdir() if path.is_file()} == first
+    assert capsys.readouterr().out == first['plan.md'].decode()
+    assert not list(lab.output.glob('.timm-sape-*'))
+    before = lab.notes_file.read_text()
+    assert lab('--models', 'A', '--seeds', 1) == 0 and lab.notes_file.read_text() == before
+
+
+def test_crashed_and_diverged(lab, capsys):
+    lab.plan({
+        'A': 'test_vit_ape',
+        'crash': {'model': 'test_vit_nope', 'model_kwargs': {'crash': 2}},
+        'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1, 'sleep': 0.1}},
+        'die': {'model': 'test_vit_nope', 'model_kwargs': {'die': 3}},
+        'quit': {'model': 'test_vit_nope', 'model_kwargs': {'quit': 2}},
+        'reject': {'model': 'test_vit_nope', 'model_kwargs': {'reject': 1}},
+    }, seeds=[1])
+    assert lab() == 1
+    table, rows = (lab.output / 'plan.md').read_text(), lab.rows()
+    assert {label: row['status'] for (label, _), row in rows.items()} == {
+        'A': 'finished', 'crash': 'crashed', 'nan': 'diverged', 'die': 'crashed', 'quit': 'crashed',
+        'reject': 'crashed'}
+    assert rows['crash', 1]['error'] == 'torch.OutOfMemoryError: no memory left'
+    assert rows['nan', 1]['error'] == 'train_loss is nan in epoch 1 (the first is 0)'
+    assert rows['die', 1]['error'] == 'killed by SIGKILL, for want of memory perhaps'
+    assert rows['quit', 1]['error'] == 'ended after 2 of 4 epochs'  # though its exit code is 0
+    assert "unexpected keyword argument 'reject'" in rows['reject', 1]['error']
+    assert '- crash, seed 1: crashed after 2 of 4 epochs, torch.OutOfMemoryError: no memory left' in table
+    assert lab.line('nan')[1:5] == ['', '', '', '0 of 1 (1 diverged)']
+    assert lab.epochs()['nan/seed1', 'epoch-3'] == 0  # it was ended
+    assert not rows['nan', 1]['top1'] and not rows['crash', 1]['top1']
+    assert '5 of 6 runs are not finished' in capsys.readouterr().err
+
+    notes = len(lab.notes())
+    assert lab() == 1  # what crashed goes on, what diverged does not
+    rows = lab.rows()
+    assert [rows[label, 1]['status'] for label in ('A', 'crash', 'die', 'quit', 'nan', 'reject')] == [
+        'finished', 'finished', 'finished', 'finished', 'diverged', 'crashed']
+    again = [note[:2] for note in lab.notes()[notes:]]
+    assert sorted(again) == [
+        ('crash/seed1', 'end'), ('crash/seed1', 'epoch-2'), ('crash/seed1', 'epoch-3'), ('die/seed1', 'end'),
+        ('die/seed1', 'epoch-3'), ('quit/seed1', 'end'), ('quit/seed1', 'epoch-2'), ('quit/seed1', 'epoch-3')]
+    assert rows['nan', 1]['starts'] == '1' and rows['crash', 1]['starts'] == '2' and rows['crash', 1]['top1'] == '50.0'
+    assert [line.split(',')[0] for line in lab.summary('die/seed1').splitlines()] == ['epoch', '0', '1', '2', '3']
+
+
+# -- interruptions
+
+
+def slow(lab):
+    kwargs = {'sleep': 0.05}
+    lab.plan({
+        'A': {'model': 'test_vit_ape', 'model_kwargs': kwargs},
+        'B': {'model': 'test_vit_nope', 'model_kwargs': kwargs},
+    })
+
+
+def test_reboot(lab):
+    slow(lab)
+    command = lab.begin()
+    lab.wait_for('A/seed1 epoch-2')
+    command.kill()
+    lab.kill_trainings()
+    command.join()
+    time.sleep(0.05)
+    with open(lab.output / 'A' / 'seed1' / 'summary.csv', 'a') as f:
+        f.write('3,1.')
+    assert lab() == 0
+    assert_whole(lab)
+    begun = lab.epochs()
+    assert begun['A/seed1', 'epoch-0'] == begun['A/seed1', 'epoch-1'] == 1 and begun['A/seed1', 'epoch-2'] == 2
+    assert begun['B/seed2', 'epoch-0'] == 1
+    record = json.loads((lab.output / 'A' / 'seed1' / 'run.json').read_text())
+    assert [start['epoch'] for start in record['starts']] == [0, 2]
+    assert all(0 <= start['seconds'] < 30 for start in record['starts'])
+    assert lab.rows()['A', 1]['starts'] == '2'
+
+
+def test_trainings_outlive_the_command(lab, capsys):
+    slow(lab)
+    command = lab.begin()
+    lab.wait_for('A/seed1 epoch-1')
+    command.kill()
+    command.join()
+    assert lab() == 0
+    assert_whole(lab)
+    assert set(lab.epochs().values()) == {1}  # none was trained twice
+    assert most_at_once(lab) == 2
+    assert 'waiting for another start of this experiment' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted(lab, number, code):
+    slow(lab)
+    command = lab.begin()
+    lab.wait_for('A/seed1 epoch-1')
+    os.kill(command.pid, number)
+    command.join(20)
+    assert command.exitcode == code
+    for process in {note[3] for note in lab.notes()}:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    assert lab.rows()['A', 1]['status'] == 'interrupted' and lab.rows()['A', 2]['status'] == 'waiting'
+    assert lab.line('A')[4] == '0 of 2 (1 interrupted, 1 waiting)'
+    assert lab() == 0
+    assert_whole(lab)
+    assert lab.epochs()['A/seed1', 'epoch-0'] == 1
+
+
+def most_at_once(lab):
+    spans = {}
+    for _, _, at, process, *_ in lab.notes():
+        first, _ = spans.setdefault(process, (at, at))
+        spans[process] = first, at
+    return max(sum(a <= t < b for a, b in spans.values()) for t, _ in spans.values())
+
+
+def test_two_starts_at_once(lab):
+    slow(lab)
+    commands = [lab.begin(), lab.begin()]
+    for command in commands:
+        command.join(60)
+        assert command.exitcode == 0
+    assert_whole(lab)
+    assert set(lab.epochs().values()) == {1} and len({note[3] for note in lab.notes()}) == 4
+    assert most_at_once(lab) == 2  # the places are those of the machine, not of a command
+
+
+def test_running_is_seen(lab):
+    slow(lab)
+    command = lab.begin('--models', 'A', '--seeds', 1)
+    lab.wait_for('A/seed1 epoch-1')
+    plan = load_plan(lab.folder / 'plan.yaml')
+    assert [row['status'] for row in experiment.rows_of(plan, lab.output)] == ['running', *3 * ['waiting']]
+    command.join(30)
+    assert [row['status'] for row in experiment.rows_of(plan, lab.output)] == ['finished', *3 * ['waiting']]
+
+
+# -- what a killed train.py leaves
+
+
+def test_summary_as_it_is_left(tmp_path):
+    tmp_path.joinpath('summary.csv').write_text(
+        'epoch,train_loss,eval_top1\n0,2,10\n1,1.9,11\nepoch,train_loss,eval_top1\n1,1.8,12\n2,1.')
+    rows = records.read_summary(tmp_path)
+    assert {epoch: row['eval_top1'] for epoch, row in rows.items()} == {0: '10', 1: '12'}
+    records.write_summary(tmp_path, rows)
+    assert tmp_path.joinpath('summary.csv').read_text() == 'epoch,train_loss,eval_top1\n0,2,10\n1,1.8,12\n'
+    assert records.read_summary(tmp_path / 'none') == {}
+
+
+def test_checkpoints_as_they_are_left(tmp_path, checkpoints):
+    def put(name, epoch, size=None):
+        (tmp_path / f'{name}.pth.tar').write_bytes((checkpoints / str(epoch)).read_bytes()[:size])
+
+    assert records.last_checkpoint(tmp_path) == (None, 0)
+    put('tmp', 0, 100)
+    assert records.last_checkpoint(tmp_path) == (None, 0)  # of the first epoch, not written to its end
+    put('tmp', 2)
+    put('checkpoint-1', 1)
+    put('recovery-4-10', 4)
+    assert records.last_checkpoint(tmp_path) == (tmp_path / 'tmp.pth.tar', 3)  # `last` was removed, not yet replaced
+    put('last', 3, 0)
+    put('tmp', 3, 100)
+    assert records.last_checkpoint(tmp_path) == (tmp_path / 'checkpoint-1.pth.tar', 2)  # what a reboot did not write
+    put('checkpoint-1', 1, 100)
+    with pytest.raises(RuntimeError, match='no checkpoint can be read, such as checkpoint-1.pth.tar'):
+        records.last_checkpoint(tmp_path)
+
+
+def test_checkpoints_that_cannot_be_read_are_not_lost(lab):
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    folder = lab.output / 'A' / 'seed1'
+    (folder / 'run.json').write_text('')
+    assert lab('--models', 'A', '--seeds', 1) == 0 and len(lab.epochs()) == EPOCHS  # finished, as the checkpoint says
+    (folder / 'run.json').unlink()
+    (folder / 'last.pth.tar').write_bytes(b'broken')
+    assert lab('--models', 'A', '--seeds', 1) == 1
+    assert 'no checkpoint can be read' in lab.rows()['A', 1]['error']
+    assert (folder / 'last.pth.tar').read_bytes() == b'broken' and len(lab.epochs()) == EPOCHS
+
+
+# -- statistics
+
+
+@pytest.mark.parametrize('confidence, dof, t', [
+    (0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.95, 3, 3.18245), (0.95, 4, 2.77645), (0.95, 9, 2.26216),
+    (0.95, 30, 2.04227), (0.99, 1, 63.6567), (0.99, 5, 4.03214), (0.8, 2, 1.88562)])
+def test_student(confidence, dof, t):
+    assert report._student(confidence, dof) == pytest.approx(t, rel=2e-6)  # printed tables
+
+
+def test_mean_interval():
+    mean, low, high = report.mean_interval([1, 2, 6])  # deviations -2 -1 3, variance 7
+    assert (mean, low, high) == pytest.approx((3, 3 - 4.302653 * math.sqrt(7 / 3), 3 + 4.302653 * math.sqrt(7 / 3)))
+    assert report.mean_interval([2.5]) == (2.5, -math.inf, math.inf)
+
+
+def row(model, seed, top1, status='finished'):
+    return dict(
+        model=model, seed=seed, top1=top1, top5=None, status=status, minutes=2.0, epochs=4, epochs_planned=4, error='')
+
+
+def test_differences_are_of_seeds_that_both_have():
+    rows = [row('A', 1, 50.0), row('A', 2, 60.0), row('A', 3, None, 'diverged'), row('B', 2, 63.0), row('B', 3, 99.0)]
+    lines = report.summary_table(rows, 'A').splitlines()
+    assert lines[2] == '| A | 55.00 ± 7.07 |  |  | 2 of 3 (1 diverged) | 2.0 |'
+    assert lines[3] == '| B | 81.00 ± 25.46 | +3.00 |  | 2 | 2.0 |'
+    assert lines[4:] == ['', '- A, seed 3: diverged after 4 of 4 epochs, ']
+
+
+def test_curves_leave_out_what_failed(lab, monkeypatch):
+    lab.plan({'A': 'test_vit_ape', 'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
+    assert lab() == 1
+    figures = []
+    monkeypatch.setattr(report, 'new_figure', lambda *size: figures.append(new_figure(*size)) or figures[0])
+    experiment.plot_curves(load_plan(lab.folder / 'plan.yaml'), lab.output, lab.folder / 'curves.svg')
+    top1, loss = figures[0].axes
+    assert [line.get_label() for line in top1.lines] == ['A (2)', 'nan (0)']
+    assert list(top1.lines[0].get_xdata()) == [1, 2, 3, 4] and list(top1.lines[0].get_ydata()) == [47, 48, 49, 50]
+    assert list(loss.lines[0].get_ydata()) == [2, 1.9, 1.8, 1.7] and not len(loss.lines[1].get_xdata())
+
+
+# -- the plan and the machine
+
+
+def test_later_options_beat_earlier_ones(lab):
+    lab.recipe(
+        epochs=9, lr=1, model='test_vit_nope', model_kwargs={'x': 1, 'y': 1}, seed=7, data_dir='of an args.yaml',
+        warmup_epochs=3)
+    lab.plan(
+        {'A': {'lr': 3, 'model_kwargs': {'y': 3}}, 'B': 'test_vit_ape'}, seeds=[5],
+        args={'lr': 2, 'batch_size': 2, 'model_kwargs': {'z': 2}})
+    plan = load_plan(lab.folder / 'plan.yaml', script_options(lab.script))
+    a, b = plan.runs
+    assert a == experiment.Run('A', 5, dict(
+        device_modules=['timm_sape'], epochs=9, lr=3, batch_size=2, model='test_vit_nope', seed=5, warmup_epochs=3,
+        model_kwargs={'x': 1, 'y': 3, 'z': 2}))
+    assert b.config['lr'] == 2 and b.config['model'] == 'test_vit_ape'
+    assert a.epochs == 9 and a._replace(config={**a.config, 'warmup_prefix': True}).epochs == 12
+    assert (plan.recipe, plan.baseline, plan.labels) == ('small', 'A', ['A', 'B'])
+
+
+WRONG = {
+    'no seeds': (dict(seeds=[]), 'has no seeds'),
+    'seed twice': (dict(seeds=[1, 1]), 'a seed is there twice'),
+    'seed of text': (dict(seeds=['1']), 'seeds must be a list of integers'),
+    'one seed': (dict(seeds=3), 'seeds must be a list of integers'),
+    'models as a list': (dict(models=['test_vit_ape']), 'lines of LABEL: MODEL'),
+    'baseline': (dict(baseline='C'), "the baseline 'C' is none of the models, A"),
+    'key': (dict(model='x'), "there is no option 'model'; 'models' is one"),
+    'option': (dict(args={'learning-rate': 1, 'lr': 1}), "there is no option 'learning-rate'"),
+    'near option': (dict(models={'A': {'model': 'test_vit_ape', 'epoch': 3}}), "'epoch'; 'epochs' is one"),
+    'ours': (dict(args={'seed': 1}), 'seed is set by the command'),
+    'resume': (dict(models={'A': {'resume': 'x'}}), 'resume is set by the command'),
+    'label': (dict(models={'../A': 'test_vit_ape'}), 'can be the name of a folder'),
+    'number': (dict(models={3: 'test_vit_ape'}), 'put it in quotes'),
+    'no model': (dict(models={'A': {'lr': 1}}), 'it has no `model`'),
+    'nothing': (dict(models={'A': None}), 'it must be options of train.py'),
+    'kwargs': (dict(models={'A': {'model': 'test_vit_ape', 'model_kwargs': 'x=1'}}), 'model_kwargs must be a mapping'),
+    'epochs': (dict(args={'epochs': 0}), '`epochs` must be said'),
+    'recipe': (dict(recipe='none.yaml'), 'cannot read'),
+    'recipe of another type': (dict(recipe=['a']), 'recipe must be the path of a file'),
+    'unknown model': (dict(models={'A': 'vit_smal_ape'}), "A: there is no model 'vit_smal_ape'"),
+    'plugin': (dict(args={'device_modules': ['no_such_plugin']}), 'no_such_plugin, which cannot be imported'),
+    'split': (dict(args={'val_split': 'val'}), "has no folder 'val', and train.py would take all of it instead"),
+    'cuda': (dict(args={'device': 'cuda'}), 'torch sees no GPU here'),
+}
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_wrong_plans(lab, name, capsys, monkeypatch):
+    keys, message = WRONG[name]
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    lab.plan(**{'models': {'A': 'test_vit_ape'}, **keys})
+    assert lab() == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count('\n') == 1 and not lab.output.exists()
+
+
+@pytest.mark.parametrize('text, message', [
+    ('models:\n  A: x\n  A: y\n', "'A' is there twice"), ('models: [', 'is no YAML'), ('- 1', 'must be a mapping')])
+def test_files_that_are_no_plans(lab, text, message, capsys):
+    (lab.folder / 'plan.yaml').write_text(text)
+    assert lab() == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('options, message', [
+    (['--models', 'C'], "the plan has no model 'C'; it has A, B"), (['--seeds', '3'], 'the plan has no seed 3'),
+    (['--jobs', '0'], '--jobs must be at least 1'), (['--threads', '0'], '--threads must be at least 1'),
+    (['--script', 'none.py'], "--script names timm's train.py"), (['--tables'], 'has no run of')])
+def test_wrong_arguments(lab, options, message, capsys):
+    assert lab(*options) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count('\n') == 1
+
+
+def test_no_data(lab, capsys):
+    assert main(['experiment', str(lab.folder / 'plan.yaml'), '--output', 'x', '--script', str(lab.script)]) == 2
+    assert '--data-dir is missing' in capsys.readouterr().err
+
+
+def test_files_of_somebody_else(lab, capsys):
+    lab.output.mkdir()
+    (lab.output / 'plan.csv').write_text('mine')
+    assert lab() == 2
+    assert 'plan.csv is there, and is none of this experiment' in capsys.readouterr().err
+    assert [path.name for path in lab.output.rglob('*')] == ['plan.csv']
+
+
+def test_a_script_that_is_none(lab, capsys):
+    lab.script.write_text('def (')
+    assert lab() == 2
+    assert 'is no Python script' in capsys.readouterr().err
+    lab.script.write_text('from elsewhere import main; main()')
+    assert script_options(lab.script) is None
+
+
+@pytest.mark.parametrize('mode', [[], ['--dry-run'], ['--tables']])
+def test_other_options_than_it_was_begun_with(lab, mode, capsys):
+    lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=0.1, workers=1)
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    before = {path: path.read_bytes() for path in lab.output.rglob('*') if path.is_file()}
+    lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=0.2, workers=2)
+    capsys.readouterr()
+    assert lab(*mode) == 2
+    err = capsys.readouterr().err
+    assert 'A, seed 1 in ' in err and 'was begun with lr 0.1, now it is 0.2' in err and err.count('\n') == 1
+    assert {path: path.read_bytes() for path in lab.output.rglob('*') if path.is_file()} == before
+    lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=0.1, workers=2)
+    assert lab('--models', 'A', '--seeds', 1) == 0  # workers do not matter
+
+
+def test_places_on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(runner, 'hardware', str)
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    slots = runner.make_slots('cuda', jobs=2)
+    assert [slot.env for slot in slots] == [{'CUDA_VISIBLE_DEVICES': gpu} for gpu in '0101']
+    assert [slot.hardware for slot in slots] == ['cuda:0', 'cuda:1'] * 2 and len({slot.name for slot in slots}) == 4
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3,GPU-5')
+    assert [slot.env for slot in runner.make_slots('cuda:0', threads=4)] == [
+        {'OMP_NUM_THREADS': '4', 'CUDA_VISIBLE_DEVICES': gpu} for gpu in ('3', 'GPU-5')]
+
+
+def test_places_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: set(range(8)), raising=False)
+    threads = torch.get_num_threads()
+    try:
+        assert len(runner.make_slots('cpu')) == 8 and len(runner.make_slots('cpu', threads=3)) == 2
+        assert len(runner.make_slots('cpu', jobs=3, threads=16)) == 3 and len(runner.make_slots('cpu', threads=16)) == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+# -- the estimate
+
+
+def test_dry_run(lab, capsys, monkeypatch):
+    lab.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'}, seeds=[1, 2, 3])
+    monkeypatch.setattr(trial, 'STEPS', 6)
+    assert lab('--dry-run') == 0
+    out = capsys.readouterr().out
+    assert not lab.output.exists()
+    found = cells(out.splitlines()[2])
+    # 4 epochs of 4 steps of .5 s, and of 16 test images, 2 batches at a third: 4 * (2 + 1 / 3) = 9.3 s; and the start
+    assert found[:6] == ['A', '3', '0', '', '4', '0.500']
+    assert 9.3 / 60 - 0.05 <= float(found[6]) <= (9.3 + 5) / 60
+    assert float(found[7]) == pytest.approx(3 * float(found[6]), abs=0.15)
+    assert out.splitlines()[-1] == '0 minutes to go, 2 at a time'
+    notes = lab.notes()
+    assert {note[1] for note in notes} <= {'epoch-0', 'epoch-1', 'epoch-2', 'epoch-3', 'end'}
+
+    assert lab('--seeds', 1) == 0
+    capsys.readouterr()
+    plan = load_plan(lab.folder / 'plan.yaml')
+    for run in plan.runs[:2]:
+        path = run.folder(lab.output) / 'run.json'
+        stored = json.loads(path.read_text())
+        stored['starts'][0]['seconds'] = 600
+        path.write_text(json.dumps(stored))
+    (lab.output / 'B' / 'seed2').mkdir()
+    (lab.output / 'B' / 'seed2' / 'summary.csv').write_text('epoch,train_loss\n0,2\n')
+    before = lab.notes_file.read_text()
+    assert lab('--dry-run') == 0
+    out = capsys.readouterr().out
+    assert [cells(line) for line in out.splitlines()[2:4]] == [
+        ['A', '3', '1', '', '', '', '10.0', '20.0'], ['B', '3', '1', '1', '', '', '10.0', '17.5']]
+    assert out.splitlines()[-1] == '20 minutes to go, 2 at a time' and lab.notes_file.read_text() == before
+
+
+def test_dry_run_finds_what_cannot_be_trained(lab, capsys):
+    lab.plan({
+        'A': 'test_vit_ape', 'B': {'model': 'test_vit_nope', 'model_kwargs': {'reject': 1}}}, seeds=[1])
+    assert lab('--dry-run') == 1
+    out, err = capsys.readouterr()
+    assert "TypeError: __init__() got an unexpected keyword argument 'reject'" in out.splitlines()[3]
+    assert 'cannot run some of the models' in err and not lab.output.exists()
+
+
+# -- a balanced subset
+
+
+@pytest.fixture
+def images(tmp_path):
+    for split, counts in (('train', (3, 5)), ('test', (2, 2))):
+        for name, count in zip('ab', counts):
+            (tmp_path / 'all' / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new('RGB', (2, 2), (i, 0, 0)).save(tmp_path / 'all' / split / name / f'{i}.png')
+    return ['data', 'cifar10-subset', '--source', str(tmp_path / 'all'), '--output', str(tmp_path / 'some')]
+
+
+def test_subset(images, tmp_path, capsys):
+    assert main([*images, '--per-class', '3', '1']) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f'{tmp_path}/some/train: 6 images, 2 classes', f'{tmp_path}/some/test: 2 images, 2 classes']
+    reds = {
+        (folder.parent.name, folder.name): [Image.open(file).getpixel((0, 0))[0] for file in sorted(folder.iterdir())]
+        for folder in (tmp_path / 'some').glob('*/*')}
+    assert reds == {('test', 'a'): [0], ('test', 'b'): [0], ('train', 'a'): [0, 1, 2], ('train', 'b'): [0, 1, 2]}
+    record = json.loads((tmp_path / 'some' / 'cifar10_subset.json').read_text())
+    assert record == {'classes': ['a', 'b'], 'per_class': {'train': 3, 'test': 1}, 'splits': ['train', 'test']}
+    assert main([*images, '--per-class', '1', '1']) == 2 and '--force' in capsys.readouterr().err
+    assert main([*images, '--per-class', '1', '1', '--force']) == 0
+    assert len(list((tmp_path / 'some').glob('*/*/*'))) == 4
+
+
+@pytest.mark.parametrize('options, message', [
+    ([], 'wants --per-class'), (['--per-class', '4', '1'], "'train' has 3 images of 'a', and 4 were asked for"),
+    (['--per-class', '0', '1'], 'must be 1 or more'),
+    (['--per-class', '1', '1', '--seed', '0'], '--seed does not belong')])
+def test_wrong_subsets(images, options, message, tmp_path, capsys):
+    assert main([*images, *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count('\n') == 1 and not (tmp_path / 'some').exists()
+
+
+def test_other_classes_and_no_subset(tmp_path, images, capsys):
+    assert main([images[0], 'cifar10-position', *images[2:], '--per-class', '1', '1']) == 2
+    assert '--per-class does not belong to cifar10-position' in capsys.readouterr().err
+    (tmp_path / 'all' / 'test' / 'c').mkdir()
+    Image.new('RGB', (2, 2)).save(tmp_path / 'all' / 'test' / 'c' / '0.png')
+    assert main([*images, '--per-class', '1', '1']) == 2
+    assert "'test' has other classes" in capsys.readouterr().err
+
+
+# -- ours and timm's
+
+
+PLANS = sorted(path for path in CHECKOUT.glob('train_configs/*/*.yaml') if 'models' in yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize('path', PLANS, ids=lambda path: f'{path.parent.name}/{path.stem}')
+def test_plans_of_ours(path):
+    lines = (Path(__file__).parent / 'data' / 'train_py_args.txt').read_text().splitlines()
+    plan = load_plan(path, {line for line in lines if not line.startswith('#')})
+    assert plan.recipe == 'cpu_cifar10' and plan.baseline == plan.labels[0] == 'APE'
+    for run in plan.runs[:len(plan.labels)]:
+        config = run.config
+        assert config['model_kwargs']['img_size'] == config['img_size']
+        model = timm.create_model(config['model'], num_classes=config['num_classes'], **config['model_kwargs'])
+        assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_plans_are_there():
+    assert {path.stem for path in PLANS} == {'plan', 'ablations'}
+
+
+@pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")
+def test_with_timms_train_py(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, 'POLL', 0.05)
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (('train', 24), ('test', 8)):
+        for name in 'ab':
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.randint(256, (32, 32, 3), generator=generator, dtype=torch.uint8).numpy()
+                Image.fromarray(pixels).save(tmp_path / split / name / f'{i}.png')
+    recipe = yaml.safe_load((CHECKOUT / 'train_configs' / 'smoke' / 'test_vit_ape.yaml').read_text())
+    recipe.update(epochs=3, num_classes=2, batch_size=8, workers=0, warmup_epochs=0)
+    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(recipe))
+    (tmp_path / 'plan.yaml').write_text(yaml.safe_dump({
+        'recipe': 'recipe.yaml', 'seeds': [1], 'models': {
+            'APE': 'test_vit_ape', 'SaPE2': {
+                'model': 'test_vit_sape2_k', 'model_kwargs': {'pos_enc_kwargs': {'sape2_k': {'preset': 'equations'}}}},
+            'NaN': {'model': 'test_vit_ape', 'lr': 1e30}}}))
+    output = tmp_path / 'out'
+    script = Path(os.environ['TIMM_SCRIPTS']) / 'train.py'
+    arguments = ['experiment', *map(str, (
+        tmp_path / 'plan.yaml', '--output', output, '--data-dir', tmp_path, '--script', script, '--jobs', 1))]
+    command = multiprocessing.get_context('fork').Process(target=lambda: sys.exit(main(arguments)))
+    command.start()
+    summary, deadline = output / 'APE' / 'seed1' / 'summary.csv', time.time() + 120
+    while not summary.exists() or not (summary.parent / 'last.pth.tar').exists():
+        assert command.is_alive() and time.time() < deadline
+        time.sleep(0.01)
+    os.kill(command.pid, signal.SIGINT)
+    command.join()
+    assert command.exitcode == 130
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(arguments) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    rows = {row['model']: row for row in experiment.rows_of(load_plan(tmp_path / 'plan.yaml'), output)}
+    assert [rows[label]['status'] for label in ('APE', 'SaPE2', 'NaN')] == ['finished', 'finished', 'diverged']
+    assert rows['APE']['starts'] == 2 and rows['APE']['epochs'] == 3 and rows['SaPE2']['starts'] == 1
+    assert [line.split(',')[0] for line in summary.read_text().splitlines()] == ['epoch', '0', '1', '2']
+    assert 'from epoch' not in (summary.parent / 'train.log').read_text()[:100]
+    told = yaml.safe_load((output / 'SaPE2' / 'seed1' / 'args.yaml').read_text())
+    assert told['model_kwargs']['pos_enc_kwargs'] == {'sape2_k': {'preset': 'equations'}}
+    assert 0 <= rows['SaPE2']['top1'] <= 100 and rows['SaPE2']['top5'] == 100

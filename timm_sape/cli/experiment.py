@@ -1,0 +1,191 @@
+"""`timm-sape experiment`: models x seeds by one recipe."""
+import argparse
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import List
+
+from .common import CommandError, add_command
+from .files import interruptible, table_writer, write_files
+
+__all__ = ['add']
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, 'experiment', interruptible(_experiment),
+        summary="Train models with several seeds by one recipe, through timm's train.py, and compare them.",
+        examples="""\
+examples:
+  timm-sape experiment train_configs/cpu_cifar10/plan.yaml --data-dir DATA --output output/cpu --dry-run
+  timm-sape experiment train_configs/cpu_cifar10/plan.yaml --data-dir DATA --output output/cpu
+  timm-sape experiment plan.yaml --data-dir DATA --output DIR --models APE 'SaPE2(K)+APE' --seeds 1
+  timm-sape experiment plan.yaml --output DIR --tables
+
+A plan is a YAML file:
+
+  recipe: ../deit_cifar10/vit_small_ape.yaml     # options of train.py; the path is relative to the plan
+  seeds: [1, 2, 3]
+  baseline: APE                                  # what the others are compared with; default: the first model
+  args: {epochs: 50, amp: true}                  # more options of train.py, for all models
+  models:                                        # for each row a label, and a model or options of train.py
+    APE: vit_small_ape
+    SaPE2(K)+APE: vit_small_sape2_k_ape
+    equations: {model: vit_small_sape2_k_ape, model_kwargs: {pos_enc_kwargs: {sape2_k: {preset: equations}}}}
+
+Interrupted, by Ctrl-C or by a reboot, the same command goes on where it was: what is finished is not repeated, what
+is not goes on from its last checkpoint. DIR/LABEL/seedN has what train.py writes, its output train.log, and the options
+config.yaml; DIR/PLAN.csv has a row for each run, DIR/PLAN.md the comparison, DIR/PLAN.png the curves.""",
+    )
+    parser.add_argument('plan', type=Path, metavar='PLAN', help='a YAML file, see below')
+    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='of the experiment; made if missing')
+    parser.add_argument('--data-dir', type=Path, metavar='DIR', help="train.py's, where the images are")
+    parser.add_argument(
+        '--script', type=Path, default=Path('train.py'), metavar='FILE', help="timm's train.py (default: %(default)s)")
+    parser.add_argument('--models', nargs='+', metavar='LABEL', help='run these only')
+    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='run these only')
+    parser.add_argument(
+        '--jobs', type=int, metavar='N', help='runs at a time, on each GPU if there are (default: 1; cores / threads)')
+    parser.add_argument('--threads', type=int, metavar='N', help='CPU threads of each run (default: 1 on a CPU)')
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument('--dry-run', action='store_true', help='only say what is to be done, and how long it will take')
+    what.add_argument('--tables', action='store_true', help='only write the tables and curves again')
+
+
+def _experiment(args: argparse.Namespace) -> int:
+    for option in ('jobs', 'threads'):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
+            raise CommandError(f'--{option} must be at least 1')
+    try:
+        from .. import experiment  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise CommandError(f'experiments want Linux or macOS: there is no {e.name} here') from e
+    try:
+        return _write_again(args) if args.tables else _run(args)
+    except ValueError as e:
+        raise CommandError(str(e)) from e
+    except OSError as e:
+        raise CommandError(f'cannot go on: {e}') from e
+
+
+def _write_again(args: argparse.Namespace) -> int:
+    from ..experiment import load_plan, refuse_begun_otherwise
+
+    plan = load_plan(args.plan)
+    if not _begun(plan, args.output):
+        raise CommandError(f'{args.output} has no run of {args.plan} to make tables of')
+    refuse_begun_otherwise(plan.runs, args.output)
+    print(_write_tables(plan, args))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ..experiment import (
+        estimate, load_plan, make_slots, refuse_begun_otherwise, rows_of, run_all, script_options)
+
+    if not args.script.is_file():
+        raise CommandError(
+            f"there is no {args.script}; --script names timm's train.py, which is not in its wheel but in "
+            'https://github.com/huggingface/pytorch-image-models')
+    plan = load_plan(args.plan, script_options(args.script))
+    refuse_begun_otherwise(plan.runs, args.output)
+    for path in _files(args):
+        if path.exists() and not _begun(plan, args.output):
+            raise CommandError(f'{path} is there, and is none of this experiment; name another --output')
+    runs = plan.select(args.models, args.seeds)
+    _check_runs(runs, args.data_dir)
+    slots = make_slots(runs[0].config.get('device', 'cuda'), args.jobs, args.threads)
+    options = dict(script=args.script, data_dir=args.data_dir, slots=slots, tell=_tell)
+    if args.dry_run:
+        return _print_estimate(estimate(runs, args.output, **options), len(slots))
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end what runs, as after Ctrl-C
+    try:
+        run_all(runs, args.output, changed=lambda: _write_tables(plan, args, curves=False), **options)
+    finally:
+        table = _write_tables(plan, args)
+    print(table)
+    asked = {(run.label, run.seed) for run in runs}
+    unfinished = [
+        row for row in rows_of(plan, args.output)
+        if (row['model'], row['seed']) in asked and row['status'] != 'finished']
+    if unfinished:
+        print(f'timm-sape: {len(unfinished)} of {len(runs)} runs are not finished', file=sys.stderr)
+    return 1 if unfinished else 0
+
+
+def _begun(plan, output: Path) -> bool:
+    return any((run.folder(output) / 'config.yaml').exists() for run in plan.runs)
+
+
+def _files(args: argparse.Namespace) -> List[Path]:
+    return [args.output / f'{args.plan.stem}{suffix}' for suffix in ('.csv', '.md', '.png')]
+
+
+def _check_runs(runs: List, data_dir: Path) -> None:
+    """Refuse what would fail in each run, or worse, not fail."""
+    import importlib
+
+    import timm
+
+    if data_dir is None:
+        raise CommandError('--data-dir is missing: where are the images?')
+    for run in runs:
+        config, name = run.config, run.config['model']
+        for module in config['device_modules'] or ():
+            try:
+                importlib.import_module(module)
+            except ImportError as e:
+                raise CommandError(f'{run.label}: device_modules has {module}, which cannot be imported: {e}') from e
+        if ':' not in name and not timm.is_model(name):
+            raise CommandError(f'{run.label}: there is no model {name!r}; see timm.list_models()')
+        if not config.get('dataset'):
+            for option, default in (('train_split', 'train'), ('val_split', 'validation')):
+                split = str(config.get(option, default))
+                if split and not (data_dir / split).is_dir():
+                    raise CommandError(
+                        f'{data_dir} has no folder {split!r}, and train.py would take all of it instead; set {option} '
+                        'in the plan, or name another --data-dir')
+
+
+def _tell(line: str) -> None:
+    from datetime import datetime
+    print(f'{datetime.now():%H:%M:%S} {line}', file=sys.stderr, flush=True)
+
+
+def _print_estimate(found, places: int) -> int:
+    from ..bench import markdown
+
+    def minutes(seconds) -> str:
+        return '' if seconds is None else f'{seconds / 60:.1f}'
+
+    print(markdown([{
+        'model': row['model'],
+        'runs': row['runs'],
+        'finished': row['finished'],
+        'epochs done of the others': row['epochs_done'] or '',
+        'steps an epoch': row['steps'],
+        's a step': None if row['step_s'] is None else f'{row["step_s"]:.3f}',
+        'minutes a run': minutes(row['run_s']),
+        'minutes to go': row['error'] or minutes(row['to_go_s']) or '0',
+    } for row in found['rows']]), end='\n\n')
+    if found['seconds'] is None:
+        print('timm-sape: train.py cannot run some of the models', file=sys.stderr)
+        return 1
+    print(f'{found["seconds"] / 60:.0f} minutes to go, {places} at a time')
+    return 0
+
+
+def _write_tables(plan, args: argparse.Namespace, curves: bool = True) -> str:
+    """Write them, and the curves, under the name of the plan, and return the table for people."""
+    from ..experiment import notes_of, plot_curves, rows_of, summary_table
+
+    rows = rows_of(plan, args.output)
+    table, notes = summary_table(rows, plan.baseline), notes_of(rows, plan.baseline)
+    *tables, figure = _files(args)
+    writers = {path: table_writer(rows, notes, table) for path in tables}
+    if curves and find_spec('matplotlib') is not None:
+        writers[figure] = lambda path: plot_curves(plan, args.output, path)
+    write_files(writers, force=True)
+    return f'{table}\n\n{notes}'

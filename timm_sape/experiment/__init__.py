@@ -1,0 +1,21 @@
+"""Experiments: models x seeds by one recipe, through timm's own train.py, and what came out of them."""
+from .plan import Plan, Run, load_plan, script_options
+from .report import notes_of, plot_curves, rows_of, summary_table
+from .runner import Slot, make_slots, refuse_begun_otherwise, run_all
+from .trial import estimate
+
+__all__ = [
+    'Plan',
+    'Run',
+    'Slot',
+    'estimate',
+    'load_plan',
+    'make_slots',
+    'notes_of',
+    'plot_curves',
+    'refuse_begun_otherwise',
+    'rows_of',
+    'run_all',
+    'script_options',
+    'summary_table',
+]
