@@ -13,11 +13,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from timm_sape.ops import codes_triton
 from timm_sape.ops import distances_triton as kernels
 from timm_sape.ops.limits import LIMITS
 
 SHARED = 227 * 1024
-INPUTS = {'Q', 'K', 'V', 'OUT', 'DOUT', 'DA', 'DV'}
+INPUTS = {'Q', 'K', 'V', 'OUT', 'DOUT', 'DA', 'DV'}  # of the dtype of q
+CODES_INPUTS = {'Q', 'K'}
 SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
     (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 64), (64, 64, 1), (64, 1, 7),
     (64, 3, 4), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16), (128, 14, 14), (128, 32, 32),
@@ -29,14 +31,14 @@ def padded(n):
     return max(16, triton.next_power_of_2(n))
 
 
-def compile_kernel(kernel, constants, blocks, dtype):
+def compile_kernel(kernel, constants, warps, stages, dtype, inputs):
     signature, attrs = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = 'constexpr'
         elif name.isupper():
             norms = 'fp64' if dtype == 'fp32' else 'fp32'
-            signature[name] = '*' + (dtype if name in INPUTS else norms if name in ('SX', 'SY') else 'fp32')
+            signature[name] = '*' + (dtype if name in inputs else norms if name in ('SX', 'SY') else 'fp32')
             attrs[index,] = [['tt.divisibility', 16]]
         else:
             signature[name] = 'i32'
@@ -44,7 +46,7 @@ def compile_kernel(kernel, constants, blocks, dtype):
                 attrs[index,] = [['tt.divisibility', 16]]
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
-        target=GPUTarget('cuda', 90, 32), options={'num_warps': blocks.warps, 'num_stages': blocks.stages})
+        target=GPUTarget('cuda', 90, 32), options={'num_warps': warps, 'num_stages': stages})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, 'kernel.cubin')
         cubin.write_bytes(compiled.asm['cubin'])
@@ -74,11 +76,28 @@ def main():
                 name = f'backward of {"k" if part.keys else "q"}: {", ".join(gradients)}'
                 constants = dict(common, **part.constants(), GRADIENT='tf32' if itemsize <= 2 else 'tf32x3')
                 jobs.append((name, kernels._backward, part.blocks, constants))
-            for name, kernel, blocks, constants in jobs:
-                registers, stack, shared = compile_kernel(kernel, constants, blocks, dtype)
+            launches = [
+                (name, kernel, blocks.warps, blocks.stages, constants, INPUTS)
+                for name, kernel, blocks, constants in jobs]
+            for length in sorted({width, height}):
+                for sources in (1, 2) if 2 * length <= LIMITS[itemsize > 2][1] else (1,):
+                    constants = dict(
+                        HEAD_DIM=head_dim, D=d, C=padded(length), NPOS=length + 1, M=padded(length + 1),
+                        SOURCES=sources, PRECISION='ieee' if itemsize > 2 else 'tf32x3', DTYPE=tl.float32)
+                    gradient = dict(constants, GRADIENT='ieee' if itemsize > 2 else 'tf32')
+                    launches += [
+                        (f'{sources} x codes of {length}, {name}', kernel, codes_triton.warps_for(length, itemsize), 1,
+                         values, CODES_INPUTS)
+                        for name, kernel, values in (
+                            ('forward', codes_triton._forward, constants),
+                            ('backward, values', codes_triton._backward_values, constants),
+                            ('backward, x', codes_triton._backward_tokens, dict(gradient, ADD=False)),
+                            ('backward, y', codes_triton._backward_tokens, dict(gradient, ADD=True)))]
+            for name, kernel, warps, stages, constants, inputs in launches:
+                registers, stack, shared = compile_kernel(kernel, constants, warps, stages, dtype, inputs)
                 bad = stack > 0 or shared > SHARED
                 compiled, failed = compiled + 1, failed + bad
-                print(f'{dtype} d={head_dim} {width}x{height} {name} {tuple(blocks)}: {registers} registers, '
+                print(f'{dtype} d={head_dim} {width}x{height} {name} {warps} warps: {registers} registers, '
                       f'stack {stack}, shared {shared // 1024} KiB{"  <- BAD" if bad else ""}', flush=True)
     if failed:
         sys.exit(f'{failed} of {compiled} kernels spill registers or want too much shared memory')

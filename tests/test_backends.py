@@ -18,6 +18,7 @@ from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops import backend as selection
 from timm_sape.ops.backend import using_backend
 from timm_sape.ops.codes import _axis_codes
+from timm_sape.ops.codes_triton import triton_axis_codes
 from timm_sape.ops.distances import _distance_attention
 from timm_sape.ops.distances_triton import _attention as _triton_attention
 
@@ -286,7 +287,8 @@ def test_opcheck():
     q, k, v, table_x, table_y, bias_scale = make((3, 4))
     patches = [t[:, :, 1:].detach().clone().requires_grad_() for t in (q, k)]
     tables = [t.requires_grad_() for t in (table_x, table_y)]
-    torch.library.opcheck(_axis_codes, (*patches, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
+    for op in (_axis_codes, triton_axis_codes):
+        torch.library.opcheck(op, (*patches, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
     codes = [c.detach().requires_grad_() for c in _axis_codes(*patches, *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
     tensors = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     for op in (_distance_attention, _triton_attention):

@@ -84,7 +84,7 @@ class PosEncAttention(Attention):
             }
             backend = ops.choose_backend(None, q, encoding.code_widths(grid), only_reference)
             if backend != 'reference':
-                codes_x, codes_y, gain = encoding.distances(q, k, grid)
+                codes_x, codes_y, gain = encoding.distances(q, k, grid, backend)
                 q, k = self._rotated(q, k, rotation, grid)
                 x = ops.distance_attention(
                     q, k, v, codes_x, codes_y, encoding.gated(gain), grid, scale=self.scale, backend=backend)

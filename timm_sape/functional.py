@@ -10,6 +10,7 @@ Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 20
 | SaPE2(Q), SaPE2(K) | `mode='q'`, `mode='k'` |
 | b_in^x + b_in^y | `sape2_bias(...)[:, :, P + i, P + n]` |
 """
+from functools import partial
 from typing import Optional, Sequence, Tuple, Union
 
 import torch
@@ -136,7 +137,7 @@ def sape2_attention(
         'q and k of different dtypes': not q.dtype == k.dtype == v.dtype,
     }
     backend = ops.choose_backend(backend, q, [len(mode) * size for size in grid.size], only_reference)
-    make_codes = ops.axis_codes if backend == 'reference' else ops.recomputed_axis_codes
+    make_codes = ops.axis_codes if backend == 'reference' else partial(ops.recomputed_axis_codes, backend=backend)
     codes_x, codes_y = make_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
     return ops.distance_attention(

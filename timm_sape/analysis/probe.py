@@ -153,7 +153,7 @@ def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
             x, grid, _, _, pos = args
             q, k, _ = attn._qkv(x if pos is None else x + pos)
             for encoding in attn.acting_on('distances')[:1]:
-                for axis, codes in zip('xy', encoding.distances(q, k, grid)):
+                for axis, codes in zip('xy', encoding.distances(q, k, grid, 'torch')):
                     found[f'first layer, {axis} bias'] = ops.pairwise_distance(codes)  # [B, h, H*W, H*W]
     return found
 

@@ -268,10 +268,17 @@ class PositionEncoding(nn.Module):
             q: torch.Tensor,
             k: torch.Tensor,
             grid: Grid,
+            backend: str,
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `content_bias` gives, in a form from which attention can be computed without any N x N tensor.
 
         Only for encodings that override `content_bias` too. Which of the two is asked for is up to the attention layer.
+
+        Args:
+            q: As for `content_bias`.
+            k: As for `content_bias`.
+            grid: As for `content_bias`.
+            backend: What computes attention from it, 'torch' or 'triton'.
 
         Returns:
             Codes of the patches, `[B, h, N-P, Cx]` and `[B, h, N-P, Cy]`, and a gain, `[1]` or `[h]`: the bias between

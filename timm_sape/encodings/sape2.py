@@ -9,6 +9,7 @@ image the bias is zero. It supplements a position encoding rather than replacing
 
 Cost: distances of N x N codes of length W and of length H, on top of attention.
 """
+from functools import partial
 from typing import Optional, Tuple, Union
 
 import torch
@@ -144,8 +145,9 @@ class SemanticAwarePositionEncoding(SemanticAwareEncoding):
             q: torch.Tensor,
             k: torch.Tensor,
             grid: Grid,
+            backend: str,
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        codes_x, codes_y = self._codes(ops.recomputed_axis_codes, q, k, grid)
+        codes_x, codes_y = self._codes(partial(ops.recomputed_axis_codes, backend=backend), q, k, grid)
         return codes_x, codes_y, self._gain(codes_x)
 
     def code_widths(self, grid: Grid) -> Tuple[int, int]:

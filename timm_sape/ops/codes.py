@@ -11,7 +11,7 @@ from ..grid import Grid
 from .chunks import chunks
 from .contextual import _suffix_sum, axis_codes, without_autocast
 
-__all__ = ['recomputed_axis_codes']
+__all__ = ['empty_codes', 'recomputed_axis_codes', 'register_gradient', 'sources_of', 'wide']
 
 
 def _gates(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
@@ -86,15 +86,15 @@ def _axis_backward(
     return grad_table
 
 
-def _sources(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
 
 
-def _wide(*tensors: torch.Tensor) -> List[torch.Tensor]:
+def wide(*tensors: torch.Tensor) -> List[torch.Tensor]:
     return [t.to(torch.promote_types(t.dtype, torch.float32)).contiguous() for t in tensors]
 
 
-def _empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[torch.Tensor, torch.Tensor]:
+def empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     shape, n = q.shape[:-1], len(mode)
     return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
@@ -114,11 +114,11 @@ def _axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    table_x, table_y = _wide(table_x, table_y)
-    codes_x, codes_y = _empty_codes(q, height, width, mode)
+    table_x, table_y = wide(table_x, table_y)
+    codes_x, codes_y = empty_codes(q, height, width, mode)
     for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
-        q_, k_ = _wide(q[chunk], k[chunk])
-        values_x, values_y = zip(*_values(_sources(mode, q_, k_), table_x, table_y))
+        q_, k_ = wide(q[chunk], k[chunk])
+        values_x, values_y = zip(*_values(sources_of(mode, q_, k_), table_x, table_y))
         codes_x[chunk] = _axis_forward(q_, k_, values_x, height, width, False, gate_scale, shrink_x)
         codes_y[chunk] = _axis_forward(q_, k_, values_y, height, width, True, gate_scale, shrink_y)
     return codes_x, codes_y
@@ -126,7 +126,7 @@ def _axis_codes(
 
 @_axis_codes.register_fake
 def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
-    return _empty_codes(q, height, width, mode)
+    return empty_codes(q, height, width, mode)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
@@ -146,14 +146,14 @@ def _axis_codes_backward(
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dtypes = [t.dtype for t in (q, k, table_x, table_y)]
-    table_x, table_y = _wide(table_x, table_y)
+    table_x, table_y = wide(table_x, table_y)
     grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
     grad_table_x, grad_table_y = torch.zeros_like(table_x), torch.zeros_like(table_y)
     for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
-        q_, k_, grad_x_, grad_y_ = _wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
+        q_, k_, grad_x_, grad_y_ = wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
         part_q, part_k = torch.zeros_like(q_), torch.zeros_like(k_)
-        grads = part_q, part_k, _sources(mode, part_q, part_k)
-        sources = _sources(mode, q_, k_)
+        grads = part_q, part_k, sources_of(mode, part_q, part_k)
+        sources = sources_of(mode, q_, k_)
         values_x, values_y = zip(*_values(sources, table_x, table_y))
         grad_table_x += _axis_backward(
             grad_x_, q_, k_, sources, values_x, grads, table_x, height, width, False, gate_scale, shrink_x)
@@ -168,17 +168,19 @@ def _(grad_x, grad_y, q, k, table_x, table_y, *args):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.args = inputs[4:]
+def register_gradient(forward, backward) -> None:
+    """Give an operator of `axis_codes` the other one as its backward pass, which wants its inputs and nothing else."""
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.args = inputs[4:]
+
+    def formula(ctx, grad_x, grad_y):
+        return (*backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args), *(None for _ in ctx.args))
+
+    forward.register_autograd(formula, setup_context=setup_context)
 
 
-def _backward(ctx, grad_x, grad_y):
-    grads = _axis_codes_backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args)
-    return (*grads, *(None for _ in ctx.args))
-
-
-_axis_codes.register_autograd(_backward, setup_context=_setup_context)
+register_gradient(_axis_codes, _axis_codes_backward)
 
 
 def recomputed_axis_codes(
@@ -191,10 +193,14 @@ def recomputed_axis_codes(
         mode: str,
         gate_scale: Union[float, torch.Tensor],
         ref_grid_size: Optional[Tuple[int, int]] = None,
+        backend: str = 'torch',
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """`axis_codes`, arguments and result, by an operator of its own wherever that can do it.
 
     It cannot where patches are dropped, gates have a learned scale, or sizes are symbolic.
+
+    Args:
+        backend: 'torch', or 'triton' where `choose_backend` has found that it runs.
     """
     special = grid.keep_indices is not None or isinstance(gate_scale, torch.Tensor)
     if special or type(grid.height) is not int or type(grid.width) is not int:
@@ -202,6 +208,9 @@ def recomputed_axis_codes(
             q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
     p, (height, width) = grid.num_prefix_tokens, grid.size
     ref_height, ref_width = ref_grid_size or grid.size
-    return _axis_codes(
+    operator = _axis_codes
+    if backend == 'triton':
+        from .codes_triton import triton_axis_codes as operator
+    return operator(
         q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
         ref_width / width, ref_height / height)

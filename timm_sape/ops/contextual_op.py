@@ -9,7 +9,7 @@ import torch
 
 from ..grid import Grid
 from .chunks import chunks
-from .codes import _cells, _gates, _wide
+from .codes import _cells, _gates, wide
 from .contextual import _suffix_sum, contextual_bias, without_autocast
 
 __all__ = ['recomputed_contextual_bias']
@@ -36,10 +36,10 @@ def _contextual_bias(
         shrink: float,
 ) -> torch.Tensor:
     num_tokens = q.shape[-2]
-    table, = _wide(table)
+    table, = wide(table)
     bias = q.new_empty(*q.shape[:-1], num_tokens, dtype=torch.promote_types(q.dtype, torch.float32))
     for chunk in chunks(*q.shape[:2], num_tokens ** 2):
-        q_, k_ = _wide(q[chunk], k[chunk])
+        q_, k_ = wide(q[chunk], k[chunk])
         pos, _ = _positions(_gates(q_, k_, gate_scale), between, shrink)
         cell, weight = _cells(pos, table.shape[0])
         z = q_ @ table.T  # [..., npos]
@@ -64,11 +64,11 @@ def _contextual_bias_backward(
         shrink: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, npos, dtype = q.shape[-2], table.shape[0], table.dtype
-    table, = _wide(table)
+    table, = wide(table)
     grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
     grad_table = torch.zeros_like(table)
     for chunk in chunks(*q.shape[:2], num_tokens ** 2):
-        q_, k_, g = _wide(q[chunk], k[chunk], grad[chunk])
+        q_, k_, g = wide(q[chunk], k[chunk], grad[chunk])
         gates = _gates(q_, k_, gate_scale)
         pos, sign = _positions(gates, between, shrink)
         cell, weight = _cells(pos, npos)

@@ -1,0 +1,253 @@
+"""`codes` as Triton kernels: a program computes gates, suffix sums and look-ups of one line of patches.
+
+A line is a row of the grid, for the codes along x, or a column. Its C x C gates, positions and weights live in
+registers; backward they are computed again. What lies at the integer positions, the products of the sources with the
+tables, `[N, npos]` per head, comes out of and goes back into plain matrix products. No two lines share a patch, so
+nothing is added atomically.
+"""
+from typing import Dict, List, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .codes import empty_codes, register_gradient, sources_of, wide
+
+__all__ = ['triton_axis_codes']
+
+
+@triton.jit
+def _gates_and_positions(
+        Q, K, q_line, k_line, sq_n, sk_n, step, length, gate_scale, shrink,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr,
+        PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """q and k of a line, `[C, D]`; its gates, positions, their cells and how far in they are, `[C, C]`."""
+    t, d = tl.arange(0, C), tl.arange(0, D)
+    mask = (t[:, None] < length) & (d[None, :] < HEAD_DIM)
+    q = tl.load(Q + q_line + t[:, None] * step * sq_n + d[None, :], mask=mask, other=0.0)
+    k = tl.load(K + k_line + t[:, None] * step * sk_n + d[None, :], mask=mask, other=0.0)
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=DTYPE) * gate_scale
+    gates = tl.where(t[None, :] < length, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
+    pos = tl.cumsum(gates, axis=1, reverse=True) * shrink
+    cell = tl.maximum(tl.minimum(pos.to(tl.int32), NPOS - 2), 0)
+    weight = tl.minimum(pos, NPOS - 1.0) - cell
+    return q, k, gates, pos, cell, weight
+
+
+@triton.jit
+def _forward(
+        Q, K, Z, OUT, NUMBERS,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
+        num_heads, num_patches, line_step, step, length, z_row, z_source,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
+        SOURCES: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    gate_scale, shrink, root = tl.load(NUMBERS), tl.load(NUMBERS + 1), tl.load(NUMBERS + 2)
+    first = line * line_step
+    _, _, _, _, cell, weight = _gates_and_positions(
+        Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
+        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, DTYPE)
+    t, m = tl.arange(0, C), tl.arange(0, M)
+    patch = head * num_patches + first + t * step
+    inside = (t[:, None] < length) & (t[None, :] < length)
+    in_z = (t[:, None] < length) & (m[None, :] < NPOS)
+    for source in tl.static_range(SOURCES):
+        z = tl.load(Z + source * z_source + patch[:, None] * z_row + m[None, :], mask=in_z, other=0.0)
+        low, high = tl.gather(z, cell, 1), tl.gather(z, cell + 1, 1)
+        code = (low + weight * (high - low)) * root
+        tl.store(
+            OUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], code, mask=inside)
+
+
+@triton.jit
+def _backward_values(
+        Q, K, DOUT, DZ, NUMBERS,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
+        num_heads, num_patches, line_step, step, length, z_row, z_source,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
+        SOURCES: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Gradient of Z, the inverse of the look-up, position by position: what it took from there goes back there."""
+    line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    gate_scale, shrink, root = tl.load(NUMBERS), tl.load(NUMBERS + 1), tl.load(NUMBERS + 2)
+    first = line * line_step
+    _, _, _, _, cell, weight = _gates_and_positions(
+        Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
+        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, DTYPE)
+    t = tl.arange(0, C)
+    patch = head * num_patches + first + t * step
+    inside = (t[:, None] < length) & (t[None, :] < length)
+    for source in tl.static_range(SOURCES):
+        dcode = tl.load(
+            DOUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], mask=inside, other=0.0) * root
+        for at in range(NPOS):
+            share = tl.where(cell == at, 1.0 - weight, tl.where(cell + 1 == at, weight, 0.0))
+            tl.store(DZ + source * z_source + patch * z_row + at, tl.sum(dcode * share, 1), mask=t < length)
+
+
+@triton.jit
+def _backward_tokens(
+        Q, K, Z, DOUT, DQ, DK, NUMBERS,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
+        num_heads, num_patches, line_step, step, length, z_row, z_source,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
+        SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr,
+        DTYPE: tl.constexpr,
+):
+    """Gradients of q and k by way of the gates, on top of what is there with ADD."""
+    line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = head // num_heads, head % num_heads
+    gate_scale, shrink, root = tl.load(NUMBERS), tl.load(NUMBERS + 1), tl.load(NUMBERS + 2)
+    first = line * line_step
+    q_line, k_line = b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n
+    _, _, gates, pos, cell, _ = _gates_and_positions(
+        Q, K, q_line, k_line, sq_n, sk_n, step, length,
+        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, DTYPE)
+    PART: tl.constexpr = min(D, 64)
+    t, m = tl.arange(0, C), tl.arange(0, M)
+    patch = head * num_patches + first + t * step
+    inside = (t[:, None] < length) & (t[None, :] < length)
+    in_z = (t[:, None] < length) & (m[None, :] < NPOS)
+    dpos = tl.zeros([C, C], DTYPE)
+    for source in tl.static_range(SOURCES):
+        z = tl.load(Z + source * z_source + patch[:, None] * z_row + m[None, :], mask=in_z, other=0.0)
+        slope = tl.gather(z, cell + 1, 1) - tl.gather(z, cell, 1)
+        dpos += slope * tl.load(
+            DOUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], mask=inside, other=0.0)
+    dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos * root)
+    dgates = tl.cumsum(dpos, axis=1) * shrink  # the gate of patch j counts in all positions up to j
+    dlogits = dgates * gates * (1.0 - gates) * gate_scale
+    for part in tl.static_range(0, D, PART):  # all of a long head at once would not fit the registers
+        d = part + tl.arange(0, PART)
+        at = patch[:, None] * HEAD_DIM + d[None, :]
+        mask = (t[:, None] < length) & (d[None, :] < HEAD_DIM)
+        k = tl.load(K + k_line + t[:, None] * step * sk_n + d[None, :], mask=mask, other=0.0).to(DTYPE)
+        dq = tl.dot(dlogits, k, input_precision=GRADIENT, out_dtype=DTYPE)
+        if ADD:
+            dq += tl.load(DQ + at, mask=mask, other=0.0)
+        tl.store(DQ + at, dq, mask=mask)
+        q = tl.load(Q + q_line + t[:, None] * step * sq_n + d[None, :], mask=mask, other=0.0).to(DTYPE)
+        dk = tl.dot(tl.trans(dlogits), q, input_precision=GRADIENT, out_dtype=DTYPE)
+        if ADD:
+            dk += tl.load(DK + at, mask=mask, other=0.0)
+        tl.store(DK + at, dk, mask=mask)
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def warps_for(length: int, itemsize: int) -> int:
+    """Warps of a program, for a line of so many patches and bytes of q; `.ci/check_spills.py` compiles them."""
+    return {16: 2, 32: 4 if itemsize <= 2 else 8, 64: 8}[_padded(length)]
+
+
+def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Dict[str, object], Dict[str, object]]:
+    """Launch arguments along x and along y."""
+    return (
+        dict(lines=height, line_step=width, step=1, length=width, shrink=shrink_x),
+        dict(lines=width, line_step=1, step=width, length=height, shrink=shrink_y),
+    )
+
+
+def _values(sources: List[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
+    """What lies at the integer positions along x, then y, for each source, `[S, B, h, H*W, npos_x + npos_y]`."""
+    return torch.stack([source.to(tables.dtype) @ tables.T for source in sources])
+
+
+def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> None:
+    batch, num_heads, num_patches, head_dim = q.shape
+    dtype = z.dtype
+    numbers = torch.tensor([gate_scale, axis['shrink'], axis['shrink'] ** 0.5], dtype=dtype, device=q.device)
+    kernel[axis['lines'], batch * num_heads](
+        q, k, *tensors, numbers,
+        *(t.stride(n) for t in (q, k) for n in range(3)),
+        num_heads, num_patches, axis['line_step'], axis['step'], axis['length'], z.shape[-1], z[0].numel(),
+        HEAD_DIM=head_dim, D=_padded(head_dim), C=_padded(axis['length']), NPOS=npos, M=_padded(npos),
+        SOURCES=len(z), PRECISION='ieee' if q.element_size() > 2 else 'tf32x3',
+        DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
+        num_warps=warps_for(axis['length'], q.element_size()), **constants)
+
+
+def _dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+@torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
+def _axis_codes(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    q, k = _dense_rows(q, k)
+    codes = empty_codes(q, height, width, mode)
+    tables = torch.cat(wide(table_x, table_y)).to(codes[0].dtype)
+    z = _values(sources_of(mode, q, k), tables)
+    starts = 0, table_x.shape[0]
+    for out, table, start, axis in zip(codes, (table_x, table_y), starts, _axes(height, width, shrink_x, shrink_y)):
+        _launch(_forward, axis, (z[..., start:], out), z, q, k, table.shape[0], gate_scale)
+    return codes
+
+
+@_axis_codes.register_fake
+def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
+    return empty_codes(q, height, width, mode)
+
+
+@torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=())
+def _axis_codes_backward(
+        grad_x: torch.Tensor,
+        grad_y: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dense_q, dense_k = _dense_rows(q, k)
+    tables = torch.cat(wide(table_x, table_y)).to(grad_x.dtype)
+    sources = sources_of(mode, dense_q, dense_k)
+    z = _values(sources, tables)
+    grad_z = torch.empty_like(z)
+    grad_q, grad_k = (torch.empty(t.shape, dtype=z.dtype, device=z.device) for t in (q, k))
+    npos = table_x.shape[0], table_y.shape[0]
+    axes = _axes(height, width, shrink_x, shrink_y)
+    for add, (grad, n, start, axis) in enumerate(zip((grad_x, grad_y), npos, (0, npos[0]), axes)):
+        grad = grad.contiguous()
+        _launch(_backward_values, axis, (grad, grad_z[..., start:]), z, dense_q, dense_k, n, gate_scale)
+        tensors = z[..., start:], grad, grad_q, grad_k
+        _launch(
+            _backward_tokens, axis, tensors, z, dense_q, dense_k, n, gate_scale,
+            ADD=bool(add), GRADIENT='ieee' if q.element_size() > 2 else 'tf32')  # what 16 bits are worth
+    grad_tables = torch.zeros_like(tables)
+    for grad_source, source, g in zip(sources_of(mode, grad_q, grad_k), sources, grad_z):
+        grad_source += g @ tables
+        grad_tables += g.flatten(0, -2).T @ source.to(g.dtype).flatten(0, -2)
+    grads = grad_q, grad_k, *grad_tables.split(npos)
+    return tuple(g.to(t.dtype, memory_format=torch.contiguous_format, copy=True) for g, t in zip(
+        grads, (q, k, table_x, table_y)))
+
+
+@_axis_codes_backward.register_fake
+def _(grad_x, grad_y, q, k, table_x, table_y, *args):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
+
+
+register_gradient(_axis_codes, _axis_codes_backward)
+triton_axis_codes = _axis_codes
