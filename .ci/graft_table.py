@@ -3,7 +3,8 @@
     python .ci/graft_table.py > results/grafts.csv
 
 Random weights stand in for the pretrained ones; images are 4 x 6 patches. Models that cannot be grafted have the reason
-in the last column; those that are larger than ViT-L are left out, being the same modules, only wider.
+in the last column. Left out are those that are larger than ViT-L, being the same modules, only wider, and those that
+differ from one before in the image size alone.
 """
 import csv
 import sys
@@ -22,6 +23,11 @@ LARGEST = 3e7  # parameters, at depth 2
 
 def make(name, **kwargs):
     return timm.create_model(name, num_classes=10, **({} if 'vitamin' in name else {'depth': 2}), **kwargs)
+
+
+def kind(model):
+    flags = [getattr(model, flag, None) for flag in ('global_pool', 'no_embed_class', 'pool_include_prefix')]
+    return f'{model} {[name for name, _ in model.named_parameters()]} {flags}'
 
 
 def base(name, dtype):
@@ -51,7 +57,9 @@ def main():
     names += timm.list_models('vit_*_patch16_rope*')
     out = csv.writer(sys.stdout, lineterminator='\n')
     out.writerow(('base', 'grafted', 'float32', 'float64', 'refused'))
-    names = [name for name in names if sum(p.numel() for p in make(name, device='meta').parameters()) < LARGEST]
+    models = {name: make(name, device='meta') for name in names}
+    models = {name: m for name, m in models.items() if sum(p.numel() for p in m.parameters()) < LARGEST}
+    names = sorted({kind(model): name for name, model in reversed(models.items())}.values())
     for name in tqdm(names):
         # the rotary ones have a rotation already
         encodings = ['rpb' if 'rope' in name and 'rope' in encoding else encoding for encoding in ENCODINGS]
