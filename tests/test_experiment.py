@@ -119,6 +119,17 @@ def cells(line):
     return [cell.strip() for cell in line.split('|')[1:-1]]
 
 
+def begin(arguments):
+    def command():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored from the start in what a shell runs with &
+        sys.exit(main(arguments))
+
+    process = multiprocessing.get_context('fork').Process(target=command)
+    process.start()
+    return process
+
+
+
 class Lab:
     """A folder with a stand-in, data, a recipe and a plan."""
 
@@ -155,9 +166,7 @@ class Lab:
 
     def begin(self, *options):
         """The command in a process of its own, which can be killed."""
-        process = multiprocessing.get_context('fork').Process(target=lambda: sys.exit(main(self.arguments(*options))))
-        process.start()
-        return process
+        return begin(self.arguments(*options))
 
     def wait_for(self, text, seconds=30):
         deadline = time.time() + seconds
@@ -776,8 +785,7 @@ def test_with_timms_train_py(tmp_path, monkeypatch):
     script = Path(os.environ['TIMM_SCRIPTS']) / 'train.py'
     arguments = ['experiment', *map(str, (
         tmp_path / 'plan.yaml', '--output', output, '--data-dir', tmp_path, '--script', script, '--jobs', 1))]
-    command = multiprocessing.get_context('fork').Process(target=lambda: sys.exit(main(arguments)))
-    command.start()
+    command = begin(arguments)
     summary, deadline = output / 'APE' / 'seed1' / 'summary.csv', time.time() + 120
     while not summary.exists() or not (summary.parent / 'last.pth.tar').exists():
         assert command.is_alive() and time.time() < deadline
