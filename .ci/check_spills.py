@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from timm_sape.ops import codes_triton
 from timm_sape.ops import distances_triton as kernels
+from timm_sape.ops.distances_triton import _padded as padded
 from timm_sape.ops.limits import LIMITS
 
 SHARED = 227 * 1024
@@ -25,10 +26,6 @@ SHAPES = [  # head dim, patches along x and y: every size after padding, and som
     (64, 3, 4), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16), (128, 14, 14), (128, 32, 32),
     (128, 64, 64), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16)]
 QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
-
-
-def padded(n):
-    return max(16, triton.next_power_of_2(n))
 
 
 def compile_kernel(kernel, constants, warps, stages, dtype, inputs):

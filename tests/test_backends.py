@@ -283,6 +283,21 @@ def test_nothing_n_by_n_is_stored():
 
 # --- the operators -------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize('name', FAST)
+def test_codes_stay_wide_under_autocast(name):
+    device = DEVICE if name == 'triton' else 'cpu'
+    q, k, _, table_x, table_y, _ = make((3, 4))
+    q, k, table_x, table_y = (t.detach().float().to(device).requires_grad_() for t in (q, k, table_x, table_y))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            codes = ops.recomputed_axis_codes(
+                q, k, table_x, table_y, timm_sape.Grid(3, 4, 1), mode='k', gate_scale=0.3, backend=name)
+            found.append([*codes, *torch.autograd.grad(sum(c.sum() for c in codes), (q, k, table_x, table_y))])
+    for plain, autocast in zip(*found):
+        assert torch.equal(plain, autocast)
+
+
 def test_opcheck():
     q, k, v, table_x, table_y, bias_scale = make((3, 4))
     patches = [t[:, :, 1:].detach().clone().requires_grad_() for t in (q, k)]

@@ -58,7 +58,7 @@ from timm.utils import unwrap_model
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
-from .encodings.registry import AUTO
+from .encodings.registry import AUTO, plain_keywords
 from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
@@ -286,13 +286,8 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
         if part == 'auto_ape':
             raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base has not.")
         parts.setdefault(part, {} if get_encoding(name).gate_init == 1 else {'init': 0})
-    given = pos_enc_kwargs or {}
-    if not isinstance(given, Mapping) or not all(isinstance(keywords, Mapping) for keywords in given.values()):
-        raise ValueError(
-            "pos_enc_kwargs must map parts to their keywords, e.g. {'sape2_k': {'preset': 'equations'}}, got "
-            f'{pos_enc_kwargs!r}.')
     seen = set()
-    for name, keywords in given.items():
+    for name, keywords in plain_keywords(pos_enc_kwargs).items():
         part = placed(name)
         if part not in parts:
             raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')

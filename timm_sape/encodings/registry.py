@@ -221,11 +221,7 @@ def parse_pos_enc(
     _check_composition(pos_enc, resolved)
 
     keywords: Dict[str, Dict[str, Any]] = {name: {} for name in sorted(resolved)}
-    given = _plain_json(pos_enc_kwargs or {})
-    if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
-        raise ValueError(
-            "pos_enc_kwargs must map parts to their keywords, e.g. {'sape2_k': {'preset': 'equations'}}, "
-            f'got {pos_enc_kwargs!r}.')
+    given = plain_keywords(pos_enc_kwargs)
     seen = set()
     for name, values in given.items():
         part = _resolve(name)
@@ -261,6 +257,20 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
         raise ValueError(
             f'pos_enc={pos_enc!r} mixes tokens with positions but has none for the tokens. '
             "Add one, e.g. 'pemix+sincos2d'.")
+
+
+def plain_keywords(pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Dict[str, Dict[str, Any]]:
+    """The keywords of each part as plain JSON.
+
+    Raises:
+        ValueError: If they are something else.
+    """
+    given = _plain_json(pos_enc_kwargs or {})
+    if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
+        raise ValueError(
+            "pos_enc_kwargs must map parts to their keywords, e.g. {'sape2_k': {'preset': 'equations'}}, "
+            f'got {pos_enc_kwargs!r}.')
+    return given
 
 
 def _plain_json(value: Any) -> Any:

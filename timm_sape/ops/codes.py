@@ -11,7 +11,7 @@ from ..grid import Grid
 from .chunks import chunks
 from .contextual import _suffix_sum, axis_codes, without_autocast
 
-__all__ = ['empty_codes', 'recomputed_axis_codes', 'register_gradient', 'sources_of', 'wide']
+__all__ = ['empty_codes', 'recomputed_axis_codes', 'register_pair', 'sources_of', 'wide']
 
 
 def _gates(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
@@ -124,11 +124,6 @@ def _axis_codes(
     return codes_x, codes_y
 
 
-@_axis_codes.register_fake
-def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
-    return empty_codes(q, height, width, mode)
-
-
 @torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
 @without_autocast
 def _axis_codes_backward(
@@ -163,13 +158,16 @@ def _axis_codes_backward(
     return tuple(g.to(dtype) for g, dtype in zip((grad_q, grad_k, grad_table_x, grad_table_y), dtypes))
 
 
-@_axis_codes_backward.register_fake
-def _(grad_x, grad_y, q, k, table_x, table_y, *args):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
+def register_pair(forward, backward) -> None:
+    """Join two operators of `axis_codes`, the latter the backward pass of the former, which keeps its inputs alone."""
+    @forward.register_fake
+    def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
+        return empty_codes(q, height, width, mode)
 
+    @backward.register_fake
+    def _(grad_x, grad_y, q, k, table_x, table_y, *args):
+        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
 
-def register_gradient(forward, backward) -> None:
-    """Give an operator of `axis_codes` the other one as its backward pass, which wants its inputs and nothing else."""
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs[:4])
         ctx.args = inputs[4:]
@@ -180,7 +178,7 @@ def register_gradient(forward, backward) -> None:
     forward.register_autograd(formula, setup_context=setup_context)
 
 
-register_gradient(_axis_codes, _axis_codes_backward)
+register_pair(_axis_codes, _axis_codes_backward)
 
 
 def recomputed_axis_codes(

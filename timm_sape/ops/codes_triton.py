@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import empty_codes, register_gradient, sources_of, wide
+from .codes import empty_codes, register_pair, sources_of, wide
+from .contextual import without_autocast
+from .distances_triton import _dense_rows, _padded
 
 __all__ = ['triton_axis_codes']
 
@@ -137,10 +139,6 @@ def _backward_tokens(
         tl.store(DK + at, dk, mask=mask)
 
 
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
 def warps_for(length: int, itemsize: int) -> int:
     """Warps of a program, for a line of so many patches and bytes of q; `.ci/check_spills.py` compiles them."""
     return {16: 2, 32: 4 if itemsize <= 2 else 8, 64: 8}[_padded(length)]
@@ -173,11 +171,8 @@ def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> No
         num_warps=warps_for(axis['length'], q.element_size()), **constants)
 
 
-def _dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
-
-
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
+@without_autocast
 def _axis_codes(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -200,12 +195,8 @@ def _axis_codes(
     return codes
 
 
-@_axis_codes.register_fake
-def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
-    return empty_codes(q, height, width, mode)
-
-
 @torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=())
+@without_autocast
 def _axis_codes_backward(
         grad_x: torch.Tensor,
         grad_y: torch.Tensor,
@@ -244,10 +235,5 @@ def _axis_codes_backward(
         grads, (q, k, table_x, table_y)))
 
 
-@_axis_codes_backward.register_fake
-def _(grad_x, grad_y, q, k, table_x, table_y, *args):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
-
-
-register_gradient(_axis_codes, _axis_codes_backward)
+register_pair(_axis_codes, _axis_codes_backward)
 triton_axis_codes = _axis_codes
