@@ -264,7 +264,8 @@ def test_list(capsys):
     assert "'model' is neither encodings nor models" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('command', ['list', 'map', 'pshap', 'probe', 'sweep', 'compare', 'data', 'experiment'])
+@pytest.mark.parametrize(
+    'command', ['list', 'map', 'pshap', 'probe', 'sweep', 'shifts', 'compare', 'data', 'experiment'])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match='0'):
         main([command, '--help'])

@@ -639,6 +639,36 @@ def test_places_on_gpus(monkeypatch):
         {'OMP_NUM_THREADS': '4', 'CUDA_VISIBLE_DEVICES': gpu} for gpu in ('3', 'GPU-5')]
 
 
+def test_how_busy_gpus_are(lab, monkeypatch, capsys):
+    """With a stand-in for nvidia-smi, which knows GPU-5 alone."""
+    stand_in = lab.folder / 'bin' / 'nvidia-smi'
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "-i GPU-5 --query-gpu=utilization.gpu" ] || { echo no such GPU; exit 6; }\n'
+        'echo 40\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{stand_in.parent}:{os.environ["PATH"]}')
+    assert [runner.gpu_utilisation(gpu) for gpu in ('GPU-5', 'GPU-6')] == [40, None]
+    monkeypatch.setattr(runner, 'POLL', 0.02)
+    monkeypatch.setattr(runner, 'GPU_POLL', 0.1)
+    slots = [runner.Slot(f'place-{gpu}', 'a GPU', {'CUDA_VISIBLE_DEVICES': gpu}) for gpu in ('GPU-5', 'GPU-6')]
+    monkeypatch.setattr(experiment, 'make_slots', lambda *args: slots)
+    assert lab('--seeds', 1) == 0
+    rows = lab.rows()
+    known, = (label for label, seed in rows if rows[label, seed]['gpu_utilisation'])
+    assert rows[known, 1]['gpu_utilisation'] == '40.0' and lab.line(known)[-1] == '40.00'
+    assert lab.line('B' if known == 'A' else 'A')[-1] == '' and 'GPU busy (%)' in capsys.readouterr().out
+    path = lab.output / known / 'seed1' / 'run.json'
+    stored = json.loads(path.read_text())
+    assert stored['starts'][0]['gpu_utilisation'] == 40
+    stored['starts'] = [
+        {**stored['starts'][0], 'seconds': seconds, 'gpu_utilisation': used} for seconds, used in ((30, 80), (10, 40))]
+    path.write_text(json.dumps(stored))
+    assert records.Record(path.parent).gpu_utilisation == 70
+    monkeypatch.setenv('PATH', '')
+    assert runner.gpu_utilisation('GPU-5') is None
+
+
 def test_places_on_a_cpu(monkeypatch):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: set(range(8)), raising=False)
     threads = torch.get_num_threads()
@@ -751,7 +781,7 @@ PLANS = sorted(path for path in CHECKOUT.glob('train_configs/*/*.yaml') if 'mode
 def test_plans_of_ours(path):
     lines = (Path(__file__).parent / 'data' / 'train_py_args.txt').read_text().splitlines()
     plan = load_plan(path, {line for line in lines if not line.startswith('#')})
-    assert plan.recipe == 'cpu_cifar10' and plan.baseline == plan.labels[0] == 'APE'
+    assert plan.baseline == plan.labels[0] == 'APE'
     for run in plan.runs[:len(plan.labels)]:
         config = run.config
         assert config['model_kwargs']['img_size'] == config['img_size']
@@ -760,7 +790,10 @@ def test_plans_of_ours(path):
 
 
 def test_plans_are_there():
-    assert {path.stem for path in PLANS} == {'plan', 'ablations'}
+    assert {f'{path.parent.name}/{path.stem}': load_plan(path).recipe for path in PLANS} == {
+        'cpu_cifar10/plan': 'cpu_cifar10', 'cpu_cifar10/ablations': 'cpu_cifar10',
+        'cpu_cifar10/foreground': 'cpu_cifar10', 'gpu_cifar10/plan': 'deit_cifar10',
+        'gpu_cifar10/paper': 'paper_cifar10'}
 
 
 @pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")

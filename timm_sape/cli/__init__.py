@@ -7,14 +7,14 @@ import argparse
 import sys
 from typing import List, Optional
 
-from . import bench, compare, configs, data, experiment, probe, pshap, run, sweep
+from . import bench, compare, configs, data, experiment, probe, pshap, run, shifts, sweep
 from . import list as list_
 from . import map as map_
 from .common import CommandError
 
 __all__ = ['main']
 
-COMMANDS = (run, configs, experiment, list_, bench, map_, pshap, probe, sweep, compare, data)
+COMMANDS = (run, configs, experiment, list_, bench, map_, pshap, probe, sweep, shifts, compare, data)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

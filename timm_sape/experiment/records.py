@@ -25,7 +25,8 @@ class Record:
     Attributes:
         status: One of `ENDED`, or None.
         error: Why it is not finished.
-        starts: When, where and with what it was started, and how many seconds it took, one for each time.
+        starts: When, where and with what it was started, how many seconds it took, and how busy its GPU was meanwhile,
+            in percent of time, if it had one; one for each time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,6 +46,15 @@ class Record:
     @property
     def seconds(self) -> float:
         return sum(start.get('seconds') or 0 for start in self.starts)
+
+    @property
+    def gpu_utilisation(self) -> Optional[float]:
+        """How busy its GPU was while it ran, in percent of time; None if it is not known."""
+        known = [start for start in self.starts if 'gpu_utilisation' in start and start['seconds']]
+        if not known:
+            return None
+        used = sum(start['gpu_utilisation'] * start['seconds'] for start in known)
+        return round(used / sum(start['seconds'] for start in known), 1)
 
     def seen(self, key: str) -> str:
         """What the starts say of something, usually all the same."""

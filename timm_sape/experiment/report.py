@@ -19,8 +19,9 @@ def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
         `model`, its label; `seed`; `recipe`; `status`: finished, crashed, diverged, running, interrupted or waiting;
         `top1` and `top5` in percent and `train_loss` of the last epoch, None unless finished; `best_top1`, of the epoch
         that is best on the images that it is tested on, so too high; `epochs` done, of `epochs_planned`; `minutes` of
-        training; `starts`, 1 for a run that was never interrupted; `error`; `entrypoint`, timm's name of the model;
-        `hardware`, `commit`, `torch`, `timm`, `timm_sape`, `python`, of all starts if they differ; `began`.
+        training; `gpu_utilisation` meanwhile, in percent of time, None without a GPU; `starts`, 1 for a run that was
+        never interrupted; `error`; `entrypoint`, timm's name of the model; `hardware`, `commit`, `torch`, `timm`,
+        `timm_sape`, `python`, of all starts if they differ; `began`.
     """
     rows = []
     for run in sorted(plan.runs, key=lambda run: plan.labels.index(run.label)):
@@ -40,6 +41,7 @@ def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
             'epochs': max(epochs, default=-1) + 1,
             'epochs_planned': run.epochs,
             'minutes': round(record.seconds / 60, 2),
+            'gpu_utilisation': record.gpu_utilisation,
             'starts': len(record.starts),
             'error': record.error,
             'entrypoint': run.config['model'],
@@ -62,6 +64,7 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     labels = list(dict.fromkeys([baseline, *(row['model'] for row in rows)]))
     finished = {
         label: {row['seed']: row for row in _of(rows, label) if row['status'] == 'finished'} for label in labels}
+    on_gpu = any(row['gpu_utilisation'] is not None for row in rows)
     table = []
     for label in labels:
         own, base = finished[label], finished[baseline]
@@ -75,6 +78,7 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
             'top-5 (%)': _spread([row['top5'] for row in own.values()]),
             'seeds': _seeds(_of(rows, label)),
             'minutes a run': f'{statistics.mean(row["minutes"] for row in own.values()):.1f}' if own else '',
+            **({'GPU busy (%)': _spread([row['gpu_utilisation'] for row in own.values()])} if on_gpu else {}),
         })
     failed = [
         f'- {row["model"]}, seed {row["seed"]}: {row["status"]} after {row["epochs"]} of {row["epochs_planned"]} '

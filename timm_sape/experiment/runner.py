@@ -28,6 +28,7 @@ __all__ = ['Slot', 'Training', 'make_slots', 'refuse_begun_otherwise', 'run_all'
 
 POLL = 0.5  # seconds between looks at what runs
 GRACE = 10  # seconds that a process has to end when asked to
+GPU_POLL = 10  # seconds between looks at how busy a GPU is
 # Options that change where and how fast a model is trained, not what comes out but for rounding.
 FREE = ('workers', 'device', 'log_interval', 'checkpoint_hist', 'recovery_interval', 'pin_mem')
 
@@ -76,6 +77,20 @@ def make_slots(device: str, jobs: Optional[int] = None, threads: Optional[int] =
         for job in range(jobs or 1) for i, name in enumerate(names)]
 
 
+def gpu_utilisation(gpu: str) -> Optional[int]:
+    """How busy a GPU is at the moment, in percent of time, as nvidia-smi says; None if it says nothing.
+
+    Args:
+        gpu: Its number or UUID, as in `CUDA_VISIBLE_DEVICES`.
+    """
+    command = ['nvidia-smi', '-i', gpu, '--query-gpu=utilization.gpu', '--format=csv,noheader,nounits']
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=GRACE).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return int(told) if told.isdecimal() else None
+
+
 def commit() -> str:
     """Of the checkout that this package runs from, '' if it is none; with '-dirty' if files were changed."""
     root = Path(__file__).resolve().parents[2]
@@ -106,6 +121,7 @@ class Training:
 
     def __init__(self, command: Sequence[str], log: Path, slot: Slot, locks: Sequence[int]) -> None:
         self.log, self.locks = log, locks
+        self.gpu = slot.env.get('CUDA_VISIBLE_DEVICES')
         self.log_start = log.stat().st_size if log.exists() else 0
         self.began = time.monotonic()
         root = Path(__file__).resolve().parents[2]
@@ -158,9 +174,12 @@ class _Begun(Training):
 
     def __init__(self, run: Run, record: Record, folder: Path, tell: Callable[[str], None], *args: Any) -> None:
         self.run, self.record, self.folder, self.tell = run, record, folder, tell
+        self.gpu_seen: List[int] = []
         super().__init__(*args)
+        self.gpu_looked = self.began
 
     def ended(self) -> bool:
+        self._look_at_gpu()
         code = self.process.poll()
         rows = read_summary(self.folder)
         diverged = not_finite(rows)
@@ -168,6 +187,13 @@ class _Begun(Training):
             return False
         self._close(*(('diverged', diverged) if diverged else self._outcome(rows)))
         return True
+
+    def _look_at_gpu(self) -> None:
+        if self.gpu is None or time.monotonic() - self.gpu_looked < GPU_POLL:
+            return
+        self.gpu_looked = time.monotonic()
+        if (seen := gpu_utilisation(self.gpu)) is not None:
+            self.gpu_seen.append(seen)
 
     def _outcome(self, rows: Dict[int, Dict[str, str]]) -> Tuple[str, str]:
         """What it has come to, now that it has ended, and why it is not finished."""
@@ -187,6 +213,8 @@ class _Begun(Training):
         record = self.record
         record.status, record.error = status, error
         record.starts[-1]['seconds'] = round(self.seconds, 1)
+        if self.gpu_seen:
+            record.starts[-1]['gpu_utilisation'] = round(sum(self.gpu_seen) / len(self.gpu_seen), 1)
         if rows := read_summary(self.folder):
             write_summary(self.folder, rows)
         record.save()

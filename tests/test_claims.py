@@ -1,0 +1,260 @@
+"""What the paper's claims are tested with: maps that separate foreground from background, images that move, and the two
+examples that measure both on the models of an experiment."""
+import argparse
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn as nn
+import yaml
+from PIL import Image
+from sklearn.metrics import roc_auc_score
+from timm.models import save_for_hf
+
+from timm_sape.analysis import separation
+from timm_sape.analysis import shifts as shifts_module
+from timm_sape.analysis.inputs import open_dataset
+from timm_sape.analysis.shifts import shift_images, shift_sweep
+from timm_sape.cli import main
+
+EXAMPLES = Path(__file__).parents[1] / 'examples'
+
+
+# Foreground and background
+
+
+def plain_separation(scores, mask):
+    """Row by row with scikit-learn: from the foreground, from the background."""
+    means = []
+    for side in (1, 0):
+        aurocs = []
+        for i in np.flatnonzero(mask == side):
+            others = np.flatnonzero((mask >= 0) & (np.arange(len(mask)) != i))
+            aurocs.append(roc_auc_score(mask[others] == side, scores[i, others]))
+        means.append(np.mean(aurocs))
+    return means
+
+
+@pytest.mark.parametrize('ties', [False, True])
+def test_separation_is_the_area_under_the_curve_of_each_row(ties):
+    torch.manual_seed(0)
+    scores = torch.randn(3, 2, 12, 12, dtype=torch.float64)
+    scores = scores.round() if ties else scores
+    masks = torch.randint(-1, 2, (3, 12))
+    found = separation(scores, masks)
+    for b in range(3):
+        for head in range(2):
+            expected = plain_separation(scores[b, head].numpy(), masks[b].numpy())
+            assert [part[b, head].item() for part in found] == pytest.approx(expected, abs=1e-12)
+
+
+def test_separation_of_what_is_known():
+    mask = torch.tensor([[True, True, False, False, False]])
+    alike = (mask.mT == mask).float()[None] - 5 * torch.eye(5)  # what a patch gives to itself does not count
+    assert [part.item() for part in separation(alike, mask)] == [1, 1]
+    assert [part.item() for part in separation(-alike, mask)] == [0, 0]
+    assert [part.item() for part in separation(torch.ones(1, 5, 5), mask)] == [0.5, 0.5]
+    looked_at = mask.float()[:, None].expand(1, 5, 5)  # all look at the foreground
+    assert [part.item() for part in separation(looked_at, mask)] == [1, 0]
+
+
+def test_separation_where_there_is_nothing_to_compare():
+    found = separation(torch.randn(3, 4, 4), torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, -1, -1, 1]]))
+    assert torch.isnan(torch.stack(found)).tolist() == [[True, True, True], [True, False, True]]
+
+
+@pytest.mark.parametrize('scores, mask, text', [
+    ((1, 5, 5), torch.zeros(1, 4), r'got \[1, 5, 5\] and \[1, 4\]\. Leave prefix tokens out'),
+    ((5, 5), torch.zeros(5), 'wants scores'),
+    ((2, 3, 4, 5), torch.zeros(2, 5), 'wants scores'),
+    ((1, 2, 2), torch.tensor([[2, 0]]), r'1 \(foreground\), 0 \(background\) or -1'),
+])
+def test_separation_says_what_is_wrong(scores, mask, text):
+    with pytest.raises(ValueError, match=text):
+        separation(torch.zeros(scores), mask)
+
+
+# Shifts
+
+
+def test_shifted_images():
+    image = torch.arange(12.).view(1, 1, 3, 4)  # rows 0 1 2 3, 4 5 6 7, 8 9 10 11
+    assert shift_images(image, 1, 0, 'constant')[0, 0].tolist() == [[0, 0, 0, 0], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert shift_images(image, 0, -2, 'replicate')[0, 0].tolist() == [[2, 3, 3, 3], [6, 7, 7, 7], [10, 11, 11, 11]]
+    assert shift_images(image, -1, 1, 'circular').equal(image.roll((-1, 1), (2, 3)))
+    assert shift_images(image, 2, 0)[0, 0].tolist() == [[8, 9, 10, 11], [4, 5, 6, 7], [0, 1, 2, 3]]
+    for fill in ('reflect', 'replicate', 'circular', 'constant'):
+        assert shift_images(image, 0, 0, fill).equal(image)
+        assert shift_images(image, -2, 3, fill)[..., 0, 3] == image[..., 2, 0]
+    with pytest.raises(ValueError, match='moves all of a 3x4 image out of it'):
+        shift_images(image, 3, 0)
+    with pytest.raises(ValueError, match="must be one of reflect, replicate, circular, constant, got 'wrap'"):
+        shift_images(image, 1, 0, 'wrap')
+
+
+class Quadrants(nn.Module):
+    """Chooses the quarter of the image that is brightest."""
+    num_classes = 4
+
+    def forward(self, images):
+        return nn.functional.adaptive_avg_pool2d(images.mean(1), 2).flatten(1)
+
+
+@pytest.fixture
+def spots(tmp_path):
+    """White spots of 2 x 2 pixels in black images of 8 x 8, in the middle of a quarter; class by quarter."""
+    for label in range(4):
+        pixels = np.zeros((8, 8, 3), dtype=np.uint8)
+        y, x = 4 * (label // 2) + 1, 4 * (label % 2) + 1
+        pixels[y:y + 2, x:x + 2] = 255
+        (tmp_path / 'test' / str(label)).mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / 'test' / str(label) / 'spot.png')
+    return tmp_path
+
+
+def test_shift_sweep(spots, monkeypatch):
+    size = dict(input_size=(3, 8, 8), crop_pct=1.0)
+    model = Quadrants()
+    model.pretrained_cfg = size
+    monkeypatch.setattr(shifts_module, 'load_model', lambda spec: model)
+    rows = shift_sweep(['a'], open_dataset(str(spots)), [0, 1, 4, 4], fill='replicate', batch_size=3, progress=False)
+    assert [(row['model'], row['shift'], row['fill'], row['num_images']) for row in rows] == [
+        ('a', shift, 'replicate', 4) for shift in (0, 1, 4)]
+    # a pixel keeps a spot within its quarter; four put half of the spots into the next one, and half out of the image,
+    # where all are equally dark and the first is chosen, which is right for one of the four
+    assert [(row['top1'], row['same']) for row in rows] == [(100, 100), (100, 100), (12.5, 12.5)]
+
+
+def test_shifts_command(spots, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = timm.create_model('test_vit_sape2_k_ape', num_classes=4, img_size=32, patch_size=8)
+    save_for_hf(model, tmp_path / 'model')
+    folder = str(tmp_path / 'model')
+    command = ['shifts', folder, '--data-dir', str(spots), '--workers', '0']
+    assert main([*command, '--by', '0', '2', '--output', str(tmp_path / 'shifts.csv')]) == 0
+    table = (tmp_path / 'shifts.csv').read_text().splitlines()
+    rows = list(csv.DictReader(line for line in table if not line.startswith('#')))
+    assert [(row['shift'], row['fill']) for row in rows] == [('0', 'reflect'), ('2', 'reflect')]
+    assert rows[0]['same'] == '100.0' and '4 images of' in capsys.readouterr().out
+    for args, text in (
+            (['--by', '32'], 'moves all of a 32x32 image out of it'),
+            (['--by', '-1'], 'Shifts must be 0 pixels or more'),
+            (['--by', '1', '--output', str(tmp_path / 'shifts.csv')], '--force overwrites')):
+        assert main([*command, *args]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_more_labels_than_classes(spots, tmp_path, capsys):
+    save_for_hf(timm.create_model('test_vit_nope', num_classes=2, img_size=32, patch_size=8), tmp_path / 'model')
+    assert main(['shifts', str(tmp_path / 'model'), '--data-dir', str(spots), '--workers', '0', '--by', '1']) == 2
+    assert 'labels up to 3, but the model knows 2 classes' in capsys.readouterr().err
+
+
+# Examples
+
+
+KWARGS = {'img_size': 32, 'patch_size': 4, 'embed_dim': 32, 'depth': 2, 'num_heads': 2}
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """What `timm-sape experiment` leaves, of models that have not learned anything."""
+    root = tmp_path_factory.mktemp('runs')
+    for label, name in (('APE', 'vit_tiny_ape'), ('K', 'vit_tiny_sape2_k'), ('RoPE', 'vit_tiny_rope2d')):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            config = {'model': name, 'num_classes': 10, 'seed': seed, 'model_kwargs': KWARGS}
+            model = timm.create_model(name, num_classes=10, **KWARGS)
+            folder = root / label / f'seed{seed}'
+            folder.mkdir(parents=True)
+            (folder / 'config.yaml').write_text(yaml.safe_dump(config))
+            state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
+            torch.save(state, folder / 'last.pth.tar')
+    return root
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope='module')
+def digits(tmp_path_factory):
+    """What examples/foreground.py makes of noise instead of CIFAR-10."""
+    root = tmp_path_factory.mktemp('digits')
+    rng = np.random.default_rng(0)
+    for split in ('train', 'test'):
+        for label in range(10):
+            (root / 'source' / split / str(label)).mkdir(parents=True)
+            pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / 'source' / split / str(label) / '0.png')
+    done = run(EXAMPLES / 'foreground.py', 'data', '--source', root / 'source', '--output', root / 'data',
+               '--images', '200', '100')
+    assert done.returncode == 0, done.stderr
+    return root / 'data'
+
+
+def test_digits_on_textures(digits):
+    files = {split: sorted(p.relative_to(digits / split) for p in (digits / split).glob('*/*.png'))
+             for split in ('train', 'test', 'masks')}
+    assert len(files['train']) == 200 and len(files['test']) == 100 and files['test'] == files['masks']
+    assert {path.parts[0] for path in files['train']} == set('0123456789')
+    for path in files['test']:
+        image, mask = (np.asarray(Image.open(digits / part / path), dtype=float) for part in ('test', 'masks'))
+        assert image.shape == (32, 32, 3) and mask.shape == (32, 32) and 0.05 < (mask > 128).mean() < 0.5
+        ink = image[mask >= 254]  # of one colour, but for rounding, which no texture is
+        assert len(ink) and np.ptp(ink, axis=0).max() <= 4 < np.ptp(image[mask == 0], axis=0).max()
+
+
+def test_foreground_example(digits, runs, tmp_path):
+    done = run(EXAMPLES / 'foreground.py', 'measure', runs, '--data-dir', digits, '--output', tmp_path / 'a.csv',
+               '--images', '40')
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / 'a.csv').open()))
+    found = {(row['model'], row['seed'], row['state'], row['score'], row['mask']): row for row in rows}
+    assert len(found) == len(rows) == 2 * (2 + 6 * 2 + 4 + 4)  # content of all, bias of SaPE2 and of the rotation
+    # these models were not trained, and made with the seeds that the others are made with
+    for seed in '12':
+        for score in ('content', 'bias'):
+            trained, fresh = (found['K', seed, state, score, 'own'] for state in ('trained', 'untrained'))
+            assert trained['from foreground'] == fresh['from foreground']
+    assert float(found['', '', 'no model', 'colour', 'own']['from foreground']) > 0.9
+    places = [found['', '', 'no model', 'place', mask] for mask in ('own', 'shuffled')]
+    assert places[0]['best head'] == places[1]['best head']
+    assert re.search(r'\| K \| untrained \| bias \| own \| 0\.\d+ ± 0\.\d+ \|', done.stdout)
+
+
+def test_claims_example(digits, runs, tmp_path):
+    done = run(EXAMPLES / 'claims.py', runs, '--data-dir', digits, '--output', tmp_path / 'new', '--sizes', '16', '48',
+               '--shifts', '4', '--num-images', '30')
+    assert done.returncode == 0, done.stderr
+    sizes, moved = (
+        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').open())) for name in ('resolutions', 'shifts'))
+    assert {(row['model'], row['policy']) for row in sizes} == {
+        ('APE', 'own'), ('K', 'own'), ('RoPE', 'extrapolate'), ('RoPE', 'rescale')}
+    assert len(sizes) == 4 * 2 * 3 and len(moved) == 3 * 2 * 2
+    top1 = {(row['model'], row['policy'], row['height'], row['seed']): float(row['top1']) for row in sizes}
+    changes = [
+        top1['RoPE', 'rescale', '48', seed] - top1['RoPE', 'rescale', '32', seed]
+        - top1['APE', 'own', '48', seed] + top1['APE', 'own', '32', seed] for seed in '12']
+    row = next(line for line in done.stdout.split('Change from')[1].splitlines() if line.startswith('| RoPE, rescale'))
+    assert row.split(' | ')[2].startswith(f'{np.mean(changes):+.1f} [')
+
+
+@pytest.mark.parametrize('command, text', [
+    (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--baseline', 'Apes'], 'no checkpoint of Apes'),
+    (['claims.py', 'RUNS', '--data-dir', 'nowhere', '--output', 'new'], "no image or folder 'nowhere'"),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'no such models'),
+    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
+    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'is there already'),
+])
+def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, *args = (str({'RUNS': runs, 'DIGITS': digits}.get(word, word)) for word in command)
+    done = run(EXAMPLES / script, *args)
+    assert done.returncode == 2 and text in done.stderr.splitlines()[-1]

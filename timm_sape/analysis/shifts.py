@@ -1,0 +1,130 @@
+"""Accuracy of models when what they see moves."""
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+from ..bench import markdown
+from .evaluate import check_classes, predict
+from .inputs import load_images, load_model, preprocessing
+
+__all__ = ['FILLS', 'shift_images', 'shift_sweep', 'shift_table']
+
+FILLS = ('reflect', 'replicate', 'circular', 'constant')  # modes of torch.nn.functional.pad
+
+
+def shift_images(images: torch.Tensor, down: int, right: int, fill: str = 'reflect') -> torch.Tensor:
+    """Move images by whole pixels.
+
+    Args:
+        images: `[B, C, height, width]`.
+        down: Pixels; negative numbers move up.
+        right: Pixels; negative numbers move to the left.
+        fill: What comes in at the other side, a mode of `torch.nn.functional.pad`: 'reflect' mirrors the image,
+            'replicate' repeats its border, 'circular' brings what has gone out (nothing is lost), 'constant' is 0, the
+            mean colour of normalised images.
+
+    Returns:
+        As `images`.
+
+    Raises:
+        ValueError: If there is no such fill, or the image would leave its frame.
+    """
+    if fill not in FILLS:
+        raise ValueError(f'fill must be one of {", ".join(FILLS)}, got {fill!r}.')
+    height, width = images.shape[-2:]
+    if abs(down) >= height or abs(right) >= width:
+        raise ValueError(f'A shift of {down} and {right} pixels moves all of a {height}x{width} image out of it.')
+    pad = max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)
+    return F.pad(images, pad, mode=fill)[..., pad[3]:pad[3] + height, pad[1]:pad[1] + width]
+
+
+def shift_sweep(
+        models: Sequence[str],
+        data: Dataset,
+        shifts: Sequence[int],
+        *,
+        fill: str = 'reflect',
+        batch_size: int = 64,
+        num_images: Optional[int] = None,
+        workers: int = 0,
+        seed: int = 0,
+        device: str = 'cpu',
+        amp: bool = False,
+        progress: bool = True,
+) -> List[Dict[str, Any]]:
+    """Evaluate each model on images that are moved up, down, to the left and to the right.
+
+    Args:
+        models: As for `load_model`.
+        data: Labelled images, as `open_dataset` returns them. Their transform is replaced.
+        shifts: How far, in pixels, 0 or more.
+        fill: What comes in, as for `shift_images`.
+        batch_size: Images in a batch.
+        num_images: How many images to draw, the same ones for all; None for all.
+        workers: Processes that load them.
+        seed: Of the draw.
+        device: Where the models run.
+        amp: bfloat16 autocast.
+        progress: Show progress bars on stderr.
+
+    Returns:
+        One row for each model and shift: `model`; `shift` in pixels; `fill`; `num_images`; `top1`, the mean of the four
+        directions, in percent; `same`, how often the class that the model chooses is that of the image in its place, in
+        percent. A shift of 0 is one of its rows only if it is asked for.
+
+    Raises:
+        ValueError: If a model cannot be loaded, the images do not fit it, or a shift or the fill is none.
+    """
+    if not models or not shifts:
+        raise ValueError('There must be at least one model and one shift.')
+    if min(shifts) < 0:
+        raise ValueError(f'Shifts must be 0 pixels or more, got {min(shifts)}. Each is tried in four directions.')
+    shifts = list(dict.fromkeys(shifts))
+    moves = [(0, 0), *(move for s in shifts for move in ((s, 0), (-s, 0), (0, s), (0, -s)))]
+    rows = []
+    for spec in dict.fromkeys(models):
+        model = load_model(spec)
+        data.transform = preprocessing(model)
+        loader = load_images(data, batch_size, num_images, workers, seed)
+        found = predict(_Moved(model, moves, fill), loader, device, amp, spec if progress else '')
+        logits = found.logits.unflatten(1, (len(moves), -1))  # [n, moves, classes]
+        check_classes(found.labels, logits.shape[2])
+        chosen = logits.argmax(dim=2)  # [n, moves]
+        for i, shift in enumerate(shifts):
+            here = chosen[:, 1 + 4 * i:5 + 4 * i]  # [n, 4]
+            top1, same = ((here == other[:, None]).double().mean().item() for other in (found.labels, chosen[:, 0]))
+            rows.append({
+                'model': spec,
+                'shift': shift,
+                'fill': fill,
+                'num_images': len(found.labels),
+                'top1': round(100 * top1, 3),
+                'same': round(100 * same, 3),
+            })
+    return rows
+
+
+class _Moved(nn.Module):
+    """Logits of all moves of each image, side by side, so that each image is read once."""
+
+    def __init__(self, model: nn.Module, moves: Sequence[Tuple[int, int]], fill: str) -> None:
+        super().__init__()
+        self.model = model
+        self.moves = moves
+        self.fill = fill
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.model(shift_images(images, *move, self.fill)) for move in self.moves], dim=1)
+
+
+def shift_table(rows: Sequence[Dict[str, Any]]) -> str:
+    """Rows of `shift_sweep` as a Markdown table."""
+    return markdown([{
+        'model': row['model'],
+        'shift (px)': row['shift'],
+        'top-1 (%)': f'{row["top1"]:.1f}',
+        'same class as unmoved (%)': f'{row["same"]:.1f}',
+    } for row in rows])

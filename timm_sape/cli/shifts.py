@@ -1,0 +1,46 @@
+"""`timm-sape shifts`: accuracy on images that are moved."""
+import argparse
+
+from .common import add_command
+from .data_options import MODELS_HELP, add_data_options, loading, measured_on, readable, warn_untrained
+from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
+
+__all__ = ['add']
+
+
+def add(commands) -> None:
+    parser = add_command(
+        commands, 'shifts', interruptible(_shifts),
+        summary='Accuracy of models on images moved by some pixels, and how often their choice of a class stays.',
+        examples="""\
+examples:
+  timm-sape shifts local-dir:output/rope2d vit_small_ape@model.safetensors --data-dir DATA --by 1 4 16
+  timm-sape shifts output/exp/model_best.pth.tar --data-dir DATA --by 8 --fill circular --output shifts.csv
+
+Each shift is tried up, down, to the left and to the right; a row has the mean of the four.""",
+    )
+    parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
+    parser.add_argument('--by', nargs='+', required=True, type=int, metavar='PIXELS', help='0 or more')
+    parser.add_argument(
+        '--fill', choices=('reflect', 'replicate', 'circular', 'constant'), default='reflect',
+        help='what comes in: the image mirrored, its border repeated, what has gone out, the mean colour '
+             '(default: %(default)s)')
+    add_data_options(parser)
+    add_output_options(parser)
+
+
+def _shifts(args: argparse.Namespace) -> int:
+    check_outputs([args.output], args.force, TABLES)
+
+    from ..analysis.shifts import shift_sweep, shift_table
+
+    with readable():
+        options = loading(args)
+        warn_untrained(args.models)
+        rows = shift_sweep(args.models, shifts=args.by, fill=args.fill, **options)
+    table = shift_table(rows)
+    notes = f'fill {args.fill}; {measured_on(args, rows[0]["num_images"])}'
+    print(table, notes, sep='\n\n')
+    if args.output is not None:
+        write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    return 0
