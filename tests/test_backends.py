@@ -159,17 +159,27 @@ def hard(kind, grid, prefix, seed=0):
     return inputs
 
 
-@pytest.mark.parametrize('kind', ['random', 'smooth', 'constant', 'duplicated', 'outlier', 'large'])
-@pytest.mark.parametrize('grid, prefix', [((8, 8), 1), ((9, 8), 5), ((14, 14), 1)])
+KINDS = ['random', 'smooth', 'constant', 'duplicated', 'outlier', 'large']
+HARD_GRIDS = [((8, 8), 1), ((9, 8), 5), ((14, 14), 1), ((32, 32), 0)]
+SMALLER = {(9, 8): (3, 8), (14, 14): (5, 14), (32, 32): (2, 32)}  # for the interpreter, which is slow
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('grid, prefix', HARD_GRIDS)
 @pytest.mark.parametrize('name', FAST)
 def test_hard_input(name, grid, prefix, kind):
     """In float32 no more than twice as far off as the reference, or within 1e-5 of the largest entry.
 
     One run's rounding is chance. So the reference's error is the largest of four runs, three of them with q and k
-    changed in the last place; and of some seeds the geometric mean counts.
+    changed in the last place; and of some seeds the geometric mean counts. On lines of 32 patches, where neighbours are
+    nearer and more of each sum cancels, it is three times, or 2e-5; and 1e-3 for Triton where half of the patches are
+    the same: it sums r * (w_i - w_j) as two products, and some of those codes differ by 5e-5 of their length.
     """
-    if name == 'triton' and DEVICE == 'cpu':  # the interpreter is slow
-        grid = {(9, 8): (3, 8), (14, 14): (5, 14)}.get(grid, grid)
+    times, least = (2, 1e-5) if max(grid) < 32 else (3, 2e-5)
+    if name == 'triton' and kind == 'duplicated' and max(grid) == 32:
+        least = 1e-3
+    if name == 'triton' and DEVICE == 'cpu':
+        grid = SMALLER.get(grid, grid)
     common = dict(grid_size=grid, num_prefix_tokens=prefix)
 
     def error(inputs, exact, backend_name):
@@ -181,7 +191,7 @@ def test_hard_input(name, grid, prefix, kind):
         return torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1e-2) for a, b in zip(found, exact)])
 
     errors, allowed = [], []
-    for seed in range(4):
+    for seed in range(4 if max(grid) < 32 else 2):
         inputs = [t.float() for t in hard(kind, grid, prefix, seed)]
         out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
         exact = [out.detach(), *grads]
@@ -193,7 +203,61 @@ def test_hard_input(name, grid, prefix, kind):
         allowed.append(torch.stack(runs).amax(0))
     errors, allowed = (torch.stack(x).clamp(min=1e-9).log().mean(0).exp() for x in (errors, allowed))
     for what, e, a in zip(('output', *NAMES), errors, allowed):
-        assert e <= max(2 * a, 1e-5), f'{what}: {e:.1e}, the reference {a:.1e}'
+        assert e <= max(times * a, least), f'{what}: {e:.1e}, the reference {a:.1e}'
+
+
+class Plain(torch.autograd.Function):
+    """Attention with a mask, rounded to 16 bits where FlashAttention does it: probabilities, gradients of logits, and
+    the output, from which the backward pass starts. All else in float64."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, dtype):
+        ctx.round = lambda t: t.to(dtype).double()
+        logits = q.shape[-1] ** -0.5 * q @ k.mT + mask
+        p = (logits - logits.amax(-1, keepdim=True)).exp()
+        out = ctx.round(ctx.round(p) @ v / p.sum(-1, keepdim=True))
+        ctx.save_for_backward(q, k, v, logits.softmax(-1), out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, p, out = ctx.saved_tensors
+        grad_logits = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+        rounded = q.shape[-1] ** -0.5 * ctx.round(grad_logits)
+        return rounded @ k, rounded.mT @ q, ctx.round(p).mT @ grad, grad_logits, None
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('grid, prefix', HARD_GRIDS)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name', FAST)
+def test_hard_input_of_16_bits(name, dtype, grid, prefix, kind):
+    """Finite, and within 2e-2 of the largest entry of what float64 makes of the same input, or four times as far off as
+    plain attention in 16 bits would be with the same bias: an outlier makes probabilities of 1, and gradients of logits
+    that are nothing but rounding."""
+    if name == 'triton' and DEVICE == 'cpu':
+        grid = SMALLER.get(grid, grid)
+        dtype = torch.float16  # see test_precision
+    common = dict(grid_size=grid, num_prefix_tokens=prefix)
+    inputs = [t.to(dtype) for t in hard(kind, grid, prefix)]
+
+    def plain(q, k, v, table_x, table_y, grid_size, bias_scale, num_prefix_tokens):
+        bias = sape2_bias(q[:, :, prefix:], k[:, :, prefix:], table_x, table_y, grid_size)
+        mask = nn.functional.pad(bias_scale[:, None, None] * bias, (prefix, 0, prefix, 0))
+        return Plain.apply(q, k, v, mask, dtype)
+
+    out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
+    exact = [out.detach(), *grads]
+    device = DEVICE if name == 'triton' else 'cpu'
+    found, grads = run(sape2_attention, inputs, device=device, backend=name, **common)
+    rounded, rounded_grads = run(plain, inputs, torch.float64, **common)
+    for what, expected, a, b in zip(('output', *NAMES), exact, (found, *grads), (rounded, *rounded_grads)):
+        largest = expected.abs().max().clamp(min=1e-2)
+        error, allowed = ((x.double() - expected).abs().max() / largest for x in (a, b.detach()))
+        limit = max(2e-2, 4 * allowed)
+        if name == 'triton' and kind == 'smooth' and what.startswith('table'):
+            limit = 0.15  # distances below the noise floor count as 0, and have no gradient
+        assert a.dtype == dtype and a.isfinite().all() and error <= limit, f'{what}: {error:.1e}, plain {allowed:.1e}'
 
 
 @pytest.mark.parametrize('kind', ['random', 'smooth', 'constant', 'duplicated', 'outlier'])
