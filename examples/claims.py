@@ -5,61 +5,53 @@ image is shifted?
     python examples/claims.py runs --data-dir cifar10_10k --output claims
 
 Each model is tested at each size, by each rule that its encoding has for other sizes, and on images moved up, down, to
-the left and to the right. A model that is better everywhere is not better at that: so the changes from the trained size
-and from images in their place are compared, with those of the baseline at the same seed.
+the left and to the right. A model that is better everywhere is not better at that, and one that knows more has more to
+lose. So what counts is how much of its accuracy above chance a model keeps, in percent of what it has at the trained
+size and in place, minus what the baseline keeps at the same seed.
 """
 import argparse
-import csv
 from pathlib import Path
-from statistics import mean, stdev
+
+import torch
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis.inputs import load_model, open_dataset
 from timm_sape.analysis.shifts import shift_sweep
 from timm_sape.analysis.sweep import sweep
-from timm_sape.bench import markdown
-from timm_sape.experiment.report import mean_interval
+from timm_sape.bench import about, markdown, write_csv
+from timm_sape.experiment import difference, spread, trained_models
 
 
-def named(rows, model, seed):
-    """Rows of a sweep with the name in the experiment for the path of the checkpoint."""
-    return [{**row, 'model': model, 'seed': seed} for row in rows]
-
-
-def tables(rows, at, start, value, baseline):
-    """Two tables, a line for each model: mean ± standard deviation of a value over seeds; and by how much more it has
-    changed than the baseline since `start`, in points, with the 95 % interval of the paired differences.
-
-    Args:
-        rows: One for each model, seed and place.
-        at: The column that tells the place, such as 'shift'.
-        start: The place from which changes count.
-        value: The column that is looked at.
-        baseline: A model.
-    """
-    values = {}  # by model, place and seed
+def lines_of(rows, at, value):
+    """Values by line of the table, place and seed. Each rule for other sizes has a line of its own."""
+    values = {}
     for row in rows:
-        values.setdefault(row['model'], {}).setdefault(row[at], {})[row['seed']] = row[value]
-    places = list(dict.fromkeys(row[at] for row in rows))
-    means, changes = [], []
-    for model, by_place in values.items():
-        means.append({'model': model, **{
-            f'{place} px': f'{mean(seeds.values()):.1f}' + (f' ± {stdev(seeds.values()):.1f}' if len(seeds) > 1 else '')
-            for place, seeds in by_place.items()}})
-        if model == baseline:
-            continue
-        line = {'model': model}
-        for place in places:
-            if place == start:
-                continue
-            pairs = [
-                (by_place[place][seed] - by_place[start][seed])
-                - (values[baseline][place][seed] - values[baseline][start][seed])
-                for seed in by_place[place] if seed in values[baseline][place]]
-            middle, low, high = mean_interval(pairs)
-            line[f'{place} px'] = f'{middle:+.1f} [{low:+.1f}, {high:+.1f}]'
-        changes.append(line)
-    return means, changes
+        rule = row.get('policy')
+        line = f'{row["model"]}, {rule}' if rule in ('extrapolate', 'rescale') else row['model']
+        values.setdefault(line, {}).setdefault(row[at], {})[row['seed']] = row[value]
+    return values
+
+
+def show(title, values, baseline):
+    """Mean ± standard deviation over seeds; and the paired differences to the baseline with their 95 % intervals."""
+    base = values[next(line for line in values if line in (baseline, f'{baseline}, extrapolate'))]
+    places = list(base)
+    print(f'\n{title}, mean ± standard deviation over seeds:\n')
+    print(markdown([
+        {'model': line, **{f'{place} px': spread(own[place].values(), 1) for place in places}}
+        for line, own in values.items()]))
+    others = [{'model': line, **{
+        f'{place} px': difference([own[place][s] - base[place][s] for s in own[place] if s in base[place]], 1)
+        for place in places}} for line, own in values.items() if own is not base]
+    if others:
+        print(f'\nThe same minus {baseline}, seed by seed, with 95 % intervals, each for itself:\n\n{markdown(others)}')
+
+
+def kept(values, start, chance):
+    """How much of the accuracy above chance that it has at `start` each run keeps at other places, in percent."""
+    return {line: {place: {
+        seed: 100 * (value - chance) / max(own[start][seed] - chance, 1e-9) for seed, value in seeds.items()
+    } for place, seeds in own.items() if place != start} for line, own in values.items()}
 
 
 def main():
@@ -69,45 +61,40 @@ def main():
     parser.add_argument('--output', type=Path, required=True, help='folder for two CSV files')
     parser.add_argument('--sizes', type=int, nargs='+', default=[24, 28, 40, 48, 64], help='besides the trained one')
     parser.add_argument('--shifts', type=int, nargs='+', default=[1, 2, 4, 8], help='pixels')
-    parser.add_argument('--models', nargs='+', help='rows of the experiment (default: all)')
-    parser.add_argument('--baseline', default='APE')
+    parser.add_argument('--fill', default='reflect', help='what comes in at the side (default: %(default)s)')
+    parser.add_argument('--models', nargs='+', help='rows of the experiment besides the baseline (default: all)')
+    parser.add_argument('--baseline', default='APE', help='(default: %(default)s)')
     parser.add_argument('--num-images', type=int, help='(default: all)')
     args = parser.parse_args()
 
-    checkpoints = sorted(args.runs.glob('*/seed*/last.pth.tar'))
-    if args.models:
-        checkpoints = [path for path in checkpoints if path.parts[-3] in args.models]
-    if not any(path.parts[-3] == args.baseline for path in checkpoints):
-        parser.error(f'{args.runs} has no checkpoint of {args.baseline}, seedN/last.pth.tar')
-    options = dict(num_images=args.num_images, batch_size=250)
     resolutions, shifts = [], []
     try:
+        trained = trained_models(args.runs, args.models and list(dict.fromkeys([args.baseline, *args.models])))
+        if args.baseline not in {run.label for run in trained}:
+            raise ValueError(f'{args.runs} has no finished run of {args.baseline!r}; name another --baseline')
         args.output.mkdir(parents=True, exist_ok=True)
         data = open_dataset(args.data_dir)
-        own_size = load_model(str(checkpoints[0])).patch_embed.img_size[0]
+        model = load_model(str(trained[0].checkpoint))
+        own_size, chance = model.patch_embed.img_size[0], 100 / model.num_classes
         sizes = sorted({own_size, *args.sizes})
-        for path in checkpoints:
-            *_, model, seed, _ = path.parts
-            resolutions += named(sweep([str(path)], data, sizes, **options), model, int(seed[4:]))
-            shifts += named(shift_sweep([str(path)], data, [0, *args.shifts], **options), model, int(seed[4:]))
+        options = dict(num_images=args.num_images, batch_size=250)
+        for label, seed, checkpoint in trained:
+            about_run = {'model': label, 'seed': seed}  # for the path
+            resolutions += [{**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, **options)]
+            shifts += [{**row, **about_run} for row in shift_sweep(
+                [str(checkpoint)], data, [0, *args.shifts], fill=args.fill, **options)]
+            notes = f'{shifts[0]["num_images"]} images; {about(torch.device("cpu"))}'
+            write_csv(resolutions, args.output / 'resolutions.csv', notes)
+            write_csv(shifts, args.output / 'shifts.csv', notes)
     except (ValueError, OSError) as e:
         parser.error(str(e))
 
-    for name, rows in (('resolutions', resolutions), ('shifts', shifts)):
-        with open(args.output / f'{name}.csv', 'w', newline='') as f:
-            writer = csv.DictWriter(f, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    for row in resolutions:  # a rule is a line of its own
-        row['model'] += f', {row["policy"]}' if row['policy'] in ('extrapolate', 'rescale') else ''
-    for title, rows, at, start, value in (
-            ('Top-1 at other sizes', resolutions, 'height', own_size, 'top1'),
-            ('Top-1 of shifted images', shifts, 'shift', 0, 'top1'),
-            ('How often shifted images keep their class', shifts, 'shift', 0, 'same')):
-        means, changes = tables(rows, at, start, value, args.baseline)
-        print(f'\n{title}, in percent, mean ± standard deviation over seeds:\n\n{markdown(means)}')
-        print(f'\nChange from {start} px, minus that of {args.baseline}, in points, 95 % interval:\n')
-        print(markdown(changes) if changes else '')
+    print(notes)
+    for what, rows, at, start in (('at other sizes', resolutions, 'height', own_size), ('shifted', shifts, 'shift', 0)):
+        top1 = lines_of(rows, at, 'top1')
+        show(f'Top-1 in percent, {what}', top1, args.baseline)
+        show(f'Top-1 above chance, in percent of that at {start} px, {what}', kept(top1, start, chance), args.baseline)
+    show('Shifted images that keep their class, in percent', lines_of(shifts, 'shift', 'same'), args.baseline)
 
 
 if __name__ == '__main__':

@@ -4,17 +4,24 @@
     timm-sape experiment train_configs/cpu_cifar10/foreground.yaml --data-dir digits --output runs --script train.py
     python examples/foreground.py measure runs --data-dir digits --output foreground.csv
 
-`data` pastes scikit-learn's handwritten digits, in ink of one colour, anywhere onto images of CIFAR-10 in ROOT, which
-are mere texture here: the label is the digit. Beside the images it writes the masks of the test images. `measure` asks
-of each model: does the score that a patch gives to others say which of them are on its side of the mask? The scores are
-SaPE2's bias, negated, as it is a distance; the content logits q.k of plain attention, in the same model and in others;
-and, to show how much there is to be had without any model, differences of colour and distances on the grid. Each is
-asked again with the masks of other images, and before training.
+`data` pastes scikit-learn's handwritten digits anywhere onto images of CIFAR-10 in ROOT, which are mere texture here:
+the label is the digit. With `--ink colour` the ink has one colour, with `--ink texture` it is another image, of the
+same mean colour as what it covers. Beside the images lie the masks of the test images.
+
+`measure` asks of each model: do the scores that a patch gives to others say which of them are on its side of the mask?
+For each layer and head, area under the ROC curve (`timm_sape.analysis.separation`), of these scores:
+
+- `position`: what position adds to the logits of attention;
+- `distance`: for SaPE2, the distance that this is a multiple of, negated, so that near is high;
+- `content`: q.k, plain attention; `logits`: the sum of it and position, which the softmax gets;
+- `keys`: -|k_i - k_j|, a distance that any model has, as SaPE2's is one of linear functions of k;
+- `colour`, `place`: minus the difference of mean colours, and minus the distance on the grid: no model at all.
+
+Each is asked again with the masks of other images, and of the models as they were before training.
 """
 import argparse
-import csv
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import numpy as np
 import timm
@@ -31,39 +38,59 @@ from tqdm import tqdm
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps, separation
 from timm_sape.analysis.inputs import load_model, preprocessing
-from timm_sape.bench import markdown
+from timm_sape.bench import about, markdown, write_csv
+from timm_sape.experiment import difference, spread, trained_models
 from timm_sape.position_data import load_cifar10_splits
 
 SIDE, PATCH = 32, 4
 DIGIT = 24  # pixels; three for each of the eight of scikit-learn's
-COLUMNS = ('from foreground', 'from background', 'mean of heads', 'best head')
-CONTRAST = 120  # least difference of the ink to the mean colour behind it, of 255 * sqrt(3)
+COLUMNS = ('from foreground', 'from background', 'both', 'best head')
+CONTRAST = 120  # least difference of one colour of ink to the mean colour behind it, of 255 * sqrt(3)
+SHUFFLES = 5  # masks of other images that each image is asked with
 
 
-def paste(texture, digit, rng):
-    """A digit `[8, 8]`, 0 to 1, somewhere on a texture `[32, 32, 3]`, 0 to 255: the image, and the share of ink in each
-    pixel `[32, 32]`."""
-    ink = F.interpolate(torch.from_numpy(digit)[None, None], (DIGIT, DIGIT), mode='bicubic', align_corners=False)
-    ink = ink[0, 0].clamp(0, 1).numpy()
+def paste(texture, digit, rng, ink=None):
+    """A digit on a texture.
+
+    Args:
+        texture: 0 to 255, `[32, 32, 3]`.
+        digit: 0 to 1, `[8, 8]`.
+        rng: Draws the place, and the colour.
+        ink: Another texture, moved to the mean colour of what it covers; None for ink of one colour.
+
+    Returns:
+        The image, 0 to 255, and the share of ink in each pixel, `[32, 32]`.
+    """
+    large = F.interpolate(torch.from_numpy(digit)[None, None], (DIGIT, DIGIT), mode='bicubic', align_corners=False)
     mask = np.zeros((SIDE, SIDE))
     y, x = rng.integers(0, SIDE - DIGIT + 1, 2)
-    mask[y:y + DIGIT, x:x + DIGIT] = ink
-    behind = (texture * mask[..., None]).sum((0, 1)) / mask.sum()
-    while np.linalg.norm((colour := rng.integers(0, 256, 3)) - behind) < CONTRAST:
-        pass
-    return texture + (colour - texture) * mask[..., None], mask
+    mask[y:y + DIGIT, x:x + DIGIT] = large[0, 0].clamp(0, 1).numpy()
+
+    def mean_colour(image):
+        return (image * mask[..., None]).sum((0, 1)) / mask.sum()
+
+    if ink is not None:
+        ink = ink - mean_colour(ink) + mean_colour(texture)
+    else:
+        while np.linalg.norm((ink := rng.integers(0, 256, 3)) - mean_colour(texture)) < CONTRAST:
+            pass
+    return (texture + (ink - texture) * mask[..., None]).clip(0, 255), mask
 
 
-def write_data(source, output, counts, seed):
+def write_data(source, output, counts, textured, seed):
     """`output/{train,test}/DIGIT/INDEX.png`, and `output/masks/DIGIT/INDEX.png` of the test images."""
     digits = load_digits()
     parts = train_test_split(
         digits.images / 16, digits.target, test_size=500, stratify=digits.target, random_state=0)  # [n, 8, 8]
     rng = np.random.default_rng(seed)
+
+    def draw(textures):
+        return np.asarray(textures[int(rng.integers(len(textures)))][0].convert('RGB'), dtype=float)
+
     for (split, textures), images, labels, count in zip(source.items(), parts[:2], parts[2:], counts):
         for index in tqdm(range(count), desc=split, delay=2):
-            i, texture = rng.integers(len(images)), textures[int(rng.integers(len(textures)))][0]
-            image, mask = paste(np.asarray(texture.convert('RGB'), dtype=float), images[i], rng)
+            i = rng.integers(len(images))
+            image, mask = paste(draw(textures), images[i], rng, draw(textures) if textured else None)
             pictures = {split: image, 'masks': 255 * mask} if split != 'train' else {split: image}
             for folder, pixels in pictures.items():
                 path = output / folder / str(labels[i]) / f'{index:05}.png'
@@ -97,59 +124,78 @@ def without_model(images):
 @torch.no_grad()
 def scores_of(model, images):
     """Maps of all layers and heads, `[n, L * h, N, N]`, by what they are."""
-    found = {'content': [], 'bias': []}
+    found = {}
     for batch in images.split(100):
+        keys = []
+        hooks = [block.attn.k_norm.register_forward_hook(lambda *args: keys.append(args[2])) for block in model.blocks]
         maps = position_maps(model.eval(), batch)
-        for kind, layers in (
-                ('content', [layer.content for layer in maps.layers]),
-                ('bias', [-layer.position for layer in maps.layers])):  # a distance, so the nearer the more alike
-            found[kind].append(maps.between_patches(torch.cat(layers, dim=1)))
-    found = {kind: torch.cat(parts) for kind, parts in found.items()}
-    return {kind: scores for kind, scores in found.items() if scores.any()}
+        for hook in hooks:
+            hook.remove()
+        keys = keys[:len(hooks)]  # position_maps goes through the layers once more
+        parts = {
+            'content': [layer.content for layer in maps.layers],
+            'keys': [-torch.cdist(k, k) for k in keys]}
+        if any(layer.position.any() for layer in maps.layers):
+            parts['position'] = [layer.position for layer in maps.layers]
+            parts['logits'] = [layer.content + layer.position for layer in maps.layers]
+        if 'sape2' in model.pos_enc:  # a distance times a gain, of each head
+            signs = [layer.position.mean(dim=(0, 2, 3), keepdim=True).sign() for layer in maps.layers]
+            parts['distance'] = [-sign * layer.position for sign, layer in zip(signs, maps.layers)]
+        for score, layers in parts.items():
+            found.setdefault(score, []).append(maps.between_patches(torch.cat(layers, dim=1)))
+    return {score: torch.cat(batches) for score, batches in found.items()}
 
 
 def measured(scores, foreground):
-    """Areas under the ROC curve in the columns of the table; `scores` are `[n, heads, N, N]`."""
-    mean_map = separation(scores.mean(1), foreground)
-    heads = separation(scores, foreground)
-    heads = (heads.from_foreground.nanmean(0) + heads.from_background.nanmean(0)) / 2  # [heads]
-    either = torch.maximum(heads, 1 - heads)  # a head may as well look for what is unlike
-    values = mean_map.from_foreground.nanmean(), mean_map.from_background.nanmean(), either.mean(), either.max()
+    """Areas under the ROC curve in the columns of the table; `scores` are `[n, heads, N, N]`.
+
+    Means over images and heads, seen from the foreground, from the background, and the mean of both. The best head, and
+    whether it looks for what is alike or unlike, is chosen on every other image, and measured on those between.
+    """
+    sides = torch.stack(separation(scores, foreground))  # [2, n, heads]
+    chosen, held_out = (sides[:, start::2].nanmean(dim=(0, 1)) for start in (0, 1))  # [heads]
+    best = (chosen - 0.5).abs().argmax()
+    front, back = sides.nanmean(dim=(1, 2))
+    values = front, back, (front + back) / 2, held_out[best] if chosen[best] > 0.5 else 1 - held_out[best]
     return {column: round(value.item(), 4) for column, value in zip(COLUMNS, values)}
+
+
+def shuffled(scores, foreground):
+    """The same with the masks of other images, mean of several."""
+    found = [measured(scores, foreground.roll(shift, 0)) for shift in range(1, SHUFFLES + 1)]
+    return {column: round(mean(each[column] for each in found), 4) for column in COLUMNS}
 
 
 def measure(args):
     images, foreground = read_test(args.data_dir, args.images)
-    masks = {'own': foreground, 'shuffled': foreground.roll(1, 0)}
+    trained = [(str(runs), *run) for runs in args.runs for run in trained_models(runs, args.models)]
+    counts = [(foreground == side).sum(1).float().mean() for side in (1, 0)]
+    notes = (
+        f'{len(images)} images, of {foreground.shape[1]} patches {counts[0]:.1f} foreground and {counts[1]:.1f} '
+        f'background, the others left out; {about(torch.device("cpu"))}')
     rows = []
 
-    def add(scores, **about):
-        for mask, sides in masks.items():
-            rows.append({**about, 'mask': mask, **measured(scores, sides)})
+    def add(scores, **what):
+        for mask, found in (('own', measured(scores, foreground)), ('shuffled', shuffled(scores, foreground))):
+            rows.append({**what, 'mask': mask, **found})
 
     for score, values in without_model(images).items():
         add(values[:, None], runs='', model='', seed='', state='no model', score=score)
-    checkpoints = [path for runs in args.runs for path in sorted(runs.glob('*/seed*/last.pth.tar'))]
-    if args.models:
-        checkpoints = [path for path in checkpoints if path.parts[-3] in args.models]
-    if not checkpoints:
-        raise ValueError('there are no such models; name folders that `timm-sape experiment` has written')
-    for path in tqdm(checkpoints, unit='model'):
-        model = load_model(str(path))
-        config = yaml.safe_load((path.parent / 'config.yaml').read_text())
-        transform = preprocessing(model)
+    for runs, label, seed, checkpoint in tqdm(trained, unit='model'):
+        model = load_model(str(checkpoint))
+        config = yaml.safe_load((checkpoint.parent / 'config.yaml').read_text())
+        transform = preprocessing(model, crop_pct=1.0)  # the whole image, as the mask is of that
         inputs = torch.stack([transform(image) for image in images])
-        random_seed(config['seed'])
-        fresh = timm.create_model(config['model'], num_classes=config['num_classes'], **config['model_kwargs'])
+        random_seed(seed)  # as train.py begins
+        fresh = timm.create_model(
+            config['model'], num_classes=model.num_classes, **config.get('model_kwargs', {}))
         for state, each in (('trained', model), ('untrained', fresh)):
             for score, values in scores_of(each, inputs).items():
-                *_, runs, label, seed, _ = path.parts
-                add(values, runs=runs, model=label, seed=int(seed[4:]), state=state, score=score)
-    with open(args.output, 'w', newline='') as f:
-        writer = csv.DictWriter(f, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    print(markdown(summary(rows)))
+                add(values, runs=runs, model=label, seed=seed, state=state, score=score)
+        write_csv(rows, args.output, notes)
+    print(markdown(summary(rows)), f'\n{notes}\n', sep='\n')
+    if differences := compared(rows):
+        print(f'Differences of `both`, seed by seed, mean with its 95 % interval:\n\n{markdown(differences)}')
 
 
 def summary(rows):
@@ -157,13 +203,33 @@ def summary(rows):
     groups = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in ('runs', 'model', 'state', 'score', 'mask')), []).append(row)
+    return [{
+        'trained in': runs, 'model': model, 'state': state, 'score': score, 'mask': mask,
+        **{column: spread([row[column] for row in own], 3) for column in COLUMNS},
+    } for (runs, model, state, score, mask), own in groups.items()]
+
+
+def compared(rows):
+    """SaPE2's distance, trained, on each image's own mask, against each control."""
+    both = {tuple(row[key] for key in ('runs', 'model', 'seed', 'state', 'score', 'mask')): row['both'] for row in rows}
+    colour = both['', '', '', 'no model', 'colour', 'own']
     table = []
-    for (runs, model, state, score, mask), own in groups.items():
-        line = {'trained on': runs, 'model': model, 'state': state, 'score': score, 'mask': mask}
-        for column in COLUMNS:
-            values = [row[column] for row in own]
-            line[column] = f'{mean(values):.3f}' + (f' ± {stdev(values):.3f}' if len(values) > 1 else '')
-        table.append(line)
+    for runs, model in dict.fromkeys((row['runs'], row['model']) for row in rows if row['score'] == 'distance'):
+        seeds = [key[2] for key in both if key[:2] == (runs, model) and key[3:] == ('trained', 'distance', 'own')]
+
+        def against(*control):
+            return difference([
+                both[runs, model, seed, 'trained', 'distance', 'own']
+                - (colour if control == ('colour',) else both[(runs, model, seed, *control)]) for seed in seeds], 3)
+
+        table.append({
+            'trained in': runs, 'model': model,
+            'own mask - shuffled': against('trained', 'distance', 'shuffled'),
+            'trained - untrained': against('untrained', 'distance', 'own'),
+            'distance - content': against('trained', 'content', 'own'),
+            'distance - keys': against('trained', 'keys', 'own'),
+            'distance - colour': against('colour'),
+        })
     return table
 
 
@@ -173,6 +239,7 @@ def main():
     data = commands.add_parser('data', help='write images and masks')
     data.add_argument('--source', type=Path, required=True, help='CIFAR-10, as torchvision stores it or as folders')
     data.add_argument('--output', type=Path, required=True, help='a new folder')
+    data.add_argument('--ink', choices=('colour', 'texture'), default='colour', help='(default: %(default)s)')
     data.add_argument('--images', type=int, nargs=2, default=(10000, 2000), metavar=('TRAIN', 'TEST'))
     data.add_argument('--seed', type=int, default=0)
     at = commands.add_parser('measure', help='measure the models of experiments')
@@ -184,11 +251,13 @@ def main():
     args = parser.parse_args()
     try:
         if args.command == 'measure':
+            if not args.output.parent.is_dir():
+                raise ValueError(f'there is no folder {args.output.parent} for {args.output.name}')
             return measure(args)
         if args.output.exists():
             raise ValueError(f'{args.output} is there already; name a new folder')
         splits = list(load_cifar10_splits(args.source).values())[:2]
-        write_data(dict(zip(('train', 'test'), splits)), args.output, args.images, args.seed)
+        write_data(dict(zip(('train', 'test'), splits)), args.output, args.images, args.ink == 'texture', args.seed)
     except (ValueError, OSError) as e:
         parser.error(str(e))
 

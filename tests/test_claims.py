@@ -2,7 +2,8 @@
 examples that measure both on the models of an experiment."""
 import argparse
 import csv
-import re
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from PIL import Image
 from sklearn.metrics import roc_auc_score
 from timm.models import save_for_hf
+from timm.utils import random_seed
 
 from timm_sape.analysis import separation
 from timm_sape.analysis import shifts as shifts_module
@@ -62,6 +64,8 @@ def test_separation_of_what_is_known():
     assert [part.item() for part in separation(torch.ones(1, 5, 5), mask)] == [0.5, 0.5]
     looked_at = mask.float()[:, None].expand(1, 5, 5)  # all look at the foreground
     assert [part.item() for part in separation(looked_at, mask)] == [1, 0]
+    assert [part.item() for part in separation(alike.long(), mask.int())] == [1, 1]
+    assert [part.item() for part in separation(looked_at.bfloat16(), mask.float())] == [1, 0]
 
 
 def test_separation_where_there_is_nothing_to_compare():
@@ -74,6 +78,7 @@ def test_separation_where_there_is_nothing_to_compare():
     ((5, 5), torch.zeros(5), 'wants scores'),
     ((2, 3, 4, 5), torch.zeros(2, 5), 'wants scores'),
     ((1, 2, 2), torch.tensor([[2, 0]]), r'1 \(foreground\), 0 \(background\) or -1'),
+    ((1, 2, 2), torch.tensor([[0.9, 0.1]]), r'1 \(foreground\), 0 \(background\) or -1'),
 ])
 def test_separation_says_what_is_wrong(scores, mask, text):
     with pytest.raises(ValueError, match=text):
@@ -150,6 +155,12 @@ def test_shifts_command(spots, tmp_path, capsys):
         assert text in capsys.readouterr().err
 
 
+def test_models_without_classes(spots, tmp_path, capsys):
+    save_for_hf(timm.create_model('test_vit_nope', num_classes=0, img_size=32, patch_size=8), tmp_path / 'model')
+    assert main(['shifts', str(tmp_path / 'model'), '--data-dir', str(spots), '--workers', '0', '--by', '1']) == 2
+    assert 'The model has no classes' in capsys.readouterr().err
+
+
 def test_more_labels_than_classes(spots, tmp_path, capsys):
     save_for_hf(timm.create_model('test_vit_nope', num_classes=2, img_size=32, patch_size=8), tmp_path / 'model')
     assert main(['shifts', str(tmp_path / 'model'), '--data-dir', str(spots), '--workers', '0', '--by', '1']) == 2
@@ -166,14 +177,18 @@ KWARGS = {'img_size': 32, 'patch_size': 4, 'embed_dim': 32, 'depth': 2, 'num_hea
 def runs(tmp_path_factory):
     """What `timm-sape experiment` leaves, of models that have not learned anything."""
     root = tmp_path_factory.mktemp('runs')
-    for label, name in (('APE', 'vit_tiny_ape'), ('K', 'vit_tiny_sape2_k'), ('RoPE', 'vit_tiny_rope2d')):
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            config = {'model': name, 'num_classes': 10, 'seed': seed, 'model_kwargs': KWARGS}
-            model = timm.create_model(name, num_classes=10, **KWARGS)
+    negative = {**KWARGS, 'pos_enc_kwargs': {'sape2_k': {'bias_scale': -1.0}}}
+    for label, name, kwargs in (
+            ('APE', 'vit_tiny_ape', KWARGS), ('K', 'vit_tiny_sape2_k', KWARGS),
+            ('K, negative', 'vit_tiny_sape2_k', negative), ('RoPE', 'vit_tiny_rope2d', KWARGS)):
+        for seed in (1, 2, 3):
+            random_seed(seed)
+            config = {'model': name, 'num_classes': 10, 'seed': seed, 'model_kwargs': kwargs}
+            model = timm.create_model(name, num_classes=10, **kwargs)
             folder = root / label / f'seed{seed}'
             folder.mkdir(parents=True)
             (folder / 'config.yaml').write_text(yaml.safe_dump(config))
+            (folder / 'run.json').write_text(json.dumps({'status': 'finished' if seed < 3 else None}))
             state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
             torch.save(state, folder / 'last.pth.tar')
     return root
@@ -211,45 +226,87 @@ def test_digits_on_textures(digits):
         assert len(ink) and np.ptp(ink, axis=0).max() <= 4 < np.ptp(image[mask == 0], axis=0).max()
 
 
+def test_ink_of_texture():
+    spec = importlib.util.spec_from_file_location('foreground', EXAMPLES / 'foreground.py')
+    foreground = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(foreground)
+    rng = np.random.default_rng(0)
+    texture, ink = rng.uniform(100, 140, (32, 32, 3)), rng.uniform(50, 80, (32, 32, 3))
+    digit = np.zeros((8, 8))
+    digit[2:6, 3:5] = 1
+    image, mask = foreground.paste(texture, digit, rng, ink)
+    covered = mask[..., None]
+    assert mask.max() == 1 and np.ptp(image[mask == 1], axis=0).min() > 20
+    assert np.abs(image[mask == 0] - texture[mask == 0]).max() == 0
+    before = (texture * covered).sum((0, 1)) / mask.sum()
+    after = (image - texture * (1 - covered)).sum((0, 1)) / mask.sum()  # of the ink alone
+    assert np.abs(after - before).max() < 1e-9
+
+
 def test_foreground_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'foreground.py', 'measure', runs, '--data-dir', digits, '--output', tmp_path / 'a.csv',
                '--images', '40')
     assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader((tmp_path / 'a.csv').open()))
+    notes, *lines = (tmp_path / 'a.csv').read_text().splitlines()
+    assert notes.startswith('# 40 images, of 64 patches ') and 'torch' in notes
+    rows = list(csv.DictReader(lines))
     found = {(row['model'], row['seed'], row['state'], row['score'], row['mask']): row for row in rows}
-    assert len(found) == len(rows) == 2 * (2 + 6 * 2 + 4 + 4)  # content of all, bias of SaPE2 and of the rotation
-    # these models were not trained, and made with the seeds that the others are made with
+    # content and keys of all; position and logits of all but APE; distance of SaPE2
+    assert len(found) == len(rows) == 2 * (2 + 2 * 2 * (2 + 5 + 5 + 4))
     for seed in '12':
-        for score in ('content', 'bias'):
+        for score in ('content', 'keys', 'position', 'logits', 'distance'):
             trained, fresh = (found['K', seed, state, score, 'own'] for state in ('trained', 'untrained'))
-            assert trained['from foreground'] == fresh['from foreground']
+            assert trained['both'] == fresh['both']  # nothing was trained: made with the seed of the training
+        near, added = (found['K', seed, 'trained', score, 'own'] for score in ('distance', 'position'))
+        assert float(near['both']) == pytest.approx(1 - float(added['both']), abs=1e-3)
+        other = [found['K, negative', seed, 'trained', score, 'own']['both'] for score in ('distance', 'position')]
+        assert other == [near['both']] * 2
     assert float(found['', '', 'no model', 'colour', 'own']['from foreground']) > 0.9
     places = [found['', '', 'no model', 'place', mask] for mask in ('own', 'shuffled')]
-    assert places[0]['best head'] == places[1]['best head']
-    assert re.search(r'\| K \| untrained \| bias \| own \| 0\.\d+ ± 0\.\d+ \|', done.stdout)
+    assert float(places[0]['both']) == pytest.approx(float(places[1]['both']), abs=1e-3)
+    values = [float(found['K', seed, 'trained', 'distance', 'own']['both']) for seed in '12']
+    line = next(line for line in done.stdout.splitlines() if '| K | trained | distance | own |' in line)
+    assert line.split(' | ')[7] == f'{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}'
+    colour = float(found['', '', 'no model', 'colour', 'own']['both'])
+    line = next(line for line in done.stdout.split('Differences')[1].splitlines() if '| K |' in line)
+    assert line.split(' | ')[3].startswith('+0.000') and f'{np.mean(values) - colour:+.3f} [' in line
 
 
 def test_claims_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'claims.py', runs, '--data-dir', digits, '--output', tmp_path / 'new', '--sizes', '16', '48',
-               '--shifts', '4', '--num-images', '30')
+               '--shifts', '4', '--num-images', '30', '--models', 'RoPE', 'K')
     assert done.returncode == 0, done.stderr
     sizes, moved = (
-        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').open())) for name in ('resolutions', 'shifts'))
+        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').read_text().splitlines()[1:]))
+        for name in ('resolutions', 'shifts'))
     assert {(row['model'], row['policy']) for row in sizes} == {
         ('APE', 'own'), ('K', 'own'), ('RoPE', 'extrapolate'), ('RoPE', 'rescale')}
     assert len(sizes) == 4 * 2 * 3 and len(moved) == 3 * 2 * 2
     top1 = {(row['model'], row['policy'], row['height'], row['seed']): float(row['top1']) for row in sizes}
-    changes = [
-        top1['RoPE', 'rescale', '48', seed] - top1['RoPE', 'rescale', '32', seed]
-        - top1['APE', 'own', '48', seed] + top1['APE', 'own', '32', seed] for seed in '12']
-    row = next(line for line in done.stdout.split('Change from')[1].splitlines() if line.startswith('| RoPE, rescale'))
-    assert row.split(' | ')[2].startswith(f'{np.mean(changes):+.1f} [')
+    changes = [top1['RoPE', 'rescale', '48', seed] - top1['APE', 'own', '48', seed] for seed in '12']
+    tables = done.stdout.split('\n\n')
+
+    def cell(title, line):
+        table = tables[next(i for i, text in enumerate(tables) if title in text) + 1]
+        return next(text for text in table.splitlines() if text.startswith(f'| {line} |')).split(' | ')[-1].rstrip(' |')
+
+    assert cell('Top-1 in percent, at other sizes', 'APE').startswith(
+        f'{np.mean([top1["APE", "own", "48", seed] for seed in "12"]):.1f} ± ')
+    assert cell('The same minus APE', 'RoPE, rescale').startswith(f'{np.mean(changes):+.1f} [')
+    shares = [
+        100 * (top1['K', 'own', '48', seed] - 10) / max(top1['K', 'own', '32', seed] - 10, 1e-9) for seed in '12']
+    assert cell('in percent of that at 32 px', 'K').startswith(f'{np.mean(shares):.1f} ± ')
+    same = [float(row['same']) for row in moved if row['model'] == 'K' and row['shift'] == '4']
+    assert cell('keep their class', 'K').startswith(f'{np.mean(same):.1f} ± ')
 
 
 @pytest.mark.parametrize('command, text', [
-    (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--baseline', 'Apes'], 'no checkpoint of Apes'),
+    (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--baseline', 'Apes'], "finished run of 'Apes'"),
     (['claims.py', 'RUNS', '--data-dir', 'nowhere', '--output', 'new'], "no image or folder 'nowhere'"),
-    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'no such models'),
+    (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--fill', 'x', '--sizes', '32'], 'fill must be'),
+    (['claims.py', 'DIGITS', '--data-dir', 'DIGITS', '--output', 'new'], 'has no finished runs'),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'it has APE, K'),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'no/a.csv'], 'there is no folder no'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'is there already'),
 ])

@@ -630,13 +630,15 @@ def test_places_on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(runner, 'hardware', str)
-    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    for name in ('CUDA_VISIBLE_DEVICES', 'CUDA_DEVICE_ORDER'):
+        monkeypatch.delenv(name, raising=False)
     slots = runner.make_slots('cuda', jobs=2)
-    assert [slot.env for slot in slots] == [{'CUDA_VISIBLE_DEVICES': gpu} for gpu in '0101']
+    order = {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID'}
+    assert [slot.env for slot in slots] == [{'CUDA_VISIBLE_DEVICES': gpu, **order} for gpu in '0101']
     assert [slot.hardware for slot in slots] == ['cuda:0', 'cuda:1'] * 2 and len({slot.name for slot in slots}) == 4
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3,GPU-5')
     assert [slot.env for slot in runner.make_slots('cuda:0', threads=4)] == [
-        {'OMP_NUM_THREADS': '4', 'CUDA_VISIBLE_DEVICES': gpu} for gpu in ('3', 'GPU-5')]
+        {'OMP_NUM_THREADS': '4', 'CUDA_VISIBLE_DEVICES': gpu, **order} for gpu in ('3', 'GPU-5')]
 
 
 def test_how_busy_gpus_are(lab, monkeypatch, capsys):
@@ -656,8 +658,8 @@ def test_how_busy_gpus_are(lab, monkeypatch, capsys):
     assert lab('--seeds', 1) == 0
     rows = lab.rows()
     known, = (label for label, seed in rows if rows[label, seed]['gpu_utilisation'])
-    assert rows[known, 1]['gpu_utilisation'] == '40.0' and lab.line(known)[-1] == '40.00'
-    assert lab.line('B' if known == 'A' else 'A')[-1] == '' and 'GPU busy (%)' in capsys.readouterr().out
+    assert rows[known, 1]['gpu_utilisation'] == '40.0' and lab.line(known)[-2:] == ['40.00', '']
+    assert lab.line('B' if known == 'A' else 'A')[-2:] == ['', ''] and 'GPU busy (%)' in capsys.readouterr().out
     path = lab.output / known / 'seed1' / 'run.json'
     stored = json.loads(path.read_text())
     assert stored['starts'][0]['gpu_utilisation'] == 40
@@ -667,6 +669,29 @@ def test_how_busy_gpus_are(lab, monkeypatch, capsys):
     assert records.Record(path.parent).gpu_utilisation == 70
     monkeypatch.setenv('PATH', '')
     assert runner.gpu_utilisation('GPU-5') is None
+
+
+def test_waiting_for_images(tmp_path):
+    assert records.loading_share(tmp_path) is None
+    line = ('Train: {} [{:>4d}/312 ({}%)]  Loss: 1.79 (2.03)  Time: 0.057s,  562.18/s  ({}s,  467.80/s)  '
+            'LR: 1.495e-03  Data: 0.000 ({})\n')
+    (tmp_path / 'train.log').write_text(
+        'Created AdamW\n' + line.format(0, 300, 96, 0.5, 0.1) + line.format(0, 311, 100, 0.068, 0.010)
+        + 'Test: [   0/15]  Time: 0.1 (0.1)\n' + line.format(1, 311, 100, 0.05, 0.02) + line.format(2, 0, 0, 1.0, 0.9))
+    assert records.loading_share(tmp_path) == 40  # the last whole epoch
+
+
+def test_trained_models(lab, tmp_path):
+    with pytest.raises(ValueError, match='has no finished runs'):
+        experiment.trained_models(lab.output)
+    assert lab('--seeds', 2) == 0 and lab('--models', 'B', '--seeds', 1) == 0
+    (lab.output / 'A' / 'seed1').mkdir()
+    (lab.output / 'A' / 'seed1' / 'last.pth.tar').write_bytes(b'interrupted')
+    found = experiment.trained_models(lab.output)
+    assert [run[:2] for run in found] == [('A', 2), ('B', 1), ('B', 2)] and all(run[2].is_file() for run in found)
+    assert [run[:2] for run in experiment.trained_models(lab.output, ['B', 'A'])] == [('B', 1), ('B', 2), ('A', 2)]
+    with pytest.raises(ValueError, match="no finished run of 'C'; it has A, B"):
+        experiment.trained_models(lab.output, ['C'])
 
 
 def test_places_on_a_cpu(monkeypatch):

@@ -9,6 +9,7 @@ import gc
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -27,7 +28,9 @@ from .vit_pos_enc import VisionTransformerPosEnc
 __all__ = [
     'DEFAULT_SETTINGS',
     'SETTINGS',
+    'about',
     'bench_encodings',
+    'commit',
     'cost_table',
     'default_pos_encs',
     'hardware',
@@ -57,6 +60,26 @@ def hardware(device: torch.device) -> str:
     cpuinfo = Path('/proc/cpuinfo')
     found = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
     return f'{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads'
+
+
+def commit() -> str:
+    """Of the checkout that this package runs from, '' if it is none; with '-dirty' if files were changed."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / '.git').exists():
+        return ''
+    command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=7']
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # no git
+        return ''
+
+
+def about(device: torch.device) -> str:
+    """What figures were measured on and with, in one line."""
+    from . import __version__
+
+    versions = f'torch {torch.__version__}, timm {timm.__version__}, timm-sape {__version__}'
+    return f'{hardware(device)}; {versions}' + (f', commit {commit()}' if commit() else '')
 
 
 def _create(pos_enc: str, setting: str, device: torch.device, model: str) -> VisionTransformerPosEnc:

@@ -35,9 +35,9 @@ def separation(scores: torch.Tensor, foreground: torch.Tensor) -> Separation:
         raise ValueError(
             f'separation wants scores [B, ..., N, N] and a mask [B, N], got {list(scores.shape)} and '
             f'{list(foreground.shape)}. Leave prefix tokens out (PositionMaps.between_patches).')
-    foreground = foreground.long()
-    if ((foreground < -1) | (foreground > 1)).any():
+    if not ((foreground == 1) | (foreground == 0) | (foreground == -1)).all():
         raise ValueError('The mask must be 1 (foreground), 0 (background) or -1 (left out).')
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     sides = [[], []]
     for image, mask in zip(scores, foreground):
         inside, outside = (mask == 1).nonzero()[:, 0], (mask == 0).nonzero()[:, 0]

@@ -32,13 +32,17 @@ def shift_images(images: torch.Tensor, down: int, right: int, fill: str = 'refle
     Raises:
         ValueError: If there is no such fill, or the image would leave its frame.
     """
-    if fill not in FILLS:
-        raise ValueError(f'fill must be one of {", ".join(FILLS)}, got {fill!r}.')
+    _check_fill(fill)
     height, width = images.shape[-2:]
     if abs(down) >= height or abs(right) >= width:
         raise ValueError(f'A shift of {down} and {right} pixels moves all of a {height}x{width} image out of it.')
     pad = max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)
     return F.pad(images, pad, mode=fill)[..., pad[3]:pad[3] + height, pad[1]:pad[1] + width]
+
+
+def _check_fill(fill: str) -> None:
+    if fill not in FILLS:
+        raise ValueError(f'fill must be one of {", ".join(FILLS)}, got {fill!r}.')
 
 
 def shift_sweep(
@@ -82,10 +86,14 @@ def shift_sweep(
         raise ValueError('There must be at least one model and one shift.')
     if min(shifts) < 0:
         raise ValueError(f'Shifts must be 0 pixels or more, got {min(shifts)}. Each is tried in four directions.')
-    shifts = list(dict.fromkeys(shifts))
-    moves = [(0, 0), *(move for s in shifts for move in ((s, 0), (-s, 0), (0, s), (0, -s)))]
+    _check_fill(fill)
+    ways = {shift: list(dict.fromkeys([(shift, 0), (-shift, 0), (0, shift), (0, -shift)])) for shift in shifts}
+    moves = list(dict.fromkeys([(0, 0), *(move for four in ways.values() for move in four)]))
+    models = list(dict.fromkeys(models))
+    for spec in models:  # what cannot be loaded is to fail before the work
+        load_model(spec)
     rows = []
-    for spec in dict.fromkeys(models):
+    for spec in models:
         model = load_model(spec)
         data.transform = preprocessing(model)
         loader = load_images(data, batch_size, num_images, workers, seed)
@@ -93,8 +101,8 @@ def shift_sweep(
         logits = found.logits.unflatten(1, (len(moves), -1))  # [n, moves, classes]
         check_classes(found.labels, logits.shape[2])
         chosen = logits.argmax(dim=2)  # [n, moves]
-        for i, shift in enumerate(shifts):
-            here = chosen[:, 1 + 4 * i:5 + 4 * i]  # [n, 4]
+        for shift, four in ways.items():
+            here = chosen[:, [moves.index(move) for move in four]]  # [n, 4], of 0 pixels [n, 1]
             top1, same = ((here == other[:, None]).double().mean().item() for other in (found.labels, chosen[:, 0]))
             rows.append({
                 'model': spec,
@@ -113,6 +121,7 @@ class _Moved(nn.Module):
     def __init__(self, model: nn.Module, moves: Sequence[Tuple[int, int]], fill: str) -> None:
         super().__init__()
         self.model = model
+        self.num_classes = getattr(model, 'num_classes', None)
         self.moves = moves
         self.fill = fill
 

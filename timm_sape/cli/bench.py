@@ -40,7 +40,7 @@ def _bench(args: argparse.Namespace) -> int:
     import timm
     import torch
 
-    from .. import __version__, bench
+    from .. import bench
 
     settings = list(bench.DEFAULT_SETTINGS) if args.settings is None else args.settings
     unknown = [s for s in settings if s not in bench.SETTINGS]
@@ -56,9 +56,7 @@ def _bench(args: argparse.Namespace) -> int:
     except (AssertionError, RuntimeError) as e:
         raise CommandError(str(e)) from e
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
-    where = (
-        f'{dtype}, medians of {args.repeats}; {bench.hardware(device)}; torch {torch.__version__}, '
-        f'timm {timm.__version__}, timm-sape {__version__}')
+    where = f'{dtype}, medians of {args.repeats}; {bench.about(device)}'
     measure = _bench_sape2 if args.what == 'sape2' else _bench_encodings
     return measure(args, settings, where)
 

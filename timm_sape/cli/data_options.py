@@ -88,17 +88,14 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
 
 def measured_on(args: argparse.Namespace, num_images: int) -> str:
     """What was measured where, in one line."""
-    import timm
     import torch
 
-    from .. import __version__
-    from ..bench import hardware
+    from ..bench import about
 
     data = ' '.join(filter(None, [args.dataset, args.data_dir, args.split]))
     return (
         f'{num_images} images of {data}, batch {args.batch_size}, {"bfloat16 autocast" if args.amp else "float32"}; '
-        f'{hardware(torch.device(args.device))}; torch {torch.__version__}, timm {timm.__version__}, '
-        f'timm-sape {__version__}')
+        f'{about(torch.device(args.device))}')
 
 
 def warn_untrained(models: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Experiments: models x seeds by one recipe, through timm's own train.py, and what came out of them."""
 from .plan import Plan, Run, load_plan, script_options
-from .report import notes_of, plot_curves, rows_of, summary_table
+from .records import Trained, trained_models
+from .report import difference, notes_of, plot_curves, rows_of, spread, summary_table
 from .runner import Slot, make_slots, refuse_begun_otherwise, run_all
 from .trial import estimate
 
@@ -8,6 +9,8 @@ __all__ = [
     'Plan',
     'Run',
     'Slot',
+    'Trained',
+    'difference',
     'estimate',
     'load_plan',
     'make_slots',
@@ -17,5 +20,7 @@ __all__ = [
     'rows_of',
     'run_all',
     'script_options',
+    'spread',
     'summary_table',
+    'trained_models',
 ]

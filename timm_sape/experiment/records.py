@@ -4,16 +4,17 @@ import fcntl
 import json
 import math
 import os
+import re
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from timm.utils import load_checkpoint_metadata
 
 from .plan import Run
 
 __all__ = [
-    'Record', 'last_checkpoint', 'lock', 'lock_path', 'not_finite', 'read_summary', 'status',
-    'write_summary', 'write_text',
+    'Record', 'Trained', 'last_checkpoint', 'loading_share', 'lock', 'lock_path', 'not_finite', 'read_summary',
+    'status', 'trained_models', 'write_summary', 'write_text',
 ]
 
 ENDED = ('finished', 'crashed', 'diverged')
@@ -25,8 +26,8 @@ class Record:
     Attributes:
         status: One of `ENDED`, or None.
         error: Why it is not finished.
-        starts: When, where and with what it was started, how many seconds it took, and how busy its GPU was meanwhile,
-            in percent of time, if it had one; one for each time.
+        starts: When, where and with what it was started, how many seconds it took, and in how much of the time any
+            kernel ran on its GPU, in percent, if it had one; one for each time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +50,7 @@ class Record:
 
     @property
     def gpu_utilisation(self) -> Optional[float]:
-        """How busy its GPU was while it ran, in percent of time; None if it is not known."""
+        """In how much of the time any kernel ran on its GPU, in percent; None if it is not known."""
         known = [start for start in self.starts if 'gpu_utilisation' in start and start['seconds']]
         if not known:
             return None
@@ -84,6 +85,15 @@ def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
             if row['epoch'].isdecimal() and None not in row.values():
                 rows[int(row['epoch'])] = row
     return dict(sorted(rows.items()))
+
+
+def loading_share(folder: Path) -> Optional[float]:
+    """How much of the time of a step train.py waits for images, in percent, mean of the last epoch in its log; None if
+    the log does not say."""
+    path = folder / 'train.log'
+    text = path.read_text(errors='replace') if path.exists() else ''
+    found = re.findall(r'^Train: .* \(100%\)\].* \((\d+\.\d+)s, .* Data: \S+ \((\d+\.\d+)\)', text, re.MULTILINE)
+    return round(100 * float(found[-1][1]) / max(float(found[-1][0]), 1e-3), 1) if found else None
 
 
 def write_summary(folder: Path, rows: Dict[int, Dict[str, str]]) -> None:
@@ -159,3 +169,34 @@ def status(run: Run, output: Path, record: Record) -> str:
             return 'running'
         os.close(descriptor)
     return 'interrupted' if record.starts else 'waiting'
+
+
+class Trained(NamedTuple):
+    """A finished run of an experiment."""
+    label: str
+    seed: int
+    checkpoint: Path
+
+
+def trained_models(output: Path, labels: Optional[Sequence[str]] = None) -> List[Trained]:
+    """The models that an experiment has trained to the end, by label and seed.
+
+    Args:
+        output: Its folder.
+        labels: Which, in this order; None for all.
+
+    Raises:
+        ValueError: If there is none, or none of a label.
+    """
+    found = []
+    for path in output.glob('*/seed*/last.pth.tar'):
+        if Record(path.parent).status == 'finished':
+            found.append(Trained(path.parent.parent.name, int(path.parent.name[4:]), path))
+    there = sorted({run.label for run in found})
+    if not found:
+        raise ValueError(f'{output} has no finished runs, LABEL/seedN/last.pth.tar; name a folder of an experiment')
+    order = there if labels is None else list(labels)
+    for label in order:
+        if label not in there:
+            raise ValueError(f'{output} has no finished run of {label!r}; it has {", ".join(there)}')
+    return sorted((run for run in found if run.label in order), key=lambda run: (order.index(run.label), run.seed))

@@ -7,9 +7,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from ..analysis.figures import new_figure
 from ..bench import markdown
 from .plan import Plan
-from .records import Record, read_summary, status
+from .records import Record, loading_share, read_summary, status
 
-__all__ = ['mean_interval', 'notes_of', 'plot_curves', 'rows_of', 'summary_table']
+__all__ = ['difference', 'mean_interval', 'notes_of', 'plot_curves', 'rows_of', 'spread', 'summary_table']
 
 
 def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
@@ -19,9 +19,10 @@ def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
         `model`, its label; `seed`; `recipe`; `status`: finished, crashed, diverged, running, interrupted or waiting;
         `top1` and `top5` in percent and `train_loss` of the last epoch, None unless finished; `best_top1`, of the epoch
         that is best on the images that it is tested on, so too high; `epochs` done, of `epochs_planned`; `minutes` of
-        training; `gpu_utilisation` meanwhile, in percent of time, None without a GPU; `starts`, 1 for a run that was
-        never interrupted; `error`; `entrypoint`, timm's name of the model; `hardware`, `commit`, `torch`, `timm`,
-        `timm_sape`, `python`, of all starts if they differ; `began`.
+        training; `loading`, how much of a step it waited for images, and `gpu_utilisation`, in how much of the time any
+        kernel ran, both in percent, None if not known; `starts`, 1 for a run that was never interrupted; `error`;
+        `entrypoint`, timm's name of the model; `hardware`, `commit`, `torch`, `timm`, `timm_sape`, `python`, of all
+        starts if they differ; `began`.
     """
     rows = []
     for run in sorted(plan.runs, key=lambda run: plan.labels.index(run.label)):
@@ -41,6 +42,7 @@ def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
             'epochs': max(epochs, default=-1) + 1,
             'epochs_planned': run.epochs,
             'minutes': round(record.seconds / 60, 2),
+            'loading': loading_share(folder),
             'gpu_utilisation': record.gpu_utilisation,
             'starts': len(record.starts),
             'error': record.error,
@@ -73,12 +75,14 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
             if label != baseline and seed in base and None not in (own[seed]['top1'], base[seed]['top1'])]
         table.append({
             'model': label,
-            'top-1 (%)': _spread([row['top1'] for row in own.values()]),
-            f'difference to {baseline}': _difference(pairs),
-            'top-5 (%)': _spread([row['top5'] for row in own.values()]),
+            'top-1 (%)': spread([row['top1'] for row in own.values()]),
+            f'difference to {baseline}': difference(pairs),
+            'top-5 (%)': spread([row['top5'] for row in own.values()]),
             'seeds': _seeds(_of(rows, label)),
             'minutes a run': f'{statistics.mean(row["minutes"] for row in own.values()):.1f}' if own else '',
-            **({'GPU busy (%)': _spread([row['gpu_utilisation'] for row in own.values()])} if on_gpu else {}),
+            **({
+                'GPU busy (%)': spread([row['gpu_utilisation'] for row in own.values()]),
+                'waiting for images (%)': spread([row['loading'] for row in own.values()])} if on_gpu else {}),
         })
     failed = [
         f'- {row["model"]}, seed {row["seed"]}: {row["status"]} after {row["epochs"]} of {row["epochs_planned"]} '
@@ -90,19 +94,21 @@ def _of(rows: Sequence[Dict[str, Any]], label: str) -> List[Dict[str, Any]]:
     return [row for row in rows if row['model'] == label]
 
 
-def _spread(values: Sequence[Optional[float]]) -> str:
+def spread(values: Sequence[Optional[float]], digits: int = 2) -> str:
+    """Mean ± standard deviation, '' of nothing. None is left out."""
     values = [value for value in values if value is not None]
     if not values:
         return ''
-    mean = f'{statistics.mean(values):.2f}'
-    return f'{mean} ± {statistics.stdev(values):.2f}' if len(values) > 1 else mean
+    mean = f'{statistics.mean(values):.{digits}f}'
+    return f'{mean} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else mean
 
 
-def _difference(pairs: Sequence[float]) -> str:
+def difference(pairs: Sequence[float], digits: int = 2) -> str:
+    """Mean of paired differences with its 95 % interval, '' of nothing."""
     if not pairs:
         return ''
-    mean, low, high = mean_interval(pairs)
-    return f'{mean:+.2f}' if len(pairs) < 2 else f'{mean:+.2f} [{low:+.2f}, {high:+.2f}]'
+    numbers = [f'{number:+.{digits}f}' for number in mean_interval(pairs)]
+    return numbers[0] if len(pairs) < 2 else '{} [{}, {}]'.format(*numbers)
 
 
 def _seeds(rows: Sequence[Dict[str, Any]]) -> str:

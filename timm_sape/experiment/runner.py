@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from .. import __version__
-from ..bench import hardware
+from ..bench import commit, hardware
 from .plan import Run
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text
 
@@ -29,6 +29,7 @@ __all__ = ['Slot', 'Training', 'make_slots', 'refuse_begun_otherwise', 'run_all'
 POLL = 0.5  # seconds between looks at what runs
 GRACE = 10  # seconds that a process has to end when asked to
 GPU_POLL = 10  # seconds between looks at how busy a GPU is
+SMI = 5  # seconds that nvidia-smi has to answer
 # Options that change where and how fast a model is trained, not what comes out but for rounding.
 FREE = ('workers', 'device', 'log_interval', 'checkpoint_hist', 'recovery_interval', 'pin_mem')
 
@@ -72,35 +73,24 @@ def make_slots(device: str, jobs: Optional[int] = None, threads: Optional[int] =
         return [Slot(f'{host}-{kind}-{i}', hardware(torch.device(device)), env) for i in range(count)]
     visible = os.environ.get('CUDA_VISIBLE_DEVICES')
     names = visible.split(',') if visible else [str(i) for i in range(torch.cuda.device_count())]
+    env['CUDA_DEVICE_ORDER'] = os.environ.get('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')  # that of nvidia-smi
     return [
         Slot(f'{host}-cuda{name}-{job}', hardware(torch.device('cuda', i)), {**env, 'CUDA_VISIBLE_DEVICES': name})
         for job in range(jobs or 1) for i, name in enumerate(names)]
 
 
 def gpu_utilisation(gpu: str) -> Optional[int]:
-    """How busy a GPU is at the moment, in percent of time, as nvidia-smi says; None if it says nothing.
+    """In how much of the last moment any kernel ran on a GPU, in percent, as nvidia-smi says; None if it says nothing.
 
     Args:
         gpu: Its number or UUID, as in `CUDA_VISIBLE_DEVICES`.
     """
     command = ['nvidia-smi', '-i', gpu, '--query-gpu=utilization.gpu', '--format=csv,noheader,nounits']
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=GRACE).stdout.strip()
+        told = subprocess.run(command, capture_output=True, text=True, timeout=SMI).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return None
     return int(told) if told.isdecimal() else None
-
-
-def commit() -> str:
-    """Of the checkout that this package runs from, '' if it is none; with '-dirty' if files were changed."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / '.git').exists():
-        return ''
-    command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=7']
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # no git
-        return ''
 
 
 def train_command(script: Path, config: Path, data_dir: Path, output: Path, experiment: str) -> List[str]:
