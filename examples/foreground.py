@@ -5,8 +5,8 @@
     python examples/foreground.py measure runs --data-dir digits --output foreground.csv
 
 `data` pastes scikit-learn's handwritten digits anywhere onto images of CIFAR-10 in ROOT, which are mere texture here:
-the label is the digit. With `--ink colour` the ink has one colour, with `--ink texture` it is another image, of the
-same mean colour as what it covers. Beside the images lie the masks of the test images.
+the label is the digit. With `--ink colour` the ink has one colour, with `--ink texture` it is another image, so that
+colour tells less. Beside the images lie the masks of the test images.
 
 `measure` asks of each model: do the scores that a patch gives to others say which of them are on its side of the mask?
 For each layer and head, area under the ROC curve (`timm_sape.analysis.separation`), of these scores:
@@ -56,7 +56,7 @@ def paste(texture, digit, rng, ink=None):
         texture: 0 to 255, `[32, 32, 3]`.
         digit: 0 to 1, `[8, 8]`.
         rng: Draws the place, and the colour.
-        ink: Another texture, moved to the mean colour of what it covers; None for ink of one colour.
+        ink: Another texture; None for one colour that differs from the mean of what it covers.
 
     Returns:
         The image, 0 to 255, and the share of ink in each pixel, `[32, 32]`.
@@ -65,16 +65,12 @@ def paste(texture, digit, rng, ink=None):
     mask = np.zeros((SIDE, SIDE))
     y, x = rng.integers(0, SIDE - DIGIT + 1, 2)
     mask[y:y + DIGIT, x:x + DIGIT] = large[0, 0].clamp(0, 1).numpy()
-
-    def mean_colour(image):
-        return (image * mask[..., None]).sum((0, 1)) / mask.sum()
-
-    if ink is not None:
-        ink = ink - mean_colour(ink) + mean_colour(texture)
-    else:
-        while np.linalg.norm((ink := rng.integers(0, 256, 3)) - mean_colour(texture)) < CONTRAST:
+    covered = mask[..., None]
+    if ink is None:
+        colour = (texture * covered).sum((0, 1)) / mask.sum()
+        while np.linalg.norm((ink := rng.integers(0, 256, 3)) - colour) < CONTRAST:
             pass
-    return (texture + (ink - texture) * mask[..., None]).clip(0, 255), mask
+    return texture + (ink - texture) * covered, mask
 
 
 def write_data(source, output, counts, textured, seed):
