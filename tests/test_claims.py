@@ -194,6 +194,13 @@ def runs(tmp_path_factory):
     return root
 
 
+def load(script):
+    spec = importlib.util.spec_from_file_location(script.removesuffix('.py'), EXAMPLES / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run(*command):
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600)
 
@@ -227,14 +234,11 @@ def test_digits_on_textures(digits):
 
 
 def test_ink_of_texture():
-    spec = importlib.util.spec_from_file_location('foreground', EXAMPLES / 'foreground.py')
-    foreground = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(foreground)
     rng = np.random.default_rng(0)
     texture, ink = rng.uniform(0, 255, (2, 32, 32, 3))
     digit = np.zeros((8, 8))
     digit[2:6, 3:5] = 1
-    image, mask = foreground.paste(texture, digit, rng, ink)
+    image, mask = load('foreground.py').paste(texture, digit, rng, ink)
     for value, part in ((1, ink), (0, texture)):
         assert np.abs(image - part)[mask == value].max() < 1e-9
     assert (mask == 1).sum() > 20 and (mask == 0).sum() > 500
@@ -307,8 +311,10 @@ def test_claims_example(digits, runs, tmp_path):
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'is there already'),
 ])
-def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch):
+def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script, *args = (str({'RUNS': runs, 'DIGITS': digits}.get(word, word)) for word in command)
-    done = run(EXAMPLES / script, *args)
-    assert done.returncode == 2 and text in done.stderr.splitlines()[-1]
+    monkeypatch.setattr(sys, 'argv', [script, *args])
+    with pytest.raises(SystemExit, match='2'):
+        load(script).main()
+    assert text in capsys.readouterr().err.splitlines()[-1]
