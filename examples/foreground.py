@@ -5,8 +5,9 @@
     python examples/foreground.py measure runs --data-dir digits --output foreground.csv
 
 `data` pastes scikit-learn's handwritten digits anywhere onto images of CIFAR-10 in ROOT, which are mere texture here:
-the label is the digit. With `--ink colour` the ink has one colour, with `--ink texture` it is another image, so that
-colour tells less. Beside the images lie the masks of the test images.
+the label is the digit. The ink is white, as in Larochelle et al., 'An empirical evaluation of deep architectures' (2007);
+with `--ink colour` it has another colour in each image, with `--ink texture` it is another image, so that colour tells
+less. Small models learn the first, but not the others, in a few epochs. Beside the images lie the masks of the test images.
 
 `measure` asks of each model: do the scores that a patch gives to others say which of them are on its side of the mask?
 For each layer and head, area under the ROC curve (`timm_sape.analysis.separation`), of these scores:
@@ -49,14 +50,14 @@ CONTRAST = 120  # least difference of one colour of ink to the mean colour behin
 SHUFFLES = 5  # masks of other images that each image is asked with
 
 
-def paste(texture, digit, rng, ink=None):
+def paste(texture, digit, rng, ink):
     """A digit on a texture.
 
     Args:
         texture: 0 to 255, `[32, 32, 3]`.
         digit: 0 to 1, `[8, 8]`.
         rng: Draws the place, and the colour.
-        ink: Another texture; None for one colour that differs from the mean of what it covers.
+        ink: 'white', 'colour' for one that differs from the mean of what it covers, or another texture.
 
     Returns:
         The image, 0 to 255, and the share of ink in each pixel, `[32, 32]`.
@@ -66,14 +67,16 @@ def paste(texture, digit, rng, ink=None):
     y, x = rng.integers(0, SIDE - DIGIT + 1, 2)
     mask[y:y + DIGIT, x:x + DIGIT] = large[0, 0].clamp(0, 1).numpy()
     covered = mask[..., None]
-    if ink is None:
+    if isinstance(ink, str) and ink == 'colour':
         colour = (texture * covered).sum((0, 1)) / mask.sum()
         while np.linalg.norm((ink := rng.integers(0, 256, 3)) - colour) < CONTRAST:
             pass
+    elif isinstance(ink, str):
+        ink = 255
     return texture + (ink - texture) * covered, mask
 
 
-def write_data(source, output, counts, textured, seed):
+def write_data(source, output, counts, ink, seed):
     """`output/{train,test}/DIGIT/INDEX.png`, and `output/masks/DIGIT/INDEX.png` of the test images."""
     digits = load_digits()
     parts = train_test_split(
@@ -86,7 +89,7 @@ def write_data(source, output, counts, textured, seed):
     for (split, textures), images, labels, count in zip(source.items(), parts[:2], parts[2:], counts):
         for index in tqdm(range(count), desc=split, delay=2):
             i = rng.integers(len(images))
-            image, mask = paste(draw(textures), images[i], rng, draw(textures) if textured else None)
+            image, mask = paste(draw(textures), images[i], rng, draw(textures) if ink == 'texture' else ink)
             pictures = {split: image, 'masks': 255 * mask} if split != 'train' else {split: image}
             for folder, pixels in pictures.items():
                 path = output / folder / str(labels[i]) / f'{index:05}.png'
@@ -235,7 +238,7 @@ def main():
     data = commands.add_parser('data', help='write images and masks')
     data.add_argument('--source', type=Path, required=True, help='CIFAR-10, as torchvision stores it or as folders')
     data.add_argument('--output', type=Path, required=True, help='a new folder')
-    data.add_argument('--ink', choices=('colour', 'texture'), default='colour', help='(default: %(default)s)')
+    data.add_argument('--ink', choices=('white', 'colour', 'texture'), default='white', help='(default: %(default)s)')
     data.add_argument('--images', type=int, nargs=2, default=(10000, 2000), metavar=('TRAIN', 'TEST'))
     data.add_argument('--seed', type=int, default=0)
     at = commands.add_parser('measure', help='measure the models of experiments')
@@ -253,7 +256,7 @@ def main():
         if args.output.exists():
             raise ValueError(f'{args.output} is there already; name a new folder')
         splits = list(load_cifar10_splits(args.source).values())[:2]
-        write_data(dict(zip(('train', 'test'), splits)), args.output, args.images, args.ink == 'texture', args.seed)
+        write_data(dict(zip(('train', 'test'), splits)), args.output, args.images, args.ink, args.seed)
     except (ValueError, OSError) as e:
         parser.error(str(e))
 

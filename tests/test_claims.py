@@ -216,7 +216,7 @@ def digits(tmp_path_factory):
             pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / 'source' / split / str(label) / '0.png')
     done = run(EXAMPLES / 'foreground.py', 'data', '--source', root / 'source', '--output', root / 'data',
-               '--images', '200', '100')
+               '--images', '200', '100', '--ink', 'colour')
     assert done.returncode == 0, done.stderr
     return root / 'data'
 
@@ -242,6 +242,8 @@ def test_ink_of_texture():
     for value, part in ((1, ink), (0, texture)):
         assert np.abs(image - part)[mask == value].max() < 1e-9
     assert (mask == 1).sum() > 20 and (mask == 0).sum() > 500
+    image, mask = load('foreground.py').paste(texture, digit, rng, 'white')
+    assert (image[mask == 1] == 255).all() and np.abs(image - texture)[mask == 0].max() == 0
 
 
 def test_foreground_example(digits, runs, tmp_path):
