@@ -6,6 +6,8 @@ from pathlib import Path
 import timm_sape
 from timm_sape.bench import cost_table
 from timm_sape.encodings.registry import _encodings, encodings_table
+from timm_sape.experiment import summary_table
+from timm_sape.experiment.records import read_summary
 
 README = Path(__file__).parent.parent / 'README.md'
 
@@ -21,6 +23,22 @@ def test_costs_are_those_that_were_measured():
         notes, *lines = path.read_text().splitlines()
         shown = f'{cost_table(list(csv.DictReader(lines)))}\n\n{notes.removeprefix("# ")}'
         assert shown in README.read_text() and path.name in README.read_text()
+
+
+def test_results_are_those_of_the_runs():
+    """Top-1 and the difference to APE, line by line."""
+    folder = README.parent / 'results' / 'cpu_cifar10'
+    notes, *lines = (folder / 'plan.csv').read_text().splitlines()
+    rows = [
+        {**row, **{key: float(row[key]) if row[key] else None for key in ('top1', 'top5', 'minutes', 'gpu_utilisation')}}
+        for row in csv.DictReader(lines)]
+    table = summary_table(rows, 'APE').splitlines()
+    assert notes[2:] in README.read_text() and len(table) == 2 + len({row['model'] for row in rows})
+    for line in table[2:]:
+        assert line.rsplit(' | ', 3)[0] in README.read_text(), line
+    for row in rows:
+        epochs = read_summary(folder / row['model'] / f'seed{row["seed"]}')
+        assert round(float(epochs[9]['eval_top1']), 4) == row['top1'] and row['status'] == 'finished'
 
 
 def test_code_runs(tmp_path, monkeypatch):
