@@ -94,7 +94,8 @@ def main():
         top1 = lines_of(rows, at, 'top1')
         show(f'Top-1 in percent, {what}', top1, args.baseline)
         show(f'Top-1 above chance, in percent of that at {start} px, {what}', kept(top1, start, chance), args.baseline)
-    show('Shifted images that keep their class, in percent', lines_of(shifts, 'shift', 'same'), args.baseline)
+    same = lines_of([row for row in shifts if row['shift']], 'shift', 'same')
+    show('Shifted images that keep their class, in percent', same, args.baseline)
 
 
 if __name__ == '__main__':
