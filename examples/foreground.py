@@ -5,9 +5,10 @@
     python examples/foreground.py measure runs --data-dir digits --output foreground.csv
 
 `data` pastes scikit-learn's handwritten digits anywhere onto images of CIFAR-10 in ROOT, which are mere texture here:
-the label is the digit. The ink is white, as in Larochelle et al., 'An empirical evaluation of deep architectures' (2007);
-with `--ink colour` it has another colour in each image, with `--ink texture` it is another image, so that colour tells
-less. Small models learn the first, but not the others, in a few epochs. Beside the images lie the masks of the test images.
+the label is the digit. The ink is white, as in Larochelle et al., 'An empirical evaluation of deep architectures'
+(2007); with `--ink colour` it has another colour in each image, with `--ink texture` it is another image, so that
+colour tells less. Small models learn the first, with luck, and not the others, in a few epochs. Beside the images lie
+the masks of the test images.
 
 `measure` asks of each model: do the scores that a patch gives to others say which of them are on its side of the mask?
 For each layer and head, area under the ROC curve (`timm_sape.analysis.separation`), of these scores:

@@ -10,6 +10,7 @@ from timm_sape.experiment import summary_table
 from timm_sape.experiment.records import read_summary
 
 README = Path(__file__).parent.parent / 'README.md'
+NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')
 
 
 def test_table_is_that_of_the_registry():
@@ -30,8 +31,7 @@ def test_results_are_those_of_the_runs():
     folder = README.parent / 'results' / 'cpu_cifar10'
     notes, *lines = (folder / 'plan.csv').read_text().splitlines()
     rows = [
-        {**row, **{key: float(row[key]) if row[key] else None for key in ('top1', 'top5', 'minutes', 'gpu_utilisation')}}
-        for row in csv.DictReader(lines)]
+        {**row, **{key: float(row[key]) if row[key] else None for key in NUMBERS}} for row in csv.DictReader(lines)]
     table = summary_table(rows, 'APE').splitlines()
     assert notes[2:] in README.read_text() and len(table) == 2 + len({row['model'] for row in rows})
     for line in table[2:]:
