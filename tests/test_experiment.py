@@ -491,7 +491,8 @@ def test_mean_interval():
 
 def row(model, seed, top1, status='finished'):
     return dict(
-        model=model, seed=seed, top1=top1, top5=None, status=status, minutes=2.0, epochs=4, epochs_planned=4, error='')
+        model=model, seed=seed, top1=top1, top5=None, status=status, minutes=2.0, epochs=4, epochs_planned=4, error='',
+        loading=None, gpu_utilisation=None)
 
 
 def test_differences_are_of_seeds_that_both_have():
