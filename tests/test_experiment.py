@@ -653,7 +653,7 @@ def test_how_busy_gpus_are(lab, monkeypatch, capsys):
     monkeypatch.setenv('PATH', f'{stand_in.parent}:{os.environ["PATH"]}')
     assert [runner.gpu_utilisation(gpu) for gpu in ('GPU-5', 'GPU-6')] == [40, None]
     monkeypatch.setattr(runner, 'POLL', 0.02)
-    monkeypatch.setattr(runner, 'GPU_POLL', 0.1)
+    monkeypatch.setattr(runner, 'GPU_POLL', 0)  # at each look at what runs, the first before it can have ended
     slots = [runner.Slot(f'place-{gpu}', 'a GPU', {'CUDA_VISIBLE_DEVICES': gpu}) for gpu in ('GPU-5', 'GPU-6')]
     monkeypatch.setattr(experiment, 'make_slots', lambda *args: slots)
     assert lab('--seeds', 1) == 0
