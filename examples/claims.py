@@ -69,7 +69,7 @@ def main():
 
     resolutions, shifts = [], []
     try:
-        trained = trained_models(args.runs, args.models and list(dict.fromkeys([args.baseline, *args.models])))
+        trained = trained_models(args.runs, args.models and [args.baseline, *args.models])
         if args.baseline not in {run.label for run in trained}:
             raise ValueError(f'{args.runs} has no finished run of {args.baseline!r}; name another --baseline')
         args.output.mkdir(parents=True, exist_ok=True)
@@ -78,12 +78,13 @@ def main():
         own_size, chance = model.patch_embed.img_size[0], 100 / model.num_classes
         sizes = sorted({own_size, *args.sizes})
         options = dict(num_images=args.num_images, batch_size=250)
+        measured_on = about(torch.device('cpu'))
         for label, seed, checkpoint in trained:
             about_run = {'model': label, 'seed': seed}  # for the path
             resolutions += [{**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, **options)]
             shifts += [{**row, **about_run} for row in shift_sweep(
                 [str(checkpoint)], data, [0, *args.shifts], fill=args.fill, **options)]
-            notes = f'{shifts[0]["num_images"]} images; {about(torch.device("cpu"))}'
+            notes = f'{shifts[0]["num_images"]} images; {measured_on}'
             write_csv(resolutions, args.output / 'resolutions.csv', notes)
             write_csv(shifts, args.output / 'shifts.csv', notes)
     except (ValueError, OSError) as e:

@@ -18,13 +18,13 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from scipy.stats import t
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import random_seed
 from tqdm import tqdm
 
 import timm_sape
+from timm_sape.experiment import mean_interval, spread
 from timm_sape.position_data import load_cifar10_splits
 
 BASE_CLASSES, CLASSES = range(6), range(6, 10)
@@ -82,8 +82,7 @@ def gates(model):
 
 def judge(differences):
     """Limits of the 95 % interval of the mean of paired differences, by Student's t, and what follows."""
-    half = t.ppf(0.975, len(differences) - 1) * stdev(differences) / len(differences) ** 0.5
-    low, high = mean(differences) - half, mean(differences) + half
+    _, low, high = mean_interval(differences)
     return low, high, 'better' if low > 0 else 'worse' if high < 0 else 'no difference shown'
 
 
@@ -148,15 +147,15 @@ def main():
     print('| grafted | top-1 | difference to none | 95 % interval | size of the gates, by layer | verdict |')
     print('|---' * 6 + '|')
     for name, values in found.items():
-        spread = f'{mean(values):.1f} ± {stdev(values):.1f}'
         if name == 'none':
-            print(f'| none | {spread} | | | | |')
+            print(f'| none | {spread(values, 1)} | | | | |')
             continue
         differences = [a - b for a, b in zip(values, found['none'])]
         low, high, verdict = judge(differences)
         layers = zip(*(map(abs, map(float, row['gates'].split())) for row in rows if row['graft'] == name))
         print(
-            f'| {name} | {spread} | {mean(differences):+.2f} ± {stdev(differences):.2f} | {low:+.2f} to {high:+.2f} | '
+            f'| {name} | {spread(values, 1)} | {mean(differences):+.2f} ± {stdev(differences):.2f} | '
+            f'{low:+.2f} to {high:+.2f} | '
             f'{", ".join(f"{mean(layer):.2f}" for layer in layers)} | {verdict} |')
     print(f'\n{args.output}')
 

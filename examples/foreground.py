@@ -40,6 +40,7 @@ from tqdm import tqdm
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps, separation
 from timm_sape.analysis.inputs import load_model, preprocessing
+from timm_sape.analysis.maps import record_calls
 from timm_sape.bench import about, markdown, write_csv
 from timm_sape.experiment import difference, spread, trained_models
 from timm_sape.position_data import load_cifar10_splits
@@ -126,12 +127,10 @@ def scores_of(model, images):
     """Maps of all layers and heads, `[n, L * h, N, N]`, by what they are."""
     found = {}
     for batch in images.split(100):
-        keys = []
-        hooks = [block.attn.k_norm.register_forward_hook(lambda *args: keys.append(args[2])) for block in model.blocks]
-        maps = position_maps(model.eval(), batch)
-        for hook in hooks:
-            hook.remove()
-        keys = keys[:len(hooks)]  # position_maps goes through the layers once more
+        norms = [block.attn.k_norm for block in model.blocks]
+        with record_calls(norms) as calls:
+            maps = position_maps(model.eval(), batch)
+        keys = [norm(*calls[norm][0]) for norm in norms]
         parts = {
             'content': [layer.content for layer in maps.layers],
             'keys': [-torch.cdist(k, k) for k in keys]}

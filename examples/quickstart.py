@@ -8,7 +8,7 @@ scheduler, metrics and checkpoints are timm's own. Two to three minutes on two C
 """
 import argparse
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import numpy as np
 import timm
@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps
+from timm_sape.experiment import spread
 
 SAPE2 = 'test_vit_sape2_k_ape'
 MODELS = {'test_vit_nope': 'no position', 'test_vit_ape': 'APE', SAPE2: 'SaPE2(K)+APE'}
@@ -140,8 +141,7 @@ def draw(path, image, rows, ink_patch, background_patch):
 
 def print_row(name, values, digits):
     """A row of a Markdown table: name, mean ± standard deviation, each value."""
-    spread = f'{mean(values):.{digits}f}' + (f' ± {stdev(values):.{digits}f}' if len(values) > 1 else '')
-    print(f'| {name} | {spread} | {", ".join(f"{value:.{digits}f}" for value in values)} |')
+    print(f'| {name} | {spread(values, digits)} | {", ".join(f"{value:.{digits}f}" for value in values)} |')
 
 
 def main():

@@ -78,8 +78,9 @@ def about(device: torch.device) -> str:
     """What figures were measured on and with, in one line."""
     from . import __version__
 
+    checkout = commit()
     versions = f'torch {torch.__version__}, timm {timm.__version__}, timm-sape {__version__}'
-    return f'{hardware(device)}; {versions}' + (f', commit {commit()}' if commit() else '')
+    return f'{hardware(device)}; {versions}' + (f', commit {checkout}' if checkout else '')
 
 
 def _create(pos_enc: str, setting: str, device: torch.device, model: str) -> VisionTransformerPosEnc:
