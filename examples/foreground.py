@@ -49,6 +49,7 @@ SIDE, PATCH = 32, 4
 DIGIT = 24  # pixels; three for each of the eight of scikit-learn's
 COLUMNS = ('from foreground', 'from background', 'both', 'best head')
 CONTRAST = 120  # least difference of one colour of ink to the mean colour behind it, of 255 * sqrt(3)
+INKS = {'white': 255, 'colour': None}  # as `paste` takes them; a texture is drawn
 SHUFFLES = 5  # masks of other images that each image is asked with
 
 
@@ -59,7 +60,7 @@ def paste(texture, digit, rng, ink):
         texture: 0 to 255, `[32, 32, 3]`.
         digit: 0 to 1, `[8, 8]`.
         rng: Draws the place, and the colour.
-        ink: 'white', 'colour' for one that differs from the mean of what it covers, or another texture.
+        ink: Another texture, or a grey value; None for a colour that differs from the mean of what it covers.
 
     Returns:
         The image, 0 to 255, and the share of ink in each pixel, `[32, 32]`.
@@ -69,12 +70,10 @@ def paste(texture, digit, rng, ink):
     y, x = rng.integers(0, SIDE - DIGIT + 1, 2)
     mask[y:y + DIGIT, x:x + DIGIT] = large[0, 0].clamp(0, 1).numpy()
     covered = mask[..., None]
-    if isinstance(ink, str) and ink == 'colour':
+    if ink is None:
         colour = (texture * covered).sum((0, 1)) / mask.sum()
         while np.linalg.norm((ink := rng.integers(0, 256, 3)) - colour) < CONTRAST:
             pass
-    elif isinstance(ink, str):
-        ink = 255
     return texture + (ink - texture) * covered, mask
 
 
@@ -91,7 +90,9 @@ def write_data(source, output, counts, ink, seed):
     for (split, textures), images, labels, count in zip(source.items(), parts[:2], parts[2:], counts):
         for index in tqdm(range(count), desc=split, delay=2):
             i = rng.integers(len(images))
-            image, mask = paste(draw(textures), images[i], rng, draw(textures) if ink == 'texture' else ink)
+            texture = draw(textures)
+            colour = draw(textures) if ink == 'texture' else INKS[ink]
+            image, mask = paste(texture, images[i], rng, colour)
             pictures = {split: image, 'masks': 255 * mask} if split != 'train' else {split: image}
             for folder, pixels in pictures.items():
                 path = output / folder / str(labels[i]) / f'{index:05}.png'

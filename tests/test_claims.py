@@ -242,7 +242,7 @@ def test_ink_of_texture():
     for value, part in ((1, ink), (0, texture)):
         assert np.abs(image - part)[mask == value].max() < 1e-9
     assert (mask == 1).sum() > 20 and (mask == 0).sum() > 500
-    image, mask = load('foreground.py').paste(texture, digit, rng, 'white')
+    image, mask = load('foreground.py').paste(texture, digit, rng, 255)
     assert (image[mask == 1] == 255).all() and np.abs(image - texture)[mask == 0].max() == 0
 
 
