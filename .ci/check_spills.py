@@ -22,9 +22,9 @@ SHARED = 227 * 1024
 INPUTS = {'Q', 'K', 'V', 'OUT', 'DOUT', 'DA', 'DV'}  # of the dtype of q
 CODES_INPUTS = {'Q', 'K'}
 SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
-    (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 64), (64, 64, 1), (64, 1, 7),
-    (64, 3, 4), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16), (128, 14, 14), (128, 32, 32),
-    (128, 64, 64), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16)]
+    (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 32), (64, 14, 64), (64, 64, 1),
+    (64, 1, 7), (64, 3, 4), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16), (128, 14, 14),
+    (128, 32, 32), (128, 64, 64), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16)]
 QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
@@ -79,7 +79,7 @@ def main():
             for length in sorted({width, height}):
                 for sources in (1, 2) if 2 * length <= LIMITS[itemsize > 2][1] else (1,):
                     constants = dict(
-                        HEAD_DIM=head_dim, D=d, C=padded(length), NPOS=length + 1, M=padded(length + 1),
+                        codes_triton.tiles_for(head_dim, length, length + 1), HEAD_DIM=head_dim, NPOS=length + 1,
                         SOURCES=sources, PRECISION='ieee' if itemsize > 2 else 'tf32x3', DTYPE=tl.float32)
                     gradient = dict(constants, GRADIENT='ieee' if itemsize > 2 else 'tf32')
                     launches += [

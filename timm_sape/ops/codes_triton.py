@@ -55,10 +55,11 @@ def _forward(
     t, m = tl.arange(0, C), tl.arange(0, M)
     patch = head * num_patches + first + t * step
     inside = (t[:, None] < length) & (t[None, :] < length)
-    in_z = (t[:, None] < length) & (m[None, :] < NPOS)
+    in_z = (t[:, None] < length) & (m[None, :] < NPOS - 1)
     for source in tl.static_range(SOURCES):
-        z = tl.load(Z + source * z_source + patch[:, None] * z_row + m[None, :], mask=in_z, other=0.0)
-        low, high = tl.gather(z, cell, 1), tl.gather(z, cell + 1, 1)
+        at = Z + source * z_source + patch[:, None] * z_row + m[None, :]
+        low = tl.gather(tl.load(at, mask=in_z, other=0.0), cell, 1)
+        high = tl.gather(tl.load(at + 1, mask=in_z, other=0.0), cell, 1)
         code = (low + weight * (high - low)) * root
         tl.store(
             OUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], code, mask=inside)
@@ -113,13 +114,14 @@ def _backward_tokens(
     t, m = tl.arange(0, C), tl.arange(0, M)
     patch = head * num_patches + first + t * step
     inside = (t[:, None] < length) & (t[None, :] < length)
-    in_z = (t[:, None] < length) & (m[None, :] < NPOS)
+    in_z = (t[:, None] < length) & (m[None, :] < NPOS - 1)
     dpos = tl.zeros([C, C], DTYPE)
     for source in tl.static_range(SOURCES):
-        z = tl.load(Z + source * z_source + patch[:, None] * z_row + m[None, :], mask=in_z, other=0.0)
-        slope = tl.gather(z, cell + 1, 1) - tl.gather(z, cell, 1)
-        dpos += slope * tl.load(
+        dcode = tl.load(
             DOUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], mask=inside, other=0.0)
+        at = Z + source * z_source + patch[:, None] * z_row + m[None, :]
+        slopes = tl.load(at + 1, mask=in_z, other=0.0) - tl.load(at, mask=in_z, other=0.0)
+        dpos += dcode * tl.gather(slopes, cell, 1)
     dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos * root)
     dgates = tl.cumsum(dpos, axis=1) * shrink  # the gate of patch j counts in all positions up to j
     dlogits = dgates * gates * (1.0 - gates) * gate_scale
@@ -137,6 +139,11 @@ def _backward_tokens(
         if ADD:
             dk += tl.load(DK + at, mask=mask, other=0.0)
         tl.store(DK + at, dk, mask=mask)
+
+
+def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
+    """Padded sizes: channels of a head, patches of a line, cells. Of fewer channels than patches, kernels spill."""
+    return {'D': max(_padded(head_dim), _padded(length)), 'C': _padded(length), 'M': _padded(npos - 1)}
 
 
 def warps_for(length: int, itemsize: int) -> int:
@@ -165,8 +172,8 @@ def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> No
         q, k, *tensors, numbers,
         *(t.stride(n) for t in (q, k) for n in range(3)),
         num_heads, num_patches, axis['line_step'], axis['step'], axis['length'], z.shape[-1], z[0].numel(),
-        HEAD_DIM=head_dim, D=_padded(head_dim), C=_padded(axis['length']), NPOS=npos, M=_padded(npos),
-        SOURCES=len(z), PRECISION='ieee' if q.element_size() > 2 else 'tf32x3',
+        HEAD_DIM=head_dim, NPOS=npos, **tiles_for(head_dim, axis['length'], npos), SOURCES=len(z),
+        PRECISION='ieee' if q.element_size() > 2 else 'tf32x3',
         DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
         num_warps=warps_for(axis['length'], q.element_size()), **constants)
 

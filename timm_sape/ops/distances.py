@@ -5,9 +5,10 @@ so one matrix product gives a block of them. Of small distances, those between p
 digits: what comes out as a small part of s_i is computed once more, from the difference.
 
 The backward pass computes the blocks anew. With G the gradient of a distance D and R = G / D, that of the codes is
-rowsum(R + R^T) w - (R + R^T) w.
+rowsum(R + R^T) w - (R + R^T) w. Small distances make R large and what is left of the two terms small: such pairs are
+taken out, and summed as r * (w_i - w_j), or, where they are many, all is in float64.
 """
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from .contextual import pairwise_distance, without_autocast
 
 __all__ = ['distance_attention', 'distance_bias']
 
-NARROW = 4  # codes of so few channels lie so close that the gradient's differences lose digits as well
+NARROW = 4  # codes of so few channels lie so close that some distance is always small
 NEAR = 2 ** -6  # squared distances below this part of s are computed from differences
 
 
@@ -30,6 +31,9 @@ class _Codes(NamedTuple):
     right: torch.Tensor
     near: torch.Tensor  # squared distances below this want a second look, `[n, N, 1]`
     noise: torch.Tensor  # squared distances up to this are 0, `[n, N, 1]`; infinite for prefix tokens
+
+
+_Near = Union[None, str, Tuple[torch.Tensor, ...]]  # no entries, 'many', or where in `[n, R, N]`
 
 
 def _prepare(codes: torch.Tensor, num_tokens: int) -> _Codes:
@@ -48,25 +52,26 @@ def _prepare(codes: torch.Tensor, num_tokens: int) -> _Codes:
     )
 
 
-def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> torch.Tensor:
-    """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[n, R, N]`."""
+def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.Tensor, _Near]:
+    """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[n, R, N]`; and which of
+    them are small."""
     w = codes.centred
     if w.device.type != 'cpu':  # a look at what comes out would make a GPU wait
-        return _squares_by_difference(codes, rows)
+        return _squares_by_difference(codes, rows), 'many' if w.shape[-1] <= NARROW else None
     squares = torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2))
     diagonal = squares.diagonal(rows.start, 1, 2)
     diagonal.fill_(float('inf'))
-    near = codes.near[:, rows]
-    if (squares[:, :, num_prefix_tokens:].amin(-1, keepdim=True) < near).any():
-        head, row, column = (squares < near).nonzero(as_tuple=True)
+    limit, near = codes.near[:, rows], None
+    if (squares[:, :, num_prefix_tokens:].amin(-1, keepdim=True) < limit).any():
+        near = head, row, column = (squares < limit).nonzero(as_tuple=True)
         if len(head) * w.shape[-1] > squares.numel():
-            return _squares_by_difference(codes, rows)
+            return _squares_by_difference(codes, rows), 'many'
         i, j = (head, row + rows.start), (head, column)
         square = (w[i] - w[j]).square_().sum(dim=-1)
         noise = codes.noise[..., 0]
-        squares[head, row, column] = square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
+        squares[near] = square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
     diagonal.zero_()
-    return squares
+    return squares, near
 
 
 def _squares_by_difference(codes: _Codes, rows: slice) -> torch.Tensor:
@@ -107,7 +112,7 @@ def _distance_attention(
         parts = [_Codes(*(t[chunk].flatten(0, 1) for t in c)) for c in codes]
         gains = gain[chunk][..., None, None]
         for rows in _rows(num_tokens):
-            dx, dy = (_squares(c, rows, num_prefix_tokens).sqrt_() for c in parts)
+            dx, dy = (_squares(c, rows, num_prefix_tokens)[0].sqrt_() for c in parts)
             bias = dx.add_(dy).view(*gains.shape[:2], *dx.shape[1:]).mul_(gains)
             out[chunk][:, :, rows] = F.scaled_dot_product_attention(
                 qs[:, :, rows], ks, vs, attn_mask=bias, scale=scale)
@@ -145,7 +150,7 @@ def _distance_attention_backward(
         grad_codes = [torch.zeros_like(c.centred) for c in parts]
         grad_gains = torch.zeros_like(gains)
         for rows in _rows(num_tokens):
-            squares = [_squares(c, rows, num_prefix_tokens) for c in parts]
+            squares, nears = zip(*(_squares(c, rows, num_prefix_tokens) for c in parts))
             distances = [square.sqrt() for square in squares]
             distance = distances[0] + distances[1]
             logits = (distance * gains).baddbmm_(qs[:, rows], ks.transpose(1, 2), alpha=scale)
@@ -157,12 +162,19 @@ def _distance_attention_backward(
             grad_q[:, rows] = torch.bmm(grad_logits, ks)
             grad_k.baddbmm_(grad_logits.transpose(1, 2), qs[:, rows])
             grad_gains += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
-            for c, square, d, grad_w in zip(parts, squares, distances, grad_codes):
+            for c, square, near, d, grad_w in zip(parts, squares, nears, distances, grad_codes):
                 # D / D^2 = 1 / D, and 0 where D = 0
                 r = d.div_(square.clamp_(min=torch.finfo(d.dtype).tiny)).mul_(grad_logits)
                 w = c.centred
-                if w.shape[-1] <= NARROW and w.device.type != 'mps':
-                    r, w = r.double(), w.double()
+                if near == 'many':
+                    if w.device.type != 'mps':  # which has no float64
+                        r, w = r.double(), w.double()
+                elif near is not None:
+                    head, row, column = near
+                    i, j = (head, row + rows.start), (head, column)
+                    pull = r[near].unsqueeze(-1) * (w[i] - w[j])
+                    grad_w.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True)
+                    r[near] = 0
                 grad_w[:, rows] += r.sum(dim=2, keepdim=True) * w[:, rows] - torch.bmm(r, w)
                 grad_w += r.sum(dim=1).unsqueeze(-1) * w - torch.bmm(r.transpose(1, 2), w[:, rows])
         found = (

@@ -55,7 +55,7 @@ PARTS = {
     (False, 128, 32): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
     (False, 128, 64): ([('t', THIN), ('x', SLIM), ('y', SLIM)], [('t', HIGH), ('x', THIN), ('y', THIN)]),
     (True, 64, 16): ([('t', SLIM), ('x', SLIM), ('y', SLIM)], [('t', TINY), ('x', SLIM), ('y', SLIM)]),
-    (True, 64, 32): ([('t', SLIM), ('x', SLIM), ('y', SLIM)], [('t', TINY), ('x', SLIM), ('y', SLIM)]),
+    (True, 64, 32): ([('t', SLIM), ('x', TINY), ('y', TINY)], [('t', TINY), ('x', TINY), ('y', TINY)]),
 }
 
 
@@ -76,7 +76,8 @@ def backward_parts(head_dim: int, codes: Tuple[int, int], itemsize: int) -> List
         for what, blocks in launch:
             if what == 'txy' and min(codes) <= NARROW.value:
                 blocks = THIN
-            if blocks == TINY and head_dim < 64:
+            short = what in 'xy' and _padded(codes['xy'.index(what)]) == 16
+            if blocks == TINY and (head_dim < 64 or short):
                 blocks = SLIM
             parts.append(Part(blocks, keys, False, *(letter in what for letter in 'txy')))
     return parts
@@ -211,10 +212,10 @@ def _backward(
     gain, scale = tl.load(GAIN + h) * LOG2E, tl.load(SCALE) * LOG2E  # as in `_forward`, to the last digit
     da = tl.zeros([OWN, D], DTYPE)
     dv = tl.zeros([OWN, D], DTYPE)
-    dwx = tl.zeros([OWN, CX], DTYPE)
-    dwy = tl.zeros([OWN, CY], DTYPE)
-    sum_x = tl.zeros([OWN], DTYPE)
-    sum_y = tl.zeros([OWN], DTYPE)
+    dwx = tl.zeros([OWN, CX], sx_i.dtype)
+    dwy = tl.zeros([OWN, CY], sy_i.dtype)
+    sum_x = tl.zeros([OWN], sx_i.dtype)
+    sum_y = tl.zeros([OWN], sy_i.dtype)
     dgain = tl.zeros([OWN], DTYPE)
     delta = tl.zeros([OWN], DTYPE)
     for start in range(0, num_tokens, WALK):
@@ -262,13 +263,13 @@ def _backward(
             else:
                 dgain += tl.sum(dlogits * distance, 1)
         if CODE_X:
-            r = dlogits * inverse_x
+            r = (dlogits * inverse_x).to(sx_i.dtype)
             sum_x += tl.sum(r, 1)
-            dwx += tl.dot(r, wx_j, input_precision=GRADIENT, out_dtype=DTYPE)
+            dwx += tl.dot(r, wx_j.to(sx_i.dtype), input_precision=GRADIENT, out_dtype=sx_i.dtype)
         if CODE_Y:
-            r = dlogits * inverse_y
+            r = (dlogits * inverse_y).to(sy_i.dtype)
             sum_y += tl.sum(r, 1)
-            dwy += tl.dot(r, wy_j, input_precision=GRADIENT, out_dtype=DTYPE)
+            dwy += tl.dot(r, wy_j.to(sy_i.dtype), input_precision=GRADIENT, out_dtype=sy_i.dtype)
     if ROWS:
         tl.store(DELTA + row_i, delta, mask=in_i)
     if TOKENS:
@@ -281,13 +282,13 @@ def _backward(
     # What owns keys is launched second: the half of the queries is there.
     if CODE_X:
         at = row_i[:, None] * CX + cx[None, :]
-        dwx = tl.load(GAIN + h) * (sum_x[:, None] * wx_i - dwx)
+        dwx = tl.load(GAIN + h) * (sum_x[:, None] * wx_i - dwx).to(DTYPE)
         if KEYS:
             dwx += tl.load(DWX + at, mask=in_i[:, None], other=0.0)
         tl.store(DWX + at, dwx, mask=in_i[:, None])
     if CODE_Y:
         at = row_i[:, None] * CY + cy[None, :]
-        dwy = tl.load(GAIN + h) * (sum_y[:, None] * wy_i - dwy)
+        dwy = tl.load(GAIN + h) * (sum_y[:, None] * wy_i - dwy).to(DTYPE)
         if KEYS:
             dwy += tl.load(DWY + at, mask=in_i[:, None], other=0.0)
         tl.store(DWY + at, dwy, mask=in_i[:, None])
