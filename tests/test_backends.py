@@ -294,7 +294,7 @@ def near_codes(num_near, distance):
 def test_small_distances(num_near, many):
     """Few small distances are computed from differences one by one, many with their whole block; both to the digit."""
     codes = near_codes(num_near, 1e-3)
-    prepared = ops.distances._prepare(codes, 41)
+    prepared = ops.distances._prepare(codes[:1, None], codes[1:, None], 41).of((slice(None), slice(None)))
     squares, near = ops.distances._squares(prepared, slice(0, 41), 1)
     assert near is not None and (near == 'many') is many
     found = squares.sqrt().double()

@@ -25,23 +25,29 @@ NEAR = 2 ** -6  # squared distances below this part of s are computed from diffe
 
 
 class _Codes(NamedTuple):
-    """Codes of one axis in the form that the blocks want them, `[n, N, ...]`; those of prefix tokens are zeros."""
+    """Codes in the form that the blocks want, `[2, B, h, N, ...]`, x before y; those of prefix tokens are zeros."""
     centred: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
-    near: torch.Tensor  # squared distances below this want a second look, `[n, N, 1]`
-    noise: torch.Tensor  # squared distances up to this are 0, `[n, N, 1]`; infinite for prefix tokens
+    near: torch.Tensor  # squared distances below this want a second look, `[2, B, h, N, 1]`
+    noise: torch.Tensor  # squared distances up to this are 0, `[2, B, h, N, 1]`; infinite for prefix tokens
+
+    def of(self, chunk: Tuple[slice, slice]) -> '_Codes':
+        """Those of some heads, `[2n, N, ...]`: all along x, then all along y."""
+        return _Codes(*(t[(slice(None), *chunk)].flatten(0, 2) for t in self))
 
 
-_Near = Union[None, str, Tuple[torch.Tensor, ...]]  # no entries, 'many', or where in `[n, R, N]`
+_Near = Union[None, str, Tuple[torch.Tensor, ...]]  # no entries, 'many', or where in `[2n, R, N]`
 
 
-def _prepare(codes: torch.Tensor, num_tokens: int) -> _Codes:
-    """Of codes `[n, N-P, C]`."""
+def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _Codes:
+    """Of codes `[B, h, N-P, C]`; the narrower ones are filled up with zeros, which changes no distance."""
+    width = max(codes_x.shape[-1], codes_y.shape[-1])
+    codes = torch.stack([F.pad(c, (0, width - c.shape[-1])) for c in (codes_x, codes_y)])
     w = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance, saves digits
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
-    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(w.shape[-1] + 2) % 4)  # widths that are quick
+    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
     prefix = (0, 0, num_tokens - w.shape[-2], 0)
     return _Codes(
         F.pad(w, prefix),
@@ -53,22 +59,21 @@ def _prepare(codes: torch.Tensor, num_tokens: int) -> _Codes:
 
 
 def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.Tensor, _Near]:
-    """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[n, R, N]`; and which of
-    them are small."""
-    w = codes.centred
-    if w.device.type != 'cpu':  # a look at what comes out would make a GPU wait
-        return _squares_by_difference(codes, rows), 'many' if w.shape[-1] <= NARROW else None
+    """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[2n, R, N]`; and which
+    of them are small."""
+    if codes.centred.device.type != 'cpu':  # a look at what comes out would make a GPU wait
+        return _squares_by_difference(codes, rows), None
     squares = torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2))
     diagonal = squares.diagonal(rows.start, 1, 2)
     diagonal.fill_(float('inf'))
     limit, near = codes.near[:, rows], None
     if (squares[:, :, num_prefix_tokens:].amin(-1, keepdim=True) < limit).any():
         near = head, row, column = (squares < limit).nonzero(as_tuple=True)
+        w, noise = codes.centred, codes.noise[..., 0]
         if len(head) * w.shape[-1] > squares.numel():
             return _squares_by_difference(codes, rows), 'many'
         i, j = (head, row + rows.start), (head, column)
         square = (w[i] - w[j]).square_().sum(dim=-1)
-        noise = codes.noise[..., 0]
         squares[near] = square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
     diagonal.zero_()
     return squares, near
@@ -106,13 +111,13 @@ def _distance_attention(
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
-    codes = [_prepare(c, num_tokens) for c in (codes_x, codes_y)]
+    codes = _prepare(codes_x, codes_y, num_tokens)
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         qs, ks, vs = (_wide(t[chunk]) for t in (q, k, v))  # [b, n, N, d]
-        parts = [_Codes(*(t[chunk].flatten(0, 1) for t in c)) for c in codes]
+        heads = codes.of(chunk)
         gains = gain[chunk][..., None, None]
         for rows in _rows(num_tokens):
-            dx, dy = (_squares(c, rows, num_prefix_tokens)[0].sqrt_() for c in parts)
+            dx, dy = _squares(heads, rows, num_prefix_tokens)[0].sqrt_().chunk(2)
             bias = dx.add_(dy).view(*gains.shape[:2], *dx.shape[1:]).mul_(gains)
             out[chunk][:, :, rows] = F.scaled_dot_product_attention(
                 qs[:, :, rows], ks, vs, attn_mask=bias, scale=scale)
@@ -122,6 +127,26 @@ def _distance_attention(
 @_distance_attention.register_fake
 def _(q, k, v, codes_x, codes_y, bias_scale, scale):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def _add_gradient(grad: torch.Tensor, r: torch.Tensor, codes: _Codes, rows: slice, near: _Near) -> None:
+    """Add rowsum(R + R^T) w - (R + R^T) w to `[2n, C, N]`, for a block of R, `[2n, R, N]`, which is overwritten."""
+    w, w_and_one = codes.centred, codes.right[..., :codes.centred.shape[-1] + 1]  # r times one are the sums
+    if near == 'many':
+        if w.device.type != 'mps':  # which has no float64
+            r, w, w_and_one = r.double(), w.double(), w_and_one.double()
+    elif near is not None:
+        head, row, column = near
+        i, j = (head, row + rows.start), (head, column)
+        pull = r[near].unsqueeze(-1) * (w[i] - w[j])
+        grad.mT.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True)
+        r[near] = 0
+    w, w_and_one = w.mT, w_and_one.mT
+    sizes = [w.shape[1], 1]
+    rw, row_sum = torch.bmm(w_and_one, r.mT).split(sizes, dim=1)
+    grad[:, :, rows] += row_sum * w[:, :, rows] - rw
+    rw, column_sum = torch.bmm(w_and_one[:, :, rows], r).split(sizes, dim=1)
+    grad += column_sum * w - rw
 
 
 @torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=())
@@ -141,44 +166,36 @@ def _distance_attention_backward(
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y)]
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
-    codes = [_prepare(c, num_tokens) for c in (codes_x, codes_y)]
+    codes = _prepare(codes_x, codes_y, num_tokens)
+    widths = codes_x.shape[-1], codes_y.shape[-1]
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         gs, qs, ks, vs = (_wide(t[chunk]).flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
-        parts = [_Codes(*(t[chunk].flatten(0, 1) for t in c)) for c in codes]
+        heads = codes.of(chunk)
+        w = heads.centred  # [2n, N, C]
         gains = gain[chunk].reshape(-1, 1, 1)
-        grad_q, grad_k, grad_v = torch.empty_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
-        grad_codes = [torch.zeros_like(c.centred) for c in parts]
-        grad_gains = torch.zeros_like(gains)
+        grad_q = torch.empty_like(qs)
+        # what is summed over blocks of rows is kept transposed: r^T w takes longer than w^T r
+        grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, w))  # [n, d, N], [2n, C, N]
         for rows in _rows(num_tokens):
-            squares, nears = zip(*(_squares(c, rows, num_prefix_tokens) for c in parts))
-            distances = [square.sqrt() for square in squares]
-            distance = distances[0] + distances[1]
-            logits = (distance * gains).baddbmm_(qs[:, rows], ks.transpose(1, 2), alpha=scale)
+            squares, near = _squares(heads, rows, num_prefix_tokens)
+            distances = squares.sqrt()
+            dx, dy = distances.chunk(2)
+            logits = (dx + dy).mul_(gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
             p = logits.softmax(dim=-1)
             g = gs[:, rows]
-            grad_v.baddbmm_(p.transpose(1, 2), g)
-            grad_p = torch.bmm(g, vs.transpose(1, 2))
+            grad_v.baddbmm_(g.mT, p)
+            grad_p = torch.bmm(g, vs.mT)
             grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
             grad_q[:, rows] = torch.bmm(grad_logits, ks)
-            grad_k.baddbmm_(grad_logits.transpose(1, 2), qs[:, rows])
-            grad_gains += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
-            for c, square, near, d, grad_w in zip(parts, squares, nears, distances, grad_codes):
-                # D / D^2 = 1 / D, and 0 where D = 0
-                r = d.div_(square.clamp_(min=torch.finfo(d.dtype).tiny)).mul_(grad_logits)
-                w = c.centred
-                if near == 'many':
-                    if w.device.type != 'mps':  # which has no float64
-                        r, w = r.double(), w.double()
-                elif near is not None:
-                    head, row, column = near
-                    i, j = (head, row + rows.start), (head, column)
-                    pull = r[near].unsqueeze(-1) * (w[i] - w[j])
-                    grad_w.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True)
-                    r[near] = 0
-                grad_w[:, rows] += r.sum(dim=2, keepdim=True) * w[:, rows] - torch.bmm(r, w)
-                grad_w += r.sum(dim=1).unsqueeze(-1) * w - torch.bmm(r.transpose(1, 2), w[:, rows])
-        found = (
-            grad_q.mul_(scale), grad_k.mul_(scale), grad_v, *(gains * g[:, num_prefix_tokens:] for g in grad_codes))
+            grad_k.baddbmm_(qs[:, rows].mT, grad_logits)
+            # D / D^2 = 1 / D, and 0 where D = 0
+            r = distances.div_(squares.clamp_(min=torch.finfo(squares.dtype).tiny))
+            r.unflatten(0, (2, -1)).mul_(grad_logits)
+            _add_gradient(grad_w, r, heads, rows, 'many' if min(widths) <= NARROW else near)
+        # A distance is homogeneous in the codes, so the gradient of its gain is w . grad_w.
+        grad_gains = (grad_w * w.mT).sum(dim=(1, 2)).view(2, -1).sum(0)
+        grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
+        found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
             whole = whole[chunk]
             whole.copy_(part.view(whole.shape))
