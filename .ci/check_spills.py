@@ -97,8 +97,9 @@ def main():
                 print(f'{dtype} d={head_dim} {width}x{height} {name} {warps} warps: {registers} registers, '
                       f'stack {stack}, shared {shared // 1024} KiB{"  <- BAD" if bad else ""}', flush=True)
     if failed:
-        sys.exit(f'{failed} of {compiled} kernels spill registers or want too much shared memory')
-    print(f'{compiled} kernels, no spills')
+        sys.exit(f'{failed} of {compiled} kernels spill registers or want too much shared memory with Triton '
+                 f'{triton.__version__}')
+    print(f'{compiled} kernels, no spills with Triton {triton.__version__}')
 
 
 if __name__ == '__main__':
