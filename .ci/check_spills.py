@@ -36,10 +36,11 @@ def compile_kernel(kernel, constants, warps, stages, dtype, inputs):
         elif name.isupper():
             norms = 'fp64' if dtype == 'fp32' else 'fp32'
             signature[name] = '*' + (dtype if name in inputs else norms if name in ('SX', 'SY') else 'fp32')
-            attrs[index,] = [['tt.divisibility', 16]]
+            if name not in ('Z', 'DZ'):  # along y they begin behind the values along x
+                attrs[index,] = [['tt.divisibility', 16]]
         else:
             signature[name] = 'i32'
-            if name.startswith('s'):  # strides of rows of 16 numbers or more
+            if re.match('s[qkv]_', name):  # strides of rows of 16 numbers or more
                 attrs[index,] = [['tt.divisibility', 16]]
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
@@ -80,7 +81,7 @@ def main():
                 for sources in (1, 2) if 2 * length <= LIMITS[itemsize > 2][1] else (1,):
                     constants = dict(
                         codes_triton.tiles_for(head_dim, length, length + 1), HEAD_DIM=head_dim, NPOS=length + 1,
-                        SOURCES=sources, PRECISION='ieee' if itemsize > 2 else 'tf32x3', DTYPE=tl.float32)
+                        SOURCES=sources, DTYPE=tl.float32, **codes_triton.PRECISIONS[itemsize > 2])
                     gradient = dict(constants, GRADIENT='ieee' if itemsize > 2 else 'tf32')
                     launches += [
                         (f'{sources} x codes of {length}, {name}', kernel, codes_triton.warps_for(length, itemsize), 1,

@@ -27,6 +27,16 @@ FAST = ('torch', 'triton')
 NAMES = ('q', 'k', 'v', 'table_x', 'table_y', 'bias_scale')
 
 
+def device_of(name):
+    return DEVICE if name == 'triton' else 'cpu'
+
+
+def strictest(name):
+    """Device, dtype and tolerance. On a GPU Triton has no kernels of float64."""
+    device = device_of(name)
+    return (device, torch.float64, 1e-10) if device == 'cpu' else (device, torch.float32, 1e-5)
+
+
 def make(grid, prefix=1, heads=2, dim=8, batch=1, seed=0, npos=None):
     generator = torch.Generator().manual_seed(seed)
 
@@ -51,11 +61,12 @@ def run(function, inputs, dtype=None, device='cpu', seed=4, **kwargs):
     return out.cpu(), [g.cpu() for g in torch.autograd.grad(out, inputs, weights.to(out))]
 
 
-def check(name, inputs, grid, prefix, dtype, tolerance, mode='k', ref_grid_size=None, **kwargs):
+def check(name, inputs, grid, prefix, dtype=None, tolerance=None, mode='k', ref_grid_size=None, **kwargs):
+    device, *default = strictest(name)
+    dtype, tolerance = (dtype, tolerance) if dtype else default
     common = dict(grid_size=grid, mode=mode, num_prefix_tokens=prefix, ref_grid_size=ref_grid_size)
     rounded = [t.to(dtype).double() for t in inputs]
     expected, expected_grads = run(references.sape2_attention, rounded, **common, **kwargs)
-    device = DEVICE if name == 'triton' else 'cpu'
     actual, grads = run(sape2_attention, rounded, dtype, device, backend=name, **common, **kwargs)
     assert actual.dtype == dtype
     assert_near(actual, expected, tolerance, 'output')
@@ -81,7 +92,7 @@ GRIDS = [((3, 5), 0), ((3, 5), 5), ((1, 7), 1), ((7, 1), 0), ((4, 4), 1), ((1, 1
 @pytest.mark.parametrize('grid, prefix', GRIDS)
 @pytest.mark.parametrize('name', ['reference', *FAST])
 def test_equations(name, grid, prefix, mode):
-    check(name, make(grid, prefix), grid, prefix, torch.float64, 1e-10, mode)
+    check(name, make(grid, prefix), grid, prefix, mode=mode)
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -96,7 +107,7 @@ def test_precision(name, dtype, tolerance, grid, prefix):
 @pytest.mark.parametrize('name', FAST)
 @pytest.mark.parametrize('ref_grid_size', [(2, 7), (6, 4)])
 def test_another_grid(name, ref_grid_size):
-    check(name, make((3, 5), 1, npos=5), (3, 5), 1, torch.float64, 1e-10, ref_grid_size=ref_grid_size)
+    check(name, make((3, 5), 1, npos=5), (3, 5), 1, ref_grid_size=ref_grid_size)
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -104,34 +115,39 @@ def test_dropped_patches(name):
     keep = torch.tensor([[7, 2, 11, 14], [0, 13, 5, 3]])
     inputs = make((3, 5), batch=2)
     inputs[:3] = [t[:, :, :5] for t in inputs[:3]]
-    check(name, inputs, (3, 5), 1, torch.float64, 1e-10, keep_indices=keep)
+    check(name, inputs, (3, 5), 1, keep_indices=keep)
 
 
 @pytest.mark.parametrize('name', FAST)
 def test_scales(name):
-    check(name, make((3, 4), heads=3, dim=6), (3, 4), 1, torch.float64, 1e-10, scale=0.7, gate_scale=1.3)
+    check(name, make((3, 4), heads=3, dim=6), (3, 4), 1, scale=0.7, gate_scale=1.3)
 
 
-def test_learned_gate_scale():
-    inputs = make((3, 4))
-    grads = []
-    for name in ('reference', *FAST):
-        scale = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
-        *tensors, bias_scale = [t.detach() for t in inputs]
+@pytest.mark.parametrize('name', FAST)
+def test_learned_gate_scale(name):
+    device, dtype, tolerance = strictest(name)
+
+    def gradient(backend_name, *args):
+        scale = torch.tensor(0.4).to(*args).requires_grad_()
+        *tensors, bias_scale = [t.to(*args) for t in make((3, 4))]
         out = sape2_attention(
-            *tensors, (3, 4), bias_scale=bias_scale, num_prefix_tokens=1, gate_scale=scale, backend=name)
-        grads.append(torch.autograd.grad(out.square().sum(), scale)[0])
-    assert_near(grads[1], grads[0], 1e-10)
-    assert_near(grads[2], grads[0], 1e-10)
+            *tensors, (3, 4), bias_scale=bias_scale, num_prefix_tokens=1, gate_scale=scale, backend=backend_name)
+        return torch.autograd.grad(out.square().sum(), scale)[0].cpu()
+
+    assert_near(gradient(name, device, dtype), gradient('reference', torch.float64), tolerance)
 
 
+@pytest.mark.parametrize('name', FAST)
 @pytest.mark.parametrize('bias_scale', [0.0, -1.5, torch.tensor(2.0)])
-def test_number_as_bias_scale(bias_scale):
-    *tensors, _ = make((3, 4))
-    kwargs = dict(bias_scale=bias_scale, num_prefix_tokens=1)
-    expected = sape2_attention(*tensors, (3, 4), **kwargs, backend='reference')
-    for name in FAST:
-        assert_near(sape2_attention(*tensors, (3, 4), **kwargs, backend=name), expected, 1e-10)
+def test_number_as_bias_scale(name, bias_scale):
+    device, dtype, tolerance = strictest(name)
+
+    def output(backend_name, *args):
+        *tensors, _ = [t.to(*args) for t in make((3, 4))]
+        scale = bias_scale.to(*args) if isinstance(bias_scale, torch.Tensor) else bias_scale
+        return sape2_attention(*tensors, (3, 4), bias_scale=scale, num_prefix_tokens=1, backend=backend_name).cpu()
+
+    assert_near(output(name, device, dtype), output('reference', torch.float64), tolerance)
 
 
 # --- larger grids, against the reference backend in float64, which the loops have checked --------------------------
@@ -178,7 +194,7 @@ def test_hard_input(name, grid, prefix, kind):
     common = dict(grid_size=grid, num_prefix_tokens=prefix)
 
     def error(inputs, exact, backend_name):
-        device = DEVICE if backend_name == 'triton' else 'cpu'
+        device = device_of(backend_name)
         out, grads = run(sape2_attention, inputs, device=device, backend=backend_name, **common)
         found = [out.detach(), *grads]
         assert all(t.isfinite().all() for t in found)
@@ -243,7 +259,7 @@ def test_hard_input_of_16_bits(name, dtype, grid, prefix, kind):
 
     out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
     exact = [out.detach(), *grads]
-    device = DEVICE if name == 'triton' else 'cpu'
+    device = device_of(name)
     found, grads = run(sape2_attention, inputs, device=device, backend=name, **common)
     rounded, rounded_grads = run(plain, inputs, torch.float64, **common)
     for what, expected, a, b in zip(('output', *NAMES), exact, (found, *grads), (rounded, *rounded_grads)):
@@ -273,7 +289,7 @@ def test_bias_is_within_the_noise_floor(name, kind):
         for part in ((2e-6 * (s[..., :, None] + s[..., None, :])).sqrt(), off[..., :, None], off[..., None, :]):
             allowed += part
     gain = 0.1 / exact.max().clamp(min=1).float()  # so small that no probability is lost
-    device = DEVICE if name == 'triton' else 'cpu'
+    device = device_of(name)
     nothing = torch.zeros(1, 2, num_tokens, num_tokens, device=device)
     out = ops.distance_attention(
         nothing, nothing, torch.eye(num_tokens).to(nothing) + nothing, *(c.to(device) for c in rounded),
@@ -283,47 +299,50 @@ def test_bias_is_within_the_noise_floor(name, kind):
     assert ((bias - exact).abs() <= allowed + slack).all(), ((bias - exact).abs() - allowed).max()
 
 
-def near_codes(num_near, distance):
-    generator = torch.Generator().manual_seed(0)
-    codes = 3 + torch.randn(2, 40, 6, generator=generator)
-    codes[1, :num_near] = codes[1, :1] + distance * torch.randn(num_near, 6, generator=generator)
+def near_codes(num_near, distance, width=6, offset=3.0, seed=0):
+    """Codes of two heads, `[2, 40, width]`; in the second head some are near the first one."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = offset + torch.randn(2, 40, width, generator=generator)
+    codes[1, :num_near] = codes[1, :1] + distance * torch.randn(num_near, width, generator=generator)
     return codes
 
 
+@pytest.mark.parametrize('offset', [0.0, 3.0])
 @pytest.mark.parametrize('num_near, many', [(2, False), (30, True)])
-def test_small_distances(num_near, many):
+def test_small_distances(num_near, many, offset):
     """Few small distances are computed from differences one by one, many with their whole block; both to the digit."""
-    codes = near_codes(num_near, 1e-3)
+    codes = near_codes(num_near, 1e-3, offset=offset)
     prepared = ops.distances._prepare(codes[:1, None], codes[1:, None], 41).of((slice(None), slice(None)))
     squares, near = ops.distances._squares(prepared, slice(0, 41), 1)
     assert near is not None and (near == 'many') is many
     found = squares.sqrt().double()
     exact = torch.zeros(2, 41, 41, dtype=torch.float64)
     exact[:, 1:, 1:] = torch.cdist(codes.double(), codes.double(), compute_mode='donot_use_mm_for_euclid_dist')
-    assert ((found - exact).abs() <= 1e-4 * exact.clamp(max=0.01) + 1e-6 * exact).all()
+    small = exact < 0.02
+    assert ((found - exact).abs() <= torch.where(small, 1e-6 * exact, 1e-5 * exact)).all()
     product = (prepared.left @ prepared.right.mT).relu().sqrt()
     assert ((product - exact).abs() > 1e-2 * exact).any()
 
 
+@pytest.mark.parametrize('offset', [0.0, 3.0])
 @pytest.mark.parametrize('num_near', [2, 30])
 @pytest.mark.parametrize('name', FAST)
-def test_gradients_of_small_distances(name, num_near):
+def test_gradients_of_small_distances(name, num_near, offset):
     """What pulls at two codes, each 10^4 times as long as their distance, is right to the digit."""
-    codes = near_codes(num_near, 1e-4)[None]
+    codes = near_codes(num_near, 1e-4, 6, offset), near_codes(num_near + 3, 1e-4, 9, offset, seed=2)
+    gain = torch.full((1,), -0.3)  # negative: attention goes to those that are near
     q, k, v, grad = torch.randn(4, 1, 2, 41, 8, generator=torch.Generator().manual_seed(1))
 
-    def gradient(backend_name, dtype, device='cpu'):
-        found = codes.to(device, dtype, copy=True).requires_grad_()
+    def gradients(backend_name, dtype, device='cpu'):
+        leaves = [t.to(device, dtype, copy=True).requires_grad_() for t in (codes[0][None], codes[1][None], gain)]
         tensors = [t.to(device, dtype) for t in (q, k, v)]
-        gain = found.new_tensor([-0.3])  # who is near is looked at
-        out = ops.distance_attention(
-            *tensors, found, found.detach(), gain, timm_sape.Grid(5, 8, 1), scale=0.3, backend=backend_name)
-        return torch.autograd.grad(out, found, grad.to(out))[0].cpu().double()
+        out = ops.distance_attention(*tensors, *leaves, timm_sape.Grid(5, 8, 1), scale=0.3, backend=backend_name)
+        return [g.cpu().double() for g in torch.autograd.grad(out, leaves, grad.to(out))]
 
-    exact = gradient('reference', torch.float64)
-    found = gradient(name, torch.float32, DEVICE if name == 'triton' else 'cpu')
-    errors = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
-    assert errors.max() <= 5e-6, f'{errors.max():.1e}'
+    found = gradients(name, torch.float32, device_of(name))
+    for what, a, b in zip(('codes_x', 'codes_y', 'gain'), found, gradients('reference', torch.float64)):
+        error = ((a - b).norm(dim=-1) / b.norm(dim=-1).mean(dim=-1, keepdim=True)).max()
+        assert error <= 5e-6, f'{what}: {error:.1e}'
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -333,7 +352,7 @@ def test_poisoned_memory(name):
     try:
         inputs = make((3, 5), 2, dim=5)
         kwargs = dict(grid_size=(3, 5), num_prefix_tokens=2)
-        device = DEVICE if name == 'triton' else 'cpu'
+        device = device_of(name)
         out, grads = run(sape2_attention, inputs, torch.float32, device, backend=name, **kwargs)
         assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
     finally:
@@ -367,7 +386,7 @@ def test_nothing_n_by_n_is_stored():
 
 @pytest.mark.parametrize('name', FAST)
 def test_codes_stay_wide_under_autocast(name):
-    device = DEVICE if name == 'triton' else 'cpu'
+    device = device_of(name)
     q, k, _, table_x, table_y, _ = make((3, 4))
     q, k, table_x, table_y = (t.detach().float().to(device).requires_grad_() for t in (q, k, table_x, table_y))
     found = []
@@ -380,16 +399,19 @@ def test_codes_stay_wide_under_autocast(name):
         assert torch.equal(plain, autocast)
 
 
-def test_opcheck():
-    q, k, v, table_x, table_y, bias_scale = make((3, 4))
-    patches = [t[:, :, 1:].detach().clone().requires_grad_() for t in (q, k)]
+@pytest.mark.parametrize('name, codes_op, attention_op', [
+    ('torch', _axis_codes, _distance_attention),
+    ('triton', triton_axis_codes, _triton_attention),
+])
+def test_opcheck(name, codes_op, attention_op):
+    device, dtype, _ = strictest(name)
+    q, k, v, table_x, table_y, bias_scale = (t.to(device, dtype) for t in make((3, 4)))
+    patches = [t[:, :, 1:].clone().requires_grad_() for t in (q, k)]
     tables = [t.requires_grad_() for t in (table_x, table_y)]
-    for op in (_axis_codes, triton_axis_codes):
-        torch.library.opcheck(op, (*patches, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
-    codes = [c.detach().requires_grad_() for c in _axis_codes(*patches, *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
-    tensors = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    for op in (_distance_attention, _triton_attention):
-        torch.library.opcheck(op, (*tensors, *codes, bias_scale.requires_grad_(), 0.3))
+    torch.library.opcheck(codes_op, (*patches, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
+    codes = [c.detach().requires_grad_() for c in codes_op(*patches, *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
+    tensors = [t.clone().requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(attention_op, (*tensors, *codes, bias_scale.requires_grad_(), 0.3))
 
 
 # --- CoPE's bias, by the same means ----------------------------------------------------------------------------------
@@ -456,6 +478,7 @@ def test_argument_before_variable_before_automatic():
     ('triton', {'q': torch.zeros(1, 1, 1, 160, dtype=torch.bfloat16)}, 'a head dim of 128'),
 ])
 def test_no_silent_way_out(requested, kwargs, text):
+    kwargs = {**kwargs, 'q': kwargs.get('q', torch.zeros(1, 1, 2, 8)).to(device_of(requested))}
     with pytest.raises(ValueError, match=text):
         chosen(requested, **kwargs)
     text = text.replace('backend=', 'TIMM_SAPE_BACKEND')
@@ -504,18 +527,18 @@ POS_ENCS = ['sape2_k', 'sape2_q', 'sape2_qk', 'ape+auto_sape2_k', 'rope2d+sape2_
 @pytest.mark.parametrize('name', FAST)
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
 def test_models_by_every_backend(pos_enc, name):
+    device, dtype, tolerance = strictest(name)
     make_model = Maker(pos_enc)
-    x = make_model.images().double()
     results = []
-    for chosen_backend in ('reference', name):
-        model = make_model().double()
+    for chosen_backend, *where in (('reference', torch.float64), (name, device, dtype)):
+        model = make_model().to(*where)
         with using_backend(chosen_backend):
-            loss = model(x).square().sum()
+            loss = model(make_model.images().to(*where)).square().sum()
             loss.backward()
-        results.append((loss, [p.grad for p in model.parameters()]))
-    assert_near(results[1][0], results[0][0], 1e-10)
+        results.append((loss.cpu(), [p.grad.cpu() for p in model.parameters()]))
+    assert_near(results[1][0], results[0][0], tolerance)
     for a, b in zip(results[1][1], results[0][1]):
-        assert (a - b).abs().max() <= 1e-9 * b.abs().max().clamp(min=1)
+        assert (a - b).abs().max() <= 10 * tolerance * b.abs().max().clamp(min=1)
 
 
 def test_exported_graphs_have_no_operator_of_ours():

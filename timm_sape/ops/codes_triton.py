@@ -17,12 +17,18 @@ from .distances_triton import _dense_rows, _padded
 
 __all__ = ['triton_axis_codes']
 
+# Of products, and of the sums of gates: what is lost there, neighbours' codes lose many times over. By width of q.
+PRECISIONS = {
+    False: {'PRECISION': 'tf32x3', 'SUM': tl.float32},
+    True: {'PRECISION': 'ieee', 'SUM': tl.float64},
+}
+
 
 @triton.jit
 def _gates_and_positions(
         Q, K, q_line, k_line, sq_n, sk_n, step, length, gate_scale, shrink,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr,
-        PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """q and k of a line, `[C, D]`; its gates, positions, their cells and how far in they are, `[C, C]`."""
     t, d = tl.arange(0, C), tl.arange(0, D)
@@ -31,9 +37,9 @@ def _gates_and_positions(
     k = tl.load(K + k_line + t[:, None] * step * sk_n + d[None, :], mask=mask, other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=DTYPE) * gate_scale
     gates = tl.where(t[None, :] < length, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
-    pos = tl.cumsum(gates, axis=1, reverse=True) * shrink
+    pos = tl.cumsum(gates.to(SUM), axis=1, reverse=True) * shrink
     cell = tl.maximum(tl.minimum(pos.to(tl.int32), NPOS - 2), 0)
-    weight = tl.minimum(pos, NPOS - 1.0) - cell
+    weight = (tl.minimum(pos, NPOS - 1.0) - cell).to(DTYPE)
     return q, k, gates, pos, cell, weight
 
 
@@ -43,7 +49,7 @@ def _forward(
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
         num_heads, num_patches, line_step, step, length, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
-        SOURCES: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+        SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = head // num_heads, head % num_heads
@@ -51,7 +57,7 @@ def _forward(
     first = line * line_step
     _, _, _, _, cell, weight = _gates_and_positions(
         Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
-        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, DTYPE)
+        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, SUM, DTYPE)
     t, m = tl.arange(0, C), tl.arange(0, M)
     patch = head * num_patches + first + t * step
     inside = (t[:, None] < length) & (t[None, :] < length)
@@ -71,7 +77,7 @@ def _backward_values(
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
         num_heads, num_patches, line_step, step, length, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
-        SOURCES: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+        SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Gradient of Z, the inverse of the look-up, position by position: what it took from there goes back there."""
     line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -80,7 +86,7 @@ def _backward_values(
     first = line * line_step
     _, _, _, _, cell, weight = _gates_and_positions(
         Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
-        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, DTYPE)
+        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, SUM, DTYPE)
     t = tl.arange(0, C)
     patch = head * num_patches + first + t * step
     inside = (t[:, None] < length) & (t[None, :] < length)
@@ -99,7 +105,7 @@ def _backward_tokens(
         num_heads, num_patches, line_step, step, length, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr,
-        DTYPE: tl.constexpr,
+        SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Gradients of q and k by way of the gates, on top of what is there with ADD."""
     line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -109,7 +115,7 @@ def _backward_tokens(
     q_line, k_line = b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n
     _, _, gates, pos, cell, _ = _gates_and_positions(
         Q, K, q_line, k_line, sq_n, sk_n, step, length,
-        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, DTYPE)
+        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, SUM, DTYPE)
     PART: tl.constexpr = min(D, 64)
     t, m = tl.arange(0, C), tl.arange(0, M)
     patch = head * num_patches + first + t * step
@@ -142,7 +148,7 @@ def _backward_tokens(
 
 
 def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
-    """Padded sizes: channels of a head, patches of a line, cells. Of fewer channels than patches, kernels spill."""
+    """Padded sizes: channels of a head, patches of a line, cells. D is C at least: of a smaller one kernels spill."""
     return {'D': max(_padded(head_dim), _padded(length)), 'C': _padded(length), 'M': _padded(npos - 1)}
 
 
@@ -173,8 +179,7 @@ def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> No
         *(t.stride(n) for t in (q, k) for n in range(3)),
         num_heads, num_patches, axis['line_step'], axis['step'], axis['length'], z.shape[-1], z[0].numel(),
         HEAD_DIM=head_dim, NPOS=npos, **tiles_for(head_dim, axis['length'], npos), SOURCES=len(z),
-        PRECISION='ieee' if q.element_size() > 2 else 'tf32x3',
-        DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
+        DTYPE=tl.float64 if dtype == torch.float64 else tl.float32, **PRECISIONS[q.element_size() > 2],
         num_warps=warps_for(axis['length'], q.element_size()), **constants)
 
 

@@ -6,7 +6,8 @@ digits: what comes out as a small part of s_i is computed once more, from the di
 
 The backward pass computes the blocks anew. With G the gradient of a distance D and R = G / D, that of the codes is
 rowsum(R + R^T) w - (R + R^T) w. Small distances make R large and what is left of the two terms small: such pairs are
-taken out, and summed as r * (w_i - w_j), or, where they are many, all is in float64.
+taken out, and summed as r * (w_i - w_j), or, where they are many, all is in float64. Other devices than the CPU do not
+look for them, and take them to be many.
 """
 from typing import Iterator, NamedTuple, Optional, Tuple, Union
 
@@ -20,20 +21,20 @@ from .contextual import pairwise_distance, without_autocast
 
 __all__ = ['distance_attention', 'distance_bias']
 
-NARROW = 4  # codes of so few channels lie so close that some distance is always small
 NEAR = 2 ** -6  # squared distances below this part of s are computed from differences
 
 
 class _Codes(NamedTuple):
-    """Codes in the form that the blocks want, `[2, B, h, N, ...]`, x before y; those of prefix tokens are zeros."""
-    centred: torch.Tensor
-    left: torch.Tensor
-    right: torch.Tensor
-    near: torch.Tensor  # squared distances below this want a second look, `[2, B, h, N, 1]`
-    noise: torch.Tensor  # squared distances up to this are 0, `[2, B, h, N, 1]`; infinite for prefix tokens
+    """Codes in the form that the blocks want: `[2, B, h, N, ...]`, x before y, or of some heads, `[2n, N, ...]`, first
+    all along x. Those of prefix tokens are zeros."""
+    raw: torch.Tensor  # for differences, which nothing else is exact for
+    left: torch.Tensor  # for products, centred
+    right: torch.Tensor  # centred codes, 1, ...
+    near: torch.Tensor  # squared distances below this want a second look, `[..., N, 1]`
+    noise: torch.Tensor  # squared distances up to this are 0, `[..., N, 1]`; infinite for prefix tokens
 
     def of(self, chunk: Tuple[slice, slice]) -> '_Codes':
-        """Those of some heads, `[2n, N, ...]`: all along x, then all along y."""
+        """Those of some heads."""
         return _Codes(*(t[(slice(None), *chunk)].flatten(0, 2) for t in self))
 
 
@@ -44,13 +45,13 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
     """Of codes `[B, h, N-P, C]`; the narrower ones are filled up with zeros, which changes no distance."""
     width = max(codes_x.shape[-1], codes_y.shape[-1])
     codes = torch.stack([F.pad(c, (0, width - c.shape[-1])) for c in (codes_x, codes_y)])
-    w = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance, saves digits
+    w = codes - codes.mean(dim=-2, keepdim=True)  # saves digits of products
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
     prefix = (0, 0, num_tokens - w.shape[-2], 0)
     return _Codes(
-        F.pad(w, prefix),
+        F.pad(codes, prefix),
         F.pad(torch.cat([-2 * w, s, one, fill], dim=-1), prefix),
         F.pad(torch.cat([w, one, s, fill], dim=-1), prefix),
         F.pad(torch.maximum(NEAR * s, 4 * noise), prefix),
@@ -61,15 +62,15 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
 def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.Tensor, _Near]:
     """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[2n, R, N]`; and which
     of them are small."""
-    if codes.centred.device.type != 'cpu':  # a look at what comes out would make a GPU wait
-        return _squares_by_difference(codes, rows), None
+    if codes.raw.device.type != 'cpu':  # a look at what comes out would make a GPU wait
+        return _squares_by_difference(codes, rows), 'many'
     squares = torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2))
     diagonal = squares.diagonal(rows.start, 1, 2)
     diagonal.fill_(float('inf'))
     limit, near = codes.near[:, rows], None
     if (squares[:, :, num_prefix_tokens:].amin(-1, keepdim=True) < limit).any():
         near = head, row, column = (squares < limit).nonzero(as_tuple=True)
-        w, noise = codes.centred, codes.noise[..., 0]
+        w, noise = codes.raw, codes.noise[..., 0]
         if len(head) * w.shape[-1] > squares.numel():
             return _squares_by_difference(codes, rows), 'many'
         i, j = (head, row + rows.start), (head, column)
@@ -80,7 +81,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.
 
 
 def _squares_by_difference(codes: _Codes, rows: slice) -> torch.Tensor:
-    w, noise = codes.centred, codes.noise
+    w, noise = codes.raw, codes.noise
     squares = torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist').square_()
     return squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
 
@@ -129,20 +130,20 @@ def _(q, k, v, codes_x, codes_y, bias_scale, scale):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def _add_gradient(grad: torch.Tensor, r: torch.Tensor, codes: _Codes, rows: slice, near: _Near) -> None:
-    """Add rowsum(R + R^T) w - (R + R^T) w to `[2n, C, N]`, for a block of R, `[2n, R, N]`, which is overwritten."""
-    w, w_and_one = codes.centred, codes.right[..., :codes.centred.shape[-1] + 1]  # r times one are the sums
-    if near == 'many':
-        if w.device.type != 'mps':  # which has no float64
-            r, w, w_and_one = r.double(), w.double(), w_and_one.double()
-    elif near is not None:
-        head, row, column = near
-        i, j = (head, row + rows.start), (head, column)
-        pull = r[near].unsqueeze(-1) * (w[i] - w[j])
-        grad.mT.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True)
-        r[near] = 0
-    w, w_and_one = w.mT, w_and_one.mT
-    sizes = [w.shape[1], 1]
+def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, rows: slice, near: _Near) -> None:
+    """Add r * (w_i - w_j) of some pairs to `[2n, C, N]`, and take them out of a block of R, `[2n, R, N]`."""
+    head, row, column = near
+    i, j = (head, row + rows.start), (head, column)
+    pull = (r[near].unsqueeze(-1) * (w[i] - w[j])).double()
+    total = torch.zeros(w.shape, dtype=pull.dtype)  # float64 is summed in order, float32 by atomics
+    grad += total.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True).mT
+    r[near] = 0
+
+
+def _add_gradient(grad: torch.Tensor, r: torch.Tensor, w_and_one: torch.Tensor, rows: slice) -> None:
+    """Add rowsum(R + R^T) w - (R + R^T) w to `[2n, C, N]`, for a block of R, `[2n, R, N]`, and `[2n, N, C + 1]`."""
+    w_and_one = w_and_one.mT
+    w, sizes = w_and_one[:, :-1], [grad.shape[1], 1]  # r times one are the sums
     rw, row_sum = torch.bmm(w_and_one, r.mT).split(sizes, dim=1)
     grad[:, :, rows] += row_sum * w[:, :, rows] - rw
     rw, column_sum = torch.bmm(w_and_one[:, :, rows], r).split(sizes, dim=1)
@@ -171,16 +172,19 @@ def _distance_attention_backward(
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         gs, qs, ks, vs = (_wide(t[chunk]).flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
         heads = codes.of(chunk)
-        w = heads.centred  # [2n, N, C]
+        w_and_one = heads.right[..., :max(widths) + 1]
+        precise = None
         gains = gain[chunk].reshape(-1, 1, 1)
         grad_q = torch.empty_like(qs)
-        # what is summed over blocks of rows is kept transposed: r^T w takes longer than w^T r
-        grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, w))  # [n, d, N], [2n, C, N]
+        # transposed, `[n, d, N]` and `[2n, C, N]`: products are quicker that way round
+        grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, heads.raw))
+        grad_gains = torch.zeros_like(gains)
         for rows in _rows(num_tokens):
             squares, near = _squares(heads, rows, num_prefix_tokens)
             distances = squares.sqrt()
             dx, dy = distances.chunk(2)
-            logits = (dx + dy).mul_(gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
+            distance = dx + dy
+            logits = (distance * gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
             p = logits.softmax(dim=-1)
             g = gs[:, rows]
             grad_v.baddbmm_(g.mT, p)
@@ -188,12 +192,18 @@ def _distance_attention_backward(
             grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
             grad_q[:, rows] = torch.bmm(grad_logits, ks)
             grad_k.baddbmm_(qs[:, rows].mT, grad_logits)
+            grad_gains += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
             # D / D^2 = 1 / D, and 0 where D = 0
             r = distances.div_(squares.clamp_(min=torch.finfo(squares.dtype).tiny))
             r.unflatten(0, (2, -1)).mul_(grad_logits)
-            _add_gradient(grad_w, r, heads, rows, 'many' if min(widths) <= NARROW else near)
-        # A distance is homogeneous in the codes, so the gradient of its gain is w . grad_w.
-        grad_gains = (grad_w * w.mT).sum(dim=(1, 2)).view(2, -1).sum(0)
+            if near == 'many' and r.device.type != 'mps':  # which has no float64
+                if precise is None:
+                    precise = F.pad(heads.raw.double(), (0, 1), value=1)
+                _add_gradient(grad_w, r.double(), precise, rows)
+                continue
+            if isinstance(near, tuple):
+                _add_near_pairs(grad_w, r, heads.raw, rows, near)
+            _add_gradient(grad_w, r, w_and_one, rows)
         grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
         found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
