@@ -26,19 +26,40 @@ def test_costs_are_those_that_were_measured():
         assert shown in README.read_text() and path.name in README.read_text()
 
 
-def test_results_are_those_of_the_runs():
-    """Top-1 and the difference to APE, line by line."""
+def runs_of(plan):
+    """Notes and rows of a table of runs; each finished run has the accuracy that its summary says."""
     folder = README.parent / 'results' / 'cpu_cifar10'
-    notes, *lines = (folder / 'plan.csv').read_text().splitlines()
+    notes, *lines = (folder / f'{plan}.csv').read_text().splitlines()
     rows = [
         {**row, **{key: float(row[key]) if row[key] else None for key in NUMBERS}} for row in csv.DictReader(lines)]
+    for row in rows:
+        if row['status'] == 'finished':
+            epochs = read_summary(folder / row['model'] / f'seed{row["seed"]}')
+            assert round(float(epochs[9]['eval_top1']), 4) == row['top1']
+    return notes, rows
+
+
+def test_results_are_those_of_the_runs():
+    """Top-1 and the difference to APE, line by line."""
+    notes, rows = runs_of('plan')
     table = summary_table(rows, 'APE').splitlines()
     assert notes[2:] in README.read_text() and len(table) == 2 + len({row['model'] for row in rows})
     for line in table[2:]:
         assert line.rsplit(' | ', 3)[0] in README.read_text(), line
-    for row in rows:
-        epochs = read_summary(folder / row['model'] / f'seed{row["seed"]}')
-        assert round(float(epochs[9]['eval_top1']), 4) == row['top1'] and row['status'] == 'finished'
+    assert all(row['status'] == 'finished' for row in rows)
+
+
+def test_ablations_are_those_of_the_runs():
+    """Top-1, and the differences to the unchanged model at the first two seeds."""
+    _, rows = runs_of('ablations')
+    top1 = {(row['model'], row['seed']): row['top1'] for row in rows if row['status'] == 'finished'}
+    page = (README.parent / 'results' / 'README.md').read_text()
+    for model in {row['model'] for row in rows} - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
+        base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
+        found = [top1[model, seed] for seed in '123' if (model, seed) in top1]
+        first, second = (top1[model, seed] - top1[base, seed] for seed in '12')
+        end = f'| {sum(found) / len(found):.2f} | {first:+.2f}, {second:+.2f} |'
+        assert re.search(rf'^\| {re.escape(base)} \| .* {re.escape(end)}$', page, re.MULTILINE), (model, end)
 
 
 def test_code_runs(tmp_path, monkeypatch):
