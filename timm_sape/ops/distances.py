@@ -43,20 +43,18 @@ _Near = Union[None, str, Tuple[torch.Tensor, ...]]  # no entries, 'many', or whe
 
 def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _Codes:
     """Of codes `[B, h, N-P, C]`; the narrower ones are filled up with zeros, which changes no distance."""
-    width = max(codes_x.shape[-1], codes_y.shape[-1])
-    codes = torch.stack([F.pad(c, (0, width - c.shape[-1])) for c in (codes_x, codes_y)])
-    w = codes - codes.mean(dim=-2, keepdim=True)  # saves digits of products
+    width, num_prefix_tokens = max(codes_x.shape[-1], codes_y.shape[-1]), num_tokens - codes_x.shape[-2]
+    codes = torch.stack([F.pad(c, (0, width - c.shape[-1], num_prefix_tokens, 0)) for c in (codes_x, codes_y)])
+    w = codes - codes[..., num_prefix_tokens:, :].mean(dim=-2, keepdim=True)  # saves digits of products
+    w[..., :num_prefix_tokens, :] = 0
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
+    near = torch.maximum(NEAR * s, 4 * noise)
+    noise[..., :num_prefix_tokens, :] = float('inf')
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
-    prefix = (0, 0, num_tokens - w.shape[-2], 0)
-    return _Codes(
-        F.pad(codes, prefix),
-        F.pad(torch.cat([-2 * w, s, one, fill], dim=-1), prefix),
-        F.pad(torch.cat([w, one, s, fill], dim=-1), prefix),
-        F.pad(torch.maximum(NEAR * s, 4 * noise), prefix),
-        F.pad(noise, prefix, value=float('inf')),
-    )
+    one[..., :num_prefix_tokens, :] = 0
+    right = torch.cat([w, one, s, fill], dim=-1)
+    return _Codes(codes, torch.cat([w.mul_(-2), s, one, fill], dim=-1), right, near, noise)
 
 
 def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.Tensor, _Near]:
