@@ -198,10 +198,10 @@ def _distance_attention_backward(
                 if precise is None:
                     precise = F.pad(heads.raw.double(), (0, 1), value=1)
                 _add_gradient(grad_w, r.double(), precise, rows)
-                continue
-            if isinstance(near, tuple):
-                _add_near_pairs(grad_w, r, heads.raw, rows, near)
-            _add_gradient(grad_w, r, w_and_one, rows)
+            else:
+                if isinstance(near, tuple):
+                    _add_near_pairs(grad_w, r, heads.raw, rows, near)
+                _add_gradient(grad_w, r, w_and_one, rows)
         grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
         found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):

@@ -318,7 +318,6 @@ def _constants(
 ) -> Dict[str, object]:
     wide = wx.dtype == torch.float64
     eps = torch.finfo(wx.dtype).eps
-    # for float32 that of the reference, 64 eps of the longer code
     return {
         'HEAD_DIM': q.shape[-1],
         'D': _padded(q.shape[-1]),
@@ -327,6 +326,7 @@ def _constants(
         'WIDTH_X': codes_x.shape[-1],
         'WIDTH_Y': codes_y.shape[-1],
         'P': q.shape[-2] - codes_x.shape[-2],
+        # for float32 as the reference has it, (64 eps)^2 of the longer code's norm
         'TOL': (64 * eps) ** 2 / 2 if q.dtype == torch.float32 else 16 * eps,
         'PRECISION': 'ieee' if wide else 'tf32x3',
         'DTYPE': tl.float64 if wide else tl.float32,
