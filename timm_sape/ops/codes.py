@@ -40,10 +40,9 @@ def _patches(x: torch.Tensor, along_y: bool) -> torch.Tensor:
     return (x.transpose(2, 3) if along_y else x).flatten(2, 3)
 
 
-def _values(sources, table_x, table_y) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+def _values(sources, tables, sizes) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """What lies at the integer positions along x and along y, for each source, `[B, h, H*W, npos]`."""
-    sizes = [table_x.shape[0], table_y.shape[0]]
-    return [(source @ torch.cat([table_x, table_y]).T).split(sizes, dim=-1) for source in sources]
+    return [(source @ tables.T).split(sizes, dim=-1) for source in sources]
 
 
 def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
@@ -58,32 +57,31 @@ def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> t
 
 
 def _axis_backward(
-        grad, q, k, sources, values, grads, table, height, width, along_y, gate_scale, shrink,
-) -> torch.Tensor:
-    """Adds to `grads` of q, k and the sources, `[B, h, H*W, d]`; returns that of the table."""
+        grad, q, k, values, grad_q, grad_k, height, width, along_y, gate_scale, shrink,
+) -> List[torch.Tensor]:
+    """Adds the part of the gates to the gradients of q and k, `[B, h, H*W, d]`; returns those of the values."""
+    lines_q, lines_k = (_lines(t, height, width, along_y) for t in (grad_q, grad_k))
     q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
-    grad_q, grad_k, grad_sources = grads
-    npos = table.shape[0]
+    npos = values[0].shape[-1]
     gates = _gates(q, k, gate_scale)
     pos = _positions(gates, shrink)
     cell, weight = _cells(pos, npos)
     grad = _lines(grad, height, width, along_y)
     grad = grad if shrink == 1 else grad * shrink ** 0.5
-    grad_table, grad_pos = torch.zeros_like(table), torch.zeros_like(pos)
-    for source, z, grad_source, g in zip(sources, values, grad_sources, grad.chunk(len(sources), dim=-1)):
+    grad_values, grad_pos = [], torch.zeros_like(pos)
+    for z, g in zip(values, grad.chunk(len(values), dim=-1)):
         z = _lines(z, height, width, along_y)
         grad_pos += g * (z[..., 1:].gather(-1, cell).sub_(z.gather(-1, cell)))
+        upper = g * weight
         grad_z = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
-        grad_z = grad_z.scatter_add_(-1, cell, g * (1 - weight)).scatter_add_(-1, cell + 1, g * weight)
-        grad_z = _patches(grad_z, along_y)
-        grad_source += grad_z @ table
-        grad_table += grad_z.flatten(0, -2).T @ source.flatten(0, -2)
+        grad_z = grad_z.scatter_add_(-1, cell, g - upper).scatter_add_(-1, cell + 1, upper)
+        grad_values.append(_patches(grad_z, along_y))
     grad_pos.masked_fill_(pos > npos - 1, 0)
-    grad_gates = grad_pos.cumsum(-1) * shrink  # the gate of patch j counts in all positions up to j
-    grad_logits = grad_gates * gates * (1 - gates) * gate_scale
-    grad_q += _patches(grad_logits @ k, along_y)
-    grad_k += _patches(grad_logits.transpose(-2, -1) @ q, along_y)
-    return grad_table
+    grad_gates = grad_pos.cumsum(-1)  # the gate of patch j counts in all positions up to j
+    grad_logits = torch.ops.aten.sigmoid_backward(grad_gates, gates).mul_(shrink * gate_scale)
+    lines_q += grad_logits @ k
+    lines_k += grad_logits.transpose(-2, -1) @ q
+    return grad_values
 
 
 def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -114,11 +112,11 @@ def _axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    table_x, table_y = wide(table_x, table_y)
+    sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     codes_x, codes_y = empty_codes(q, height, width, mode)
     for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
         q_, k_ = wide(q[chunk], k[chunk])
-        values_x, values_y = zip(*_values(sources_of(mode, q_, k_), table_x, table_y))
+        values_x, values_y = zip(*_values(sources_of(mode, q_, k_), tables, sizes))
         codes_x[chunk] = _axis_forward(q_, k_, values_x, height, width, False, gate_scale, shrink_x)
         codes_y[chunk] = _axis_forward(q_, k_, values_y, height, width, True, gate_scale, shrink_y)
     return codes_x, codes_y
@@ -140,22 +138,25 @@ def _axis_codes_backward(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtypes = [t.dtype for t in (q, k, table_x, table_y)]
-    table_x, table_y = wide(table_x, table_y)
+    sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
-    grad_table_x, grad_table_y = torch.zeros_like(table_x), torch.zeros_like(table_y)
+    grad_tables = torch.zeros_like(tables)
     for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
         q_, k_, grad_x_, grad_y_ = wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
         part_q, part_k = torch.zeros_like(q_), torch.zeros_like(k_)
-        grads = part_q, part_k, sources_of(mode, part_q, part_k)
         sources = sources_of(mode, q_, k_)
-        values_x, values_y = zip(*_values(sources, table_x, table_y))
-        grad_table_x += _axis_backward(
-            grad_x_, q_, k_, sources, values_x, grads, table_x, height, width, False, gate_scale, shrink_x)
-        grad_table_y += _axis_backward(
-            grad_y_, q_, k_, sources, values_y, grads, table_y, height, width, True, gate_scale, shrink_y)
+        values_x, values_y = zip(*_values(sources, tables, sizes))
+        grads_x = _axis_backward(
+            grad_x_, q_, k_, values_x, part_q, part_k, height, width, False, gate_scale, shrink_x)
+        grads_y = _axis_backward(
+            grad_y_, q_, k_, values_y, part_q, part_k, height, width, True, gate_scale, shrink_y)
+        for source, part, *grad_values in zip(sources, sources_of(mode, part_q, part_k), grads_x, grads_y):
+            grad_values = torch.cat(grad_values, dim=-1).flatten(0, -2)
+            part.view(-1, part.shape[-1]).addmm_(grad_values, tables)
+            grad_tables.addmm_(grad_values.T, source.flatten(0, -2))
         grad_q[chunk], grad_k[chunk] = part_q, part_k
-    return tuple(g.to(dtype) for g, dtype in zip((grad_q, grad_k, grad_table_x, grad_table_y), dtypes))
+    grad_table_x, grad_table_y = (g.to(table_x.dtype, copy=True) for g in grad_tables.split(sizes))
+    return grad_q, grad_k, grad_table_x, grad_table_y
 
 
 def register_pair(forward, backward) -> None:

@@ -9,6 +9,7 @@ rowsum(R + R^T) w - (R + R^T) w. Small distances make R large and what is left o
 taken out, and summed as r * (w_i - w_j), or, where they are many, all is in float64. Other devices than the CPU do not
 look for them, and take them to be many.
 """
+import math
 from typing import Iterator, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -57,12 +58,30 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
     return _Codes(codes, torch.cat([w.mul_(-2), s, one, fill], dim=-1), right, near, noise)
 
 
-def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.Tensor, _Near]:
-    """Squared distances from the tokens of a block to all, 0 where a prefix token takes part, `[2n, R, N]`; and which
-    of them are small."""
+class _Workspace:
+    """Memory of one call for the blocks of pairs. Were each block to allocate its own, the C library would hand it back
+    to the system and fetch it anew, block by block, which takes longer than what is done with it."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.memory = None
+
+    def __call__(self, codes: _Codes, rows: slice) -> Tuple[torch.Tensor, ...]:
+        """`count` times `[2n, R, N]`; the first block is the largest."""
+        heads, num_tokens, _ = codes.raw.shape
+        shape = self.count, heads, rows.stop - rows.start, num_tokens
+        if self.memory is None:
+            self.memory = codes.raw.new_empty(math.prod(shape))
+        return self.memory[:math.prod(shape)].view(shape).unbind()
+
+
+def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> _Near:
+    """Write the squared distances from the tokens of a block to all into `[2n, R, N]`, 0 where a prefix token takes
+    part, and return which of them are small."""
     if codes.raw.device.type != 'cpu':  # a look at what comes out would make a GPU wait
-        return _squares_by_difference(codes, rows), 'many'
-    squares = torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2))
+        _squares_by_difference(codes, rows, squares)
+        return 'many'
+    torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
     diagonal = squares.diagonal(rows.start, 1, 2)
     diagonal.fill_(float('inf'))
     limit, near = codes.near[:, rows], None
@@ -70,18 +89,19 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int) -> Tuple[torch.
         near = head, row, column = (squares < limit).nonzero(as_tuple=True)
         w, noise = codes.raw, codes.noise[..., 0]
         if len(head) * w.shape[-1] > squares.numel():
-            return _squares_by_difference(codes, rows), 'many'
+            _squares_by_difference(codes, rows, squares)
+            return 'many'
         i, j = (head, row + rows.start), (head, column)
         square = (w[i] - w[j]).square_().sum(dim=-1)
         squares[near] = square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
     diagonal.zero_()
-    return squares, near
+    return near
 
 
-def _squares_by_difference(codes: _Codes, rows: slice) -> torch.Tensor:
+def _squares_by_difference(codes: _Codes, rows: slice, squares: torch.Tensor) -> None:
     w, noise = codes.raw, codes.noise
-    squares = torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist').square_()
-    return squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
+    torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
+    squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
 
 
 def _rows(num_tokens: int) -> Iterator[slice]:
@@ -111,12 +131,15 @@ def _distance_attention(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
     codes = _prepare(codes_x, codes_y, num_tokens)
+    workspace = _Workspace(1)
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         qs, ks, vs = (_wide(t[chunk]) for t in (q, k, v))  # [b, n, N, d]
         heads = codes.of(chunk)
         gains = gain[chunk][..., None, None]
         for rows in _rows(num_tokens):
-            dx, dy = _squares(heads, rows, num_prefix_tokens)[0].sqrt_().chunk(2)
+            squares, = workspace(heads, rows)
+            _squares(heads, rows, num_prefix_tokens, squares)
+            dx, dy = squares.sqrt_().chunk(2)
             bias = dx.add_(dy).view(*gains.shape[:2], *dx.shape[1:]).mul_(gains)
             out[chunk][:, :, rows] = F.scaled_dot_product_attention(
                 qs[:, :, rows], ks, vs, attn_mask=bias, scale=scale)
@@ -129,12 +152,11 @@ def _(q, k, v, codes_x, codes_y, bias_scale, scale):
 
 
 def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, rows: slice, near: _Near) -> None:
-    """Add r * (w_i - w_j) of some pairs to `[2n, C, N]`, and take them out of a block of R, `[2n, R, N]`."""
+    """Add r * (w_i - w_j) of some pairs to `[2n, N, C]`, and take them out of a block of R, `[2n, R, N]`."""
     head, row, column = near
     i, j = (head, row + rows.start), (head, column)
-    pull = (r[near].unsqueeze(-1) * (w[i] - w[j])).double()
-    total = torch.zeros(w.shape, dtype=pull.dtype)  # float64 is summed in order, float32 by atomics
-    grad += total.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True).mT
+    pull = (r[near].unsqueeze(-1) * (w[i] - w[j])).to(grad.dtype)
+    grad.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True)
     r[near] = 0
 
 
@@ -167,27 +189,29 @@ def _distance_attention_backward(
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
     codes = _prepare(codes_x, codes_y, num_tokens)
     widths = codes_x.shape[-1], codes_y.shape[-1]
+    workspace = _Workspace(4)
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         gs, qs, ks, vs = (_wide(t[chunk]).flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
         heads = codes.of(chunk)
         w_and_one = heads.right[..., :max(widths) + 1]
-        precise = None
+        precise = near_grad = None
         gains = gain[chunk].reshape(-1, 1, 1)
         grad_q = torch.empty_like(qs)
         # transposed, `[n, d, N]` and `[2n, C, N]`: products are quicker that way round
         grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, heads.raw))
         grad_gains = torch.zeros_like(gains)
         for rows in _rows(num_tokens):
-            squares, near = _squares(heads, rows, num_prefix_tokens)
-            distances = squares.sqrt()
-            dx, dy = distances.chunk(2)
-            distance = dx + dy
-            logits = (distance * gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
-            p = logits.softmax(dim=-1)
+            squares, distances, *halves = workspace(heads, rows)
+            near = _squares(heads, rows, num_prefix_tokens, squares)
+            torch.sqrt(squares, out=distances)
+            distance, logits, p, grad_logits = (t for pair in halves for t in pair.chunk(2))  # [n, R, N]
+            torch.add(*distances.chunk(2), out=distance)
+            torch.mul(distance, gains, out=logits).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
+            torch.softmax(logits, dim=-1, out=p)
             g = gs[:, rows]
             grad_v.baddbmm_(g.mT, p)
-            grad_p = torch.bmm(g, vs.mT)
-            grad_logits = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
+            grad_p = torch.bmm(g, vs.mT, out=logits)
+            torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_logits)
             grad_q[:, rows] = torch.bmm(grad_logits, ks)
             grad_k.baddbmm_(qs[:, rows].mT, grad_logits)
             grad_gains += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
@@ -200,8 +224,12 @@ def _distance_attention_backward(
                 _add_gradient(grad_w, r.double(), precise, rows)
             else:
                 if isinstance(near, tuple):
-                    _add_near_pairs(grad_w, r, heads.raw, rows, near)
+                    if near_grad is None:  # float64 is summed in order, float32 by atomics
+                        near_grad = torch.zeros_like(heads.raw, dtype=torch.float64)
+                    _add_near_pairs(near_grad, r, heads.raw, rows, near)
                 _add_gradient(grad_w, r, w_and_one, rows)
+        if near_grad is not None:
+            grad_w += near_grad.mT
         grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
         found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
