@@ -503,6 +503,15 @@ def test_differences_are_of_seeds_that_both_have():
     assert lines[4:] == ['', '- A, seed 3: diverged after 4 of 4 epochs, ']
 
 
+def test_the_commit_is_that_of_the_start(lab, monkeypatch):
+    """A checkout may move on while an experiment runs."""
+    commits = iter(['1111111', '2222222'])
+    monkeypatch.setattr(runner, 'commit', lambda: next(commits))
+    lab.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'}, seeds=[1])
+    assert lab('--jobs', 1) == 0
+    assert {row['commit'] for row in lab.rows().values()} == {'1111111', '2222222'}
+
+
 def test_curves_leave_out_what_failed(lab, monkeypatch):
     lab.plan({'A': 'test_vit_ape', 'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
     assert lab() == 1

@@ -317,14 +317,14 @@ def run_all(
         ValueError: If a run was begun with other options, before any is started.
     """
     refuse_begun_otherwise(runs, output)
-    about = {
-        'commit': commit(), 'torch': torch.__version__, 'timm': version('timm'), 'timm_sape': __version__,
-        'python': sys.version.split()[0]}
 
     def start(run: Run, slot: Slot, held: int):
         mine = lock(lock_path(output, run))
         if mine is None:
             return None
+        about = {  # each time anew: train.py runs what the checkout is by then
+            'commit': commit(), 'torch': torch.__version__, 'timm': version('timm'), 'timm_sape': __version__,
+            'python': sys.version.split()[0]}
         job = _start(run, output, script, data_dir, slot, (mine, held), about, tell)
         if not job:
             os.close(mine)
