@@ -317,7 +317,8 @@ def test_small_distances(num_near, many, offset, monkeypatch):
     monkeypatch.setattr(
         ops.distances, '_squares_by_difference', lambda *args: whole_blocks.append(args) or original(*args))
     prepared = ops.distances._prepare(codes[:1, None], codes[1:, None], 41).of((slice(None), slice(None)))
-    squares, near = ops.distances._squares(prepared, slice(0, 41), 1)
+    squares = torch.full((2, 41, 41), float('nan'))
+    near = ops.distances._squares(prepared, slice(0, 41), 1, squares)
     assert near is not None and (near == 'many') is many and bool(whole_blocks) is many
     found = squares.sqrt().double()
     exact = torch.zeros(2, 41, 41, dtype=torch.float64)
@@ -329,9 +330,11 @@ def test_small_distances(num_near, many, offset, monkeypatch):
 
 @pytest.mark.parametrize('offset', [0.0, 3.0])
 @pytest.mark.parametrize('num_near', [2, 30])
-@pytest.mark.parametrize('name', FAST)
-def test_gradients_of_small_distances(name, num_near, offset):
-    """What pulls at two codes, each 10^4 times as long as their distance, is right to the digit."""
+@pytest.mark.parametrize('name, chunk', [*((name, ops.chunks.CHUNK) for name in FAST), ('torch', 1)])
+def test_gradients_of_small_distances(name, chunk, num_near, offset, monkeypatch):
+    """What pulls at two codes, each 10^4 times as long as their distance, is right to the digit; also where a block is
+    a part of a head."""
+    monkeypatch.setattr(ops.chunks, 'CHUNK', chunk)
     codes = near_codes(num_near, 1e-4, 6, offset), near_codes(num_near + 3, 1e-4, 9, offset, seed=2)
     gain = torch.full((1,), -0.3)  # negative: attention goes to those that are near
     q, k, v, grad = torch.randn(4, 1, 2, 41, 8, generator=torch.Generator().manual_seed(1))

@@ -39,7 +39,8 @@ class _Codes(NamedTuple):
         return _Codes(*(t[(slice(None), *chunk)].flatten(0, 2) for t in self))
 
 
-_Near = Union[None, str, Tuple[torch.Tensor, ...]]  # no entries, 'many', or where in `[2n, R, N]`
+# No pairs, 'many', or for each where in `[2n, R, N]` it is, and its two tokens in `[2n, N]`, all counted in one.
+_Near = Union[None, str, Tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _Codes:
@@ -82,18 +83,27 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         _squares_by_difference(codes, rows, squares)
         return 'many'
     torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
-    diagonal = squares.diagonal(rows.start, 1, 2)
+    prefix, diagonal = squares[:, :, :num_prefix_tokens], squares.diagonal(rows.start, 1, 2)
+    prefix.fill_(float('inf'))
     diagonal.fill_(float('inf'))
-    limit, near = codes.near[:, rows], None
-    if (squares[:, :, num_prefix_tokens:].amin(-1, keepdim=True) < limit).any():
-        near = head, row, column = (squares < limit).nonzero(as_tuple=True)
-        w, noise = codes.raw, codes.noise[..., 0]
-        if len(head) * w.shape[-1] > squares.numel():
+    limit, near = codes.near[:, rows].flatten(), None
+    lines = (squares.amin(-1).flatten() < limit).nonzero().squeeze(-1)  # few have small distances
+    if len(lines):
+        w, noise = codes.raw.flatten(0, 1), codes.noise.flatten()
+        _, num_rows, num_tokens = squares.shape
+        small = squares.view(-1, num_tokens).index_select(0, lines) < limit[lines].unsqueeze(-1)
+        line, column = small.nonzero().unbind(-1)
+        if len(line) * w.shape[-1] > squares.numel():
             _squares_by_difference(codes, rows, squares)
             return 'many'
-        i, j = (head, row + rows.start), (head, column)
-        square = (w[i] - w[j]).square_().sum(dim=-1)
-        squares[near] = square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
+        row = lines[line]
+        where, head = row * num_tokens + column, row // num_rows
+        i, j = row + head * (num_tokens - num_rows) + rows.start, column + head * num_tokens
+        near = where, i, j
+        square = (w.index_select(0, i) - w.index_select(0, j)).square_().sum(dim=-1)
+        square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
+        squares.view(-1).index_copy_(0, where, square)
+    prefix.zero_()
     diagonal.zero_()
     return near
 
@@ -151,13 +161,13 @@ def _(q, k, v, codes_x, codes_y, bias_scale, scale):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, rows: slice, near: _Near) -> None:
+def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, near: _Near) -> None:
     """Add r * (w_i - w_j) of some pairs to `[2n, N, C]`, and take them out of a block of R, `[2n, R, N]`."""
-    head, row, column = near
-    i, j = (head, row + rows.start), (head, column)
-    pull = (r[near].unsqueeze(-1) * (w[i] - w[j])).to(grad.dtype)
-    grad.index_put_(i, pull, accumulate=True).index_put_(j, -pull, accumulate=True)
-    r[near] = 0
+    where, i, j = near
+    grad, r, w = grad.flatten(0, 1), r.view(-1), w.flatten(0, 1)
+    pull = w.index_select(0, i).sub_(w.index_select(0, j)).mul_(r[where].unsqueeze(-1)).to(grad.dtype)
+    grad.index_put_((i,), pull, accumulate=True).index_put_((j,), -pull, accumulate=True)
+    r.index_fill_(0, where, 0)
 
 
 def _add_gradient(grad: torch.Tensor, r: torch.Tensor, w_and_one: torch.Tensor, rows: slice) -> None:
@@ -226,7 +236,7 @@ def _distance_attention_backward(
                 if isinstance(near, tuple):
                     if near_grad is None:  # float64 is summed in order, float32 by atomics
                         near_grad = torch.zeros_like(heads.raw, dtype=torch.float64)
-                    _add_near_pairs(near_grad, r, heads.raw, rows, near)
+                    _add_near_pairs(near_grad, r, heads.raw, near)
                 _add_gradient(grad_w, r, w_and_one, rows)
         if near_grad is not None:
             grad_w += near_grad.mT
