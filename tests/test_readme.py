@@ -1,6 +1,7 @@
 """The README tells the truth about the registry, and its code runs. Run as a script, prints the table of encodings."""
 import csv
 import re
+import statistics
 from pathlib import Path
 
 import timm_sape
@@ -50,16 +51,24 @@ def test_results_are_those_of_the_runs():
 
 
 def test_ablations_are_those_of_the_runs():
-    """Top-1, and the differences to the unchanged model at the first two seeds."""
+    """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
     _, rows = runs_of('ablations')
     top1 = {(row['model'], row['seed']): row['top1'] for row in rows if row['status'] == 'finished'}
     page = (README.parent / 'results' / 'README.md').read_text()
+    assert len(top1) == 17 * 3
+
+    def difference(model, base):
+        found = [top1[model, seed] - top1[base, seed] for seed in '123']
+        mean, half = statistics.mean(found), 4.302653 * statistics.stdev(found) / 3 ** 0.5
+        return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
+
     for model in {row['model'] for row in rows} - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
-        found = [top1[model, seed] for seed in '123' if (model, seed) in top1]
-        first, second = (top1[model, seed] - top1[base, seed] for seed in '12')
-        end = f'| {sum(found) / len(found):.2f} | {first:+.2f}, {second:+.2f} |'
-        assert re.search(rf'^\| {re.escape(base)} \| .* {re.escape(end)}$', page, re.MULTILINE), (model, end)
+        found = [top1[model, seed] for seed in '123']
+        end = ' | '.join((
+            f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}', difference(model, base),
+            difference(model, 'APE')))
+        assert re.search(rf'^\| {re.escape(base)} \| .* \| {re.escape(end)} \|$', page, re.MULTILINE), (model, end)
 
 
 def test_code_runs(tmp_path, monkeypatch):
