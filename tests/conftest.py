@@ -1,4 +1,4 @@
-"""Before anything imports torch or Triton: threads, instructions, the interpreter for Triton's kernels without a GPU."""
+"""Before anything imports torch or Triton: threads, instructions, the interpreter for Triton without a GPU."""
 import os
 
 if 'PYTEST_XDIST_WORKER' in os.environ:  # as many workers as cores: more threads would wait for each other
