@@ -322,10 +322,7 @@ def run_all(
         mine = lock(lock_path(output, run))
         if mine is None:
             return None
-        about = {  # each time anew: train.py runs what the checkout is by then
-            'commit': commit(), 'torch': torch.__version__, 'timm': version('timm'), 'timm_sape': __version__,
-            'python': sys.version.split()[0]}
-        job = _start(run, output, script, data_dir, slot, (mine, held), about, tell)
+        job = _start(run, output, script, data_dir, slot, (mine, held), tell)
         if not job:
             os.close(mine)
         return job
@@ -340,7 +337,6 @@ def _start(
         data_dir: Path,
         slot: Slot,
         locks: Sequence[int],
-        about: Dict[str, str],
         tell: Callable[[str], None],
 ) -> Union[_Begun, bool]:
     """Start a run whose lock is ours; False if it has ended."""
@@ -376,7 +372,9 @@ def _start(
     write_text(folder / 'config.yaml', yaml.safe_dump(run.config, sort_keys=False))
     record.status, record.error = None, ''
     now = datetime.now(timezone.utc).isoformat(timespec='seconds')
-    record.starts.append({'began': now, 'epoch': done, 'hardware': slot.hardware, **about})
+    record.starts.append({  # each time anew: train.py runs what the checkout is by now
+        'began': now, 'epoch': done, 'hardware': slot.hardware, 'commit': commit(), 'torch': torch.__version__,
+        'timm': version('timm'), 'timm_sape': __version__, 'python': sys.version.split()[0]})
     record.save()
     command = train_command(script, folder / 'config.yaml', data_dir, folder.parent, folder.name)
     command += ['--resume', str(checkpoint)] if checkpoint else []

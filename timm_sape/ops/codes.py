@@ -155,8 +155,8 @@ def _axis_codes_backward(
             part.view(-1, part.shape[-1]).addmm_(grad_values, tables)
             grad_tables.addmm_(grad_values.T, source.flatten(0, -2))
         grad_q[chunk], grad_k[chunk] = part_q, part_k
-    grad_table_x, grad_table_y = (g.to(table_x.dtype, copy=True) for g in grad_tables.split(sizes))
-    return grad_q, grad_k, grad_table_x, grad_table_y
+    parts = zip(grad_tables.split(sizes), (table_x, table_y))
+    return grad_q, grad_k, *(grad.to(table.dtype, copy=True) for grad, table in parts)
 
 
 def register_pair(forward, backward) -> None:
