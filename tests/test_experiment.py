@@ -48,6 +48,7 @@ parser.add_argument('--resume', default='')
 parser.add_argument('--seed', type=int, default=42)
 parser.add_argument('--model')
 parser.add_argument('--model-kwargs', default={})
+parser.add_argument('--gp')
 parser.add_argument('--device-modules', nargs='+')
 parser.add_argument('--device', default='cuda')
 parser.add_argument('--epochs', type=int, default=300)
@@ -561,6 +562,8 @@ WRONG = {
     'no model': (dict(models={'A': {'lr': 1}}), 'it has no `model`'),
     'nothing': (dict(models={'A': None}), 'it must be options of train.py'),
     'kwargs': (dict(models={'A': {'model': 'test_vit_ape', 'model_kwargs': 'x=1'}}), 'model_kwargs must be a mapping'),
+    'kwarg with an option': (
+        dict(args={'model_kwargs': {'global_pool': 'avg'}}), 'write `gp: avg` beside model_kwargs, not in it'),
     'epochs': (dict(args={'epochs': 0}), '`epochs` must be said'),
     'recipe': (dict(recipe='none.yaml'), 'cannot read'),
     'recipe of another type': (dict(recipe=['a']), 'recipe must be the path of a file'),
@@ -820,7 +823,8 @@ def test_plans_of_ours(path):
     for run in plan.runs[:len(plan.labels)]:
         config = run.config
         assert config['model_kwargs']['img_size'] == config['img_size']
-        model = timm.create_model(config['model'], num_classes=config['num_classes'], **config['model_kwargs'])
+        model = timm.create_model(
+            config['model'], num_classes=config['num_classes'], global_pool=config.get('gp'), **config['model_kwargs'])
         assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 

@@ -12,6 +12,11 @@ __all__ = ['Plan', 'Run', 'load_plan', 'script_options']
 KEYS = ('recipe', 'models', 'seeds', 'baseline', 'args')
 # Options of train.py that the command gives itself. A recipe may have them, as the args.yaml of a run does.
 OURS = ('data', 'data_dir', 'output', 'experiment', 'resume', 'start_epoch', 'seed')
+# Arguments of create_model that train.py fills from options of these names, and that model_kwargs cannot have as well.
+FILLED = {
+    'bn_eps': 'bn_eps', 'bn_momentum': 'bn_momentum', 'checkpoint_path': 'initial_checkpoint',
+    'drop_block_rate': 'drop_block', 'drop_path_rate': 'drop_path', 'drop_rate': 'drop', 'global_pool': 'gp',
+    'in_chans': 'in_chans', 'num_classes': 'num_classes', 'pretrained': 'pretrained', 'scriptable': 'torchscript'}
 
 
 class Run(NamedTuple):
@@ -164,10 +169,16 @@ def _check_options(given: Any, options: Optional[Set[str]], where: str) -> None:
     for key in OURS:
         if key in given:
             raise ValueError(f'{where}: {key} is set by the command; leave it out')
-    if not isinstance(given.get('model_kwargs') or {}, dict):
+    kwargs = given.get('model_kwargs') or {}
+    if not isinstance(kwargs, dict):
         raise ValueError(f'{where}: model_kwargs must be a mapping, such as {{img_size: 32}}')
     if options is not None:
         _refuse_unknown(given, options, where)
+        for key in kwargs:
+            if FILLED.get(key) in options:
+                raise ValueError(
+                    f'{where}: train.py has an option for the {key} of a model; write `{FILLED[key]}: {kwargs[key]}` '
+                    'beside model_kwargs, not in it')
 
 
 def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
