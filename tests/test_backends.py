@@ -24,6 +24,10 @@ from timm_sape.ops.distances_triton import _attention as _triton_attention
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 FAST = ('torch', 'triton')
+# In the interpreter the product of bfloat16 is wrong without a word (Triton 3.9).
+HALVES = [
+    (name, dtype) for name in FAST for dtype in (torch.float16, torch.bfloat16)
+    if DEVICE == 'cuda' or (name, dtype) != ('triton', torch.bfloat16)]
 NAMES = ('q', 'k', 'v', 'table_x', 'table_y', 'bias_scale')
 
 
@@ -95,13 +99,10 @@ def test_equations(name, grid, prefix, mode):
     check(name, make(grid, prefix), grid, prefix, mode=mode)
 
 
-@pytest.mark.parametrize('name', FAST)
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.float16, 2e-2), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize('name, dtype', [(name, torch.float32) for name in FAST] + HALVES)
 @pytest.mark.parametrize('grid, prefix', GRIDS)
-def test_precision(name, dtype, tolerance, grid, prefix):
-    if name == 'triton' and DEVICE == 'cpu' and dtype == torch.bfloat16:
-        dtype = torch.float16  # the interpreter's product of bfloat16 is wrong without a word (Triton 3.9)
-    check(name, make(grid, prefix), grid, prefix, dtype, tolerance)
+def test_precision(name, dtype, grid, prefix):
+    check(name, make(grid, prefix), grid, prefix, dtype, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize('name', FAST)
@@ -202,7 +203,7 @@ def test_hard_input(name, grid, prefix, kind):
         return torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1e-2) for a, b in zip(found, exact)])
 
     errors, allowed = [], []
-    for seed in range(4 if max(grid) < 32 else 2):
+    for seed in range(2 if max(grid) == 32 or name == 'triton' and DEVICE == 'cpu' else 4):
         inputs = [t.float() for t in hard(kind, grid, prefix, seed)]
         out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
         exact = [out.detach(), *grads]
@@ -240,15 +241,13 @@ class Plain(torch.autograd.Function):
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('grid, prefix', HARD_GRIDS)
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('name', FAST)
+@pytest.mark.parametrize('name, dtype', HALVES)
 def test_hard_input_of_16_bits(name, dtype, grid, prefix, kind):
     """Finite, and within 2e-2 of the largest entry of what float64 makes of the same input, or four times as far off as
     plain attention in 16 bits would be with the same bias: an outlier makes probabilities of 1, and gradients of logits
     that are nothing but rounding."""
     if name == 'triton' and DEVICE == 'cpu':
         grid = SMALLER.get(grid, grid)
-        dtype = torch.float16  # see test_precision
     common = dict(grid_size=grid, num_prefix_tokens=prefix)
     inputs = [t.to(dtype) for t in hard(kind, grid, prefix)]
 

@@ -68,7 +68,7 @@ def _create(name: str, **kwargs):
     import torch
 
     with torch.device('meta'):
-        return timm.create_model(name, **kwargs)
+        return timm.create_model(name, weight_init='skip', **kwargs)  # init takes long even on 'meta'
 
 
 def _num_parameters(model) -> int:

@@ -1,6 +1,7 @@
 """The names that users type: `pos_enc='ape+sape2_k'`, `pos_enc='ape+auto_rope2d'`."""
 import difflib
 import fnmatch
+import functools
 import inspect
 import json
 import re
@@ -27,6 +28,7 @@ _encodings: Dict[str, Type[PositionEncoding]] = {}
 _aliases: Dict[str, str] = {}
 
 AUTO = 'auto_'  # before the name of any encoding: multiplied by a learned scalar
+HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # that the model gives
 
 
 def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Type[EncodingT]], Type[EncodingT]]:
@@ -159,7 +161,7 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     Raises:
         ValueError: If the name, a keyword or a value is not accepted.
     """
-    _check_keywords(name, kwargs.keys() - (_host_keywords() - {'gate'}))  # gates are made here
+    _check_keywords(name, kwargs.keys() - (HOST_KEYWORDS - {'gate'}))  # gates are made here
     cls = get_encoding(name)
     if is_auto(name):
         init = kwargs.pop('init', cls.gate_init)
@@ -173,19 +175,21 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     return cls(**kwargs)
 
 
-def _host_keywords() -> set:
-    return set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}
-
-
 def encoding_keywords(name: str) -> Dict[str, Any]:
     """Default values of the keywords that an encoding accepts."""
-    base = get_encoding(name)
-    defaults = {'init': base.gate_init} if is_auto(name) else {}
+    cls = get_encoding(name)
+    defaults = {'init': cls.gate_init} if is_auto(name) else {}
+    return {**defaults, **_class_keywords(cls)}
+
+
+@functools.cache  # signatures took half of the time that a small model is made in
+def _class_keywords(base: Type[PositionEncoding]) -> Dict[str, Any]:
+    defaults: Dict[str, Any] = {}
     for cls in reversed(base.__mro__):
         if issubclass(cls, PositionEncoding):
             parameters = inspect.signature(cls.__init__).parameters.values()
             defaults.update({p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY})
-    return {keyword: value for keyword, value in defaults.items() if keyword not in _host_keywords()}
+    return {keyword: value for keyword, value in defaults.items() if keyword not in HOST_KEYWORDS}
 
 
 def _check_keywords(name: str, keywords) -> None:
