@@ -15,6 +15,7 @@ from timm.models import is_model_in_modules
 from tqdm import tqdm
 
 import timm_sape
+from timm_sape.bench import about
 
 MODULES = ('deit', 'vision_transformer', 'vision_transformer_hybrid', 'vision_transformer_relpos', 'vitamin')
 ENCODINGS = ('sape2_k', 'rope2d_mixed', 'irpe_qkv')
@@ -55,6 +56,7 @@ def differences(name, encodings, dtype):
 def main():
     names = [name for name in timm.list_models() if is_model_in_modules(name, MODULES)]
     names += timm.list_models('vit_*_patch16_rope*')
+    print(f'# random weights; {about(torch.device("cpu"))}')
     out = csv.writer(sys.stdout, lineterminator='\n')
     out.writerow(('base', 'grafted', 'float32', 'float64', 'refused'))
     models = {name: make(name, device='meta') for name in names}

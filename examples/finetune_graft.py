@@ -10,7 +10,6 @@ rate is the one of .0003, .001, .003, .01 and .03 that served the base best as i
 """
 import argparse
 import copy
-import csv
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -24,6 +23,7 @@ from timm.utils import random_seed
 from tqdm import tqdm
 
 import timm_sape
+from timm_sape.bench import about, write_csv
 from timm_sape.experiment import mean_interval, spread
 from timm_sape.position_data import load_cifar10_splits
 
@@ -137,10 +137,8 @@ def main():
             rows.append({
                 'graft': name, 'seed': seed, 'top1': round(top1(model, test_images, test_labels), 2),
                 'gates': ' '.join(f'{gate:.3f}' for gate in gates(model))})
-    with open(args.output, 'w', newline='') as f:
-        writer = csv.DictWriter(f, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    notes = f'{args.base_images} images and {args.base_epochs} epochs for the base'
+    write_csv(rows, args.output, f'{notes}, {args.images} and {args.epochs} for each; {about(torch.device("cpu"))}')
 
     found = {name: [row['top1'] for row in rows if row['graft'] == name] for name in ('none', *args.graft)}
     print(f'\nTop-1 in percent on {len(test_labels)} images of the four new classes, {args.seeds} seeds:\n')
