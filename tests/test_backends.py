@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from torch.autograd import forward_ad
 
 import references
 import timm_sape
@@ -559,6 +560,9 @@ def test_compiled_in_one_graph():
     model = make_model()
     x = make_model.images()
     expected = model(x)
+    graphs = []
+    torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)(x)
+    assert 'timm_sape.distance_attention.default' in {str(node.target) for node in graphs[0].graph.nodes}
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     assert_near(compiled(x), expected, 1e-5)
     compiled(x).square().sum().backward()
@@ -567,6 +571,59 @@ def test_compiled_in_one_graph():
     model(x).square().sum().backward()
     for a, p in zip(grads, model.parameters()):
         assert (a - p.grad).abs().max() <= 1e-5 * p.grad.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope'])
+def test_gradients_of_single_images_by_torch_func(pos_enc):
+    make_model = Maker(pos_enc)
+    model = make_model()
+    x, params = make_model.images(3), dict(model.named_parameters())
+
+    def loss(params, image):
+        return torch.func.functional_call(model, params, image[None]).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    for i, image in enumerate(x):
+        expected = torch.autograd.grad(loss(params, image), list(params.values()))
+        for name, grad in zip(params, expected):
+            assert (found[name][i] - grad).abs().max() <= 1e-4 * grad.abs().max().clamp(min=1), name
+
+
+@pytest.mark.parametrize('frozen', [True, False])
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope'])
+def test_forward_derivatives_are_right_or_refused(pos_enc, frozen):
+    """Behind an operator without a rule for them they would be zero."""
+    make_model = Maker(pos_enc)
+    model = make_model().double().requires_grad_(not frozen)
+    x, step = make_model.images().double(), 1e-6
+    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        expected = (model(x + step * t) - model(x - step * t)) / (2 * step)
+
+    def dual():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, t))).tangent
+
+    for derivative in (dual, lambda: torch.func.jvp(model, (x,), (t,))[1]):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            if 'sape2' in pos_enc:  # distances have none in PyTorch
+                with pytest.raises(NotImplementedError, match='forward AD'):
+                    derivative()
+            else:
+                assert_near(derivative(), expected, 1e-6)
+
+
+@pytest.mark.parametrize('name', FAST)
+def test_tables_wider_than_q(name):
+    inputs = make((3, 4))
+    single = [t.float() for t in inputs]
+    mixed = [t.double() if 'table' in what else t for what, t in zip(NAMES, single)]
+    (expected, expected_grads), (found, grads) = (
+        run(sape2_attention, tensors, device=device_of(name), backend=name, grid_size=(3, 4), num_prefix_tokens=1)
+        for tensors in (single, mixed))
+    assert torch.equal(found, expected) and [g.dtype for g in grads] == [t.dtype for t in mixed]
+    for what, a, b in zip(NAMES, grads, expected_grads):
+        assert_near(a, b.to(a.dtype), 1e-6, what)
 
 
 def train(name, steps, jitter=False):

@@ -263,10 +263,14 @@ def test_conflicting_arguments(kwargs, says):
 
 
 @pytest.mark.parametrize('kwargs,says', [
-    (dict(img_size=-32), r'positive, got img_size=\(-32, -32\)'),
-    (dict(img_size=(32, 0)), r'positive, got img_size=\(32, 0\)'),
-    (dict(patch_size=0), r'positive, .*patch_size=\(0, 0\)'),
-    (dict(patch_size=(16, -4)), r'positive, .*patch_size=\(16, -4\)'),
+    (dict(img_size=-32), r'img_size must be an integer of at least 1, .* got \(-32, -32\)'),
+    (dict(img_size=(32, 0)), r'img_size must be an integer of at least 1, .* got \(32, 0\)'),
+    (dict(img_size='32'), r"img_size must be .* got \('32', '32'\)"),
+    (dict(img_size=32.), r'img_size must be .* got \(32.0, 32.0\)'),
+    (dict(img_size=(3, 32, 32)), r'img_size must be .*two: \(height, width\), got \(3, 32, 32\)'),
+    (dict(patch_size=0), r'patch_size must be .* got \(0, 0\)'),
+    (dict(patch_size=(16, -4)), r'patch_size must be .* got \(16, -4\)'),
+    (dict(patch_size=8.), r'patch_size must be .* got \(8.0, 8.0\)'),
     (dict(img_size=8), r'smaller than patch_size=\(16, 16\).*img_size=\(16, 16\)'),
     (dict(img_size=33), r'does not divide img_size=\(33, 33\).*img_size=\(32, 32\).*dynamic_img_pad=True'),
     (dict(img_size=(32, 41)), r'does not divide img_size=\(32, 41\).*img_size=\(32, 48\)'),
@@ -329,13 +333,15 @@ def test_dynamic_image_that_the_patch_does_not_divide(encoding):
     torch.testing.assert_close(padded, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize('kwargs', [dict(img_size=(32, 40)), dict(patch_size=7), dict(img_size=(-32, 32))], ids=str)
+@pytest.mark.parametrize('kwargs', [
+    dict(img_size=(32, 40)), dict(patch_size=7), dict(img_size=(-32, 32)), dict(img_size=32.), dict(img_size=64.),
+    dict(img_size=[64]), dict(patch_size=8.)], ids=str)
 def test_set_input_size_that_does_not_fit_changes_nothing(kwargs):
     model = tiny('sape2_k_ape').eval()
     x = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         before = model(x)
-        with pytest.raises(ValueError, match='does not divide|positive'):
+        with pytest.raises(ValueError, match='does not divide|must be an integer'):
             model.set_input_size(**kwargs)
         assert torch.equal(model(x), before)
 

@@ -49,6 +49,7 @@ parser.add_argument('--seed', type=int, default=42)
 parser.add_argument('--model')
 parser.add_argument('--model-kwargs', default={})
 parser.add_argument('--gp')
+parser.add_argument('--sched', default='cosine')
 parser.add_argument('--device-modules', nargs='+')
 parser.add_argument('--device', default='cuda')
 parser.add_argument('--epochs', type=int, default=300)
@@ -541,7 +542,10 @@ def test_later_options_beat_earlier_ones(lab):
         device_modules=['timm_sape'], epochs=9, lr=3, batch_size=2, model='test_vit_nope', seed=5, warmup_epochs=3,
         model_kwargs={'x': 1, 'y': 3, 'z': 2}))
     assert b.config['lr'] == 2 and b.config['model'] == 'test_vit_ape'
-    assert a.epochs == 9 and a._replace(config={**a.config, 'warmup_prefix': True}).epochs == 12
+    for options, epochs in (
+            ({}, 9), ({'warmup_prefix': True}, 12), ({'cooldown_epochs': 2}, 11), ({'lr_cycle_limit': 2}, 18),
+            ({'sched': 'step', 'cooldown_epochs': 2}, 9), ({'sched': 'none', 'sched_on_updates': True}, 9)):
+        assert a._replace(config={**a.config, **options}).epochs == epochs
     assert (plan.recipe, plan.baseline, plan.labels) == ('small', 'A', ['A', 'B'])
 
 
@@ -565,6 +569,9 @@ WRONG = {
     'kwarg with an option': (
         dict(args={'model_kwargs': {'global_pool': 'avg'}}), 'write `gp: avg` beside model_kwargs, not in it'),
     'epochs': (dict(args={'epochs': 0}), '`epochs` must be said'),
+    'schedule': (dict(args={'sched': 'cosin'}), "timm makes no such schedule: Unknown scheduler 'cosin'"),
+    'modules as text': (
+        dict(args={'device_modules': 'timm_sape'}), 'device_modules must be a list of names, such as [timm_sape]'),
     'recipe': (dict(recipe='none.yaml'), 'cannot read'),
     'recipe of another type': (dict(recipe=['a']), 'recipe must be the path of a file'),
     'unknown model': (dict(models={'A': 'vit_smal_ape'}), "A: there is no model 'vit_smal_ape'"),

@@ -322,6 +322,8 @@ WRONG = {  # in bias and attention alike
     'empty trained grid': (dict(ref_grid_size=(2, 0)), r'^ref_grid_size must be \(H, W\).*got \(2, 0\)'),
     'trained grid as a number': (dict(ref_grid_size=14), r'^ref_grid_size must be \(H, W\).*got 14'),
     'negative prefix': (dict(num_prefix_tokens=-1), 'num_prefix_tokens must be 0 or more, got -1'),
+    'gate scale as text': (dict(gate_scale='one'), "gate_scale must be a number, .*got 'one'"),
+    'grid of floats': (dict(grid_size=(2., 3.)), r'^grid_size must be \(H, W\).*got \(2.0, 3.0\)'),
     'unknown mode': (dict(mode='v'), "Unknown mode 'v'. Choose one of 'q', 'k', 'qk'"),
     'mode in capitals': (dict(mode='K'), "Unknown mode 'K'. Choose one of 'q', 'k', 'qk'"),
     'q without heads': (

@@ -330,8 +330,8 @@ CHANGES = {
     'the layers': (new_head, r'could not be loaded back: .*head\.0\.weight'),
     'the dtype': (twice_as_precise, r'other values when .* float32: convert it first, model\.float\(\)'),
     'the sense': (diverged, 'logits for random images are not finite'),
-    'the memory format': (lambda model: model.to(memory_format=torch.channels_last), 'cannot be saved: .*contiguous'),
-    'all': (lambda model: torch.nn.Linear(2, 2), 'cannot be saved'),
+    'the memory format': (lambda model: model.to(memory_format=torch.channels_last), 'cannot be saved .*contiguous'),
+    'all': (lambda model: torch.nn.Linear(2, 2), 'cannot be saved as timm saves those that timm.create_model makes: '),
 }
 
 
@@ -450,6 +450,16 @@ def test_tampering_would_be_seen(processes, hub, logits):
     hub.faults['model.safetensors'] = ['tamper']
     kind, pulled = processes.pull(load=STOCK)
     assert kind == 'model' and pulled != logits
+
+
+def test_folders_are_not_for_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    timm_sape.hub.save(make(), 'model')
+    for name in ('local-dir:model', 'model', str(tmp_path / 'model')):
+        with pytest.raises(ValueError, match='is a folder, not a repository') as error:
+            timm_sape.hub.load(name)
+        call, = re.findall(r'timm\.(create_model\(.*\)) loads it', str(error.value))
+        assert isinstance(eval(f'timm.{call}'), type(make()))
 
 
 def test_interrupted_download(processes, hub, logits):

@@ -16,6 +16,7 @@ from typing import Optional, Sequence, Tuple, Union
 import torch
 
 from . import ops
+from .encodings.checks import is_number
 from .grid import Grid
 
 __all__ = ['sape2_attention', 'sape2_bias']
@@ -113,8 +114,9 @@ def sape2_attention(
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
         backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'triton' (NVIDIA
-            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the quickest that can do it. A mask, causality and
-            dropout only the reference has, and in a graph that is exported it is always the reference.
+            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the quickest that can do it. Masks, causality, dropout,
+            torch.func and forward-mode derivatives only the reference has, and in a graph that is exported it is always
+            the reference.
 
     Returns:
         `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in float32 at least.
@@ -158,11 +160,14 @@ def _check(
         if gate_scale.numel() != 1:
             raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')
         gate_scale = gate_scale.view(())
+    elif gate_scale is not None and not is_number(gate_scale):
+        raise ValueError(f'gate_scale must be a number, a tensor of one, or None for 1/sqrt(d), got {gate_scale!r}.')
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f'q and k must have one shape [B, h, N, d], got {list(q.shape)} and {list(k.shape)}.')
     batch, _, num_tokens, dim = q.shape
     for name, size in (('grid_size', grid_size), ('ref_grid_size', ref_grid_size)):
-        if size is not None and (not isinstance(size, Sequence) or len(size) != 2 or size[0] < 1 or size[1] < 1):
+        ints = isinstance(size, Sequence) and all(isinstance(s, (int, torch.SymInt)) for s in size)
+        if size is not None and (not ints or len(size) != 2 or size[0] < 1 or size[1] < 1):
             raise ValueError(f'{name} must be (H, W) with at least one patch along each, got {size!r}.')
     if mode not in MODES:
         raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')

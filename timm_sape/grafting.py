@@ -395,6 +395,7 @@ def _create(
             'pretrained_model_args': saved, 'pos_enc': vit.pos_enc, 'pos_enc_kwargs': vit.pos_enc_kwargs})
         return vit
 
+    out_indices = kwargs.pop('out_indices', min(3, kwargs.get('depth', 3)))
     with checkpoints.readable_errors(variant):
         return build_model_with_cfg(
             build,
@@ -403,7 +404,7 @@ def _create(
             pretrained_cfg=cfg,
             pretrained_filter_fn=partial(_filter, ref_grid_size=ref_grid_size),
             cache_dir=cache_dir,
-            feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,
         )
 

@@ -133,7 +133,8 @@ def save(
         except OSError:
             raise
         except Exception as e:  # whatever a model that timm has not made may lack
-            raise ValueError(f'The model cannot be saved: {_described(e)}') from e
+            raise ValueError(
+                f'The model cannot be saved as timm saves those that timm.create_model makes: {_described(e)}') from e
         config = json.loads((staged / CONFIG_NAME).read_text())
         # timm reads it from the root of the config; transformers would give it to create_model twice
         config['model_args'].pop('num_classes', None)
@@ -176,6 +177,11 @@ def load(
         OSError: If the disk is full.
     """
     repo_id = repo_id.removeprefix('hf-hub:')
+    folder = repo_id.removeprefix('local-dir:')
+    if folder != repo_id or repo_id.count('/') != 1 and Path(folder).is_dir():
+        raise ValueError(
+            f'{repo_id} is a folder, not a repository of the Hub: '
+            f"timm.create_model('local-dir:{folder}', pretrained=True) loads it.")
 
     def download(name: str, revision: Optional[str], sha256: Optional[str] = None) -> Path:
         with _plain_errors(repo_id, revision, name):

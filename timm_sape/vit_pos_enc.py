@@ -14,6 +14,7 @@ import operator
 import sys
 from dataclasses import replace
 from functools import partial, reduce
+from numbers import Integral
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
@@ -332,6 +333,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         kernel, stride = self.patch_embed.patch_size, self.patch_size
         new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
         new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
+        _check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
             _check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
         super().set_input_size(img_size=img_size, patch_size=patch_size)
@@ -489,10 +491,16 @@ class VisionTransformerPosEnc(VisionTransformer):
         return maps if intermediates_only else (self.norm(x), maps)
 
 
+def _check_integers(**sizes) -> None:
+    for name, size in sizes.items():
+        size = to_2tuple(size)
+        if len(size) != 2 or not all(isinstance(s, Integral) and s >= 1 for s in size):
+            raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
+
+
 def _check_sizes(img_size, patch_size) -> None:
+    _check_integers(img_size=img_size, patch_size=patch_size)
     img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
-    if min(img_size) < 1 or min(patch_size) < 1:
-        raise ValueError(f'Sizes must be positive, got img_size={img_size}, patch_size={patch_size}.')
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
     if any(i < p for i, p in zip(img_size, patch_size)):
         raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')

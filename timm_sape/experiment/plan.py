@@ -2,6 +2,7 @@
 import ast
 import difflib
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set
 
@@ -37,10 +38,13 @@ class Run(NamedTuple):
 
     @property
     def epochs(self) -> int:
-        """How many epochs train.py makes of it."""
-        config = self.config
-        prefix = config.get('warmup_epochs', 0) if config.get('warmup_prefix') else 0
-        return config['epochs'] + config.get('cooldown_epochs', 0) + prefix
+        """How many epochs train.py makes of it, which depends on the schedule."""
+        import torch
+        from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+
+        options = Namespace(**{'sched': 'cosine', **self.config, 'sched_on_updates': False})
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        return create_scheduler_v2(optimizer, **scheduler_kwargs(options))[1]
 
     def folder(self, output: Path) -> Path:
         return output / self.label / f'seed{self.seed}'
@@ -128,6 +132,10 @@ def load_plan(path: Path, options: Optional[Set[str]] = None) -> Plan:
             raise ValueError(f'{where}: it has no `model`, and the recipe neither')
         if type(configs[label].get('epochs')) is not int or configs[label]['epochs'] < 1:
             raise ValueError(f'{where}: `epochs` must be said, in the recipe or the plan, and be 1 or more')
+        try:
+            _ = Run(label, 0, configs[label]).epochs
+        except Exception as e:  # whatever timm says of a schedule
+            raise ValueError(f'{where}: timm makes no such schedule: {e}') from e
     runs = [
         Run(label, seed, {**config, 'seed': seed}) for seed in seeds for label, config in configs.items()]
     return Plan(file.resolve().parent.name, baseline, runs)
@@ -172,6 +180,9 @@ def _check_options(given: Any, options: Optional[Set[str]], where: str) -> None:
     kwargs = given.get('model_kwargs') or {}
     if not isinstance(kwargs, dict):
         raise ValueError(f'{where}: model_kwargs must be a mapping, such as {{img_size: 32}}')
+    modules = given.get('device_modules') or []
+    if not isinstance(modules, list):
+        raise ValueError(f'{where}: device_modules must be a list of names, such as [timm_sape], got {modules!r}')
     if options is not None:
         _refuse_unknown(given, options, where)
         for key in kwargs:

@@ -8,7 +8,7 @@ from typing import Iterator, Mapping, Optional, Sequence
 
 import torch
 
-__all__ = ['BACKENDS', 'choose_backend', 'using_backend']
+__all__ = ['BACKENDS', 'choose_backend', 'is_transformed', 'using_backend']
 
 BACKENDS = ('reference', 'torch', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
@@ -47,6 +47,14 @@ def _triton_runs_on(device_type: str) -> bool:
     if device_type == 'cuda':
         return torch.version.hip is None
     return device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work. Custom operators take no part in the former, and
+    behind them the latter finds derivatives of zero, without a word. (Where Dynamo traces, it is right or raises.)"""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_reference: str) -> str:
@@ -90,6 +98,7 @@ def choose_backend(
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return 'reference'
+    only_reference = {**only_reference, 'torch.func and forward-mode derivatives': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
     by = 'backend=' if requested is not None else VARIABLE
     requested = requested if requested is not None else _from_environment()

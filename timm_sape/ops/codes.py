@@ -207,6 +207,8 @@ def recomputed_axis_codes(
             q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
     p, (height, width) = grid.num_prefix_tokens, grid.size
     ref_height, ref_width = ref_grid_size or grid.size
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    table_x, table_y = (t.to(dtype) if t.dtype.itemsize > dtype.itemsize else t for t in (table_x, table_y))
     operator = _axis_codes
     if backend == 'triton':
         from .codes_triton import triton_axis_codes as operator

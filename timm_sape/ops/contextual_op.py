@@ -8,6 +8,7 @@ from typing import Optional, Tuple, Union
 import torch
 
 from ..grid import Grid
+from .backend import is_transformed
 from .chunks import chunks
 from .codes import _cells, _gates, wide
 from .contextual import _suffix_sum, contextual_bias, without_autocast
@@ -118,12 +119,13 @@ def recomputed_contextual_bias(
 ) -> torch.Tensor:
     """`contextual_bias`, arguments and result, by an operator of its own wherever that can do it.
 
-    It cannot where patches are dropped, gates have a learned scale, or sizes are symbolic; and a graph that is exported
-    has none of our operators in it.
+    It cannot where patches are dropped, gates have a learned scale, sizes are symbolic, the table is wider than q, or
+    torch.func is at work; and a graph that is exported has none of our operators in it.
     """
     special = (
         grid.keep_indices is not None or isinstance(gate_scale, torch.Tensor) or type(grid.num_patches) is not int
-        or torch.compiler.is_exporting() or torch.jit.is_tracing())
+        or table.dtype.itemsize > max(q.dtype.itemsize, 4) or is_transformed() or torch.compiler.is_exporting()
+        or torch.jit.is_tracing())
     if special:
         return contextual_bias(
             q, k, table, grid, gate_scale=gate_scale, between=between, ref_num_patches=ref_num_patches)
