@@ -41,7 +41,7 @@ def _probe(args: argparse.Namespace) -> int:
 
     from ..analysis import awaken_encodings, probe
     from ..analysis.inputs import ImageFile, load_model, preprocessing
-    from ..bench import markdown
+    from ..bench import about, markdown
     from ..vit_pos_enc import VisionTransformerPosEnc
 
     cases = [(model, pos_enc) for model in args.models for pos_enc in args.pos_enc or [None]]
@@ -64,7 +64,7 @@ def _probe(args: argparse.Namespace) -> int:
             for row in found]
     verdicts = [row['verdict'] for row in rows if row['verdict']]
     holding = f'{verdicts.count("pass")} of {len(verdicts)} theorems hold' if verdicts else 'no theorems for this'
-    notes = f'{args.image}, {", ".join(args.models)}: {holding}'
+    notes = f'{args.image}, {", ".join(args.models)}: {holding}; {about(torch.device("cpu"))}'
     table = markdown([{**row, 'change': f'{row["change"]:.2e}'} for row in rows])
     print(table, notes, sep='\n\n')
     if args.output is not None:
