@@ -48,6 +48,12 @@ def test_results_are_those_of_the_runs():
         assert line.rsplit(' | ', 3)[0] in README.read_text(), line
 
 
+def difference_of(found):
+    """The mean of three differences with its t interval."""
+    mean, half = statistics.mean(found), 4.302653 * statistics.stdev(found) / 3 ** 0.5
+    return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
+
+
 def test_ablations_are_those_of_the_runs():
     """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
     _, rows = runs_of('ablations')
@@ -56,9 +62,7 @@ def test_ablations_are_those_of_the_runs():
     assert len(top1) == 17 * 3
 
     def difference(model, base):
-        found = [top1[model, seed] - top1[base, seed] for seed in '123']
-        mean, half = statistics.mean(found), 4.302653 * statistics.stdev(found) / 3 ** 0.5
-        return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
+        return difference_of([top1[model, seed] - top1[base, seed] for seed in '123'])
 
     for model in {row['model'] for row in rows} - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
@@ -67,6 +71,24 @@ def test_ablations_are_those_of_the_runs():
             f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}', difference(model, base),
             difference(model, 'APE')))
         assert re.search(rf'^\| {re.escape(base)} \| .* \| {re.escape(end)} \|$', page, re.MULTILINE), (model, end)
+
+
+def test_pooled_models_are_those_of_the_runs():
+    """Top-1, and the differences to APE, to none and to the models with a class token."""
+    pooled, with_token = ({(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]} for plan in (
+        'pooling', 'plan'))
+    page = (README.parent / 'results' / 'README.md').read_text()
+    assert len(pooled) == 5 * 3
+    for model in {name.removesuffix(', pooled') for name, _ in pooled}:
+        def difference(base, there):
+            return '' if base == f'{model}, pooled' else difference_of(
+                [pooled[f'{model}, pooled', seed] - there[base, seed] for seed in '123'])
+
+        found = [pooled[f'{model}, pooled', seed] for seed in '123']
+        line = ' | '.join((
+            model, f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}', difference('APE, pooled', pooled),
+            difference('none, pooled', pooled), difference(model, with_token)))
+        assert f'| {line} |' in page, line
 
 
 def test_code_runs(tmp_path, monkeypatch):
