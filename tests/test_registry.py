@@ -159,6 +159,15 @@ def test_unknown_keywords(name, keyword, text):
         build(name, {name: {keyword: 1}})
 
 
+@pytest.mark.parametrize('host, message', [
+    (dict(num_heads=5), 'is not divisible by num_heads=5'), (dict(grid_size=4), r'grid_size must be \(H, W\).*got 4'),
+    (dict(grid_size=(4, 4, 4)), r'grid_size must be \(H, W\)')])
+@pytest.mark.parametrize('name', ['ape', 'sape2_k', 'rope2d', 'auto_rpb'])
+def test_the_host_is_checked(name, host, message):
+    with pytest.raises(ValueError, match=message):
+        create_encoding(name, **{**HOST, **host})
+
+
 @pytest.mark.parametrize('keyword', ['dim', 'grid_size', 'layer', 'ref_grid_size', 'device'])
 def test_keywords_of_the_host_are_not_for_users(keyword):
     with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: direction, npos"):

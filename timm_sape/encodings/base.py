@@ -29,7 +29,7 @@ Which base class?
 | `ReferenceGridEncoding` | parameters that belong to the trained grid and are never resized |
 | `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
 """
-from typing import Optional, Set, Tuple
+from typing import Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -90,6 +90,9 @@ class PositionEncoding(nn.Module):
             encodings that keep one look at it.
         gate: Initial value of the learned scalar that multiplies what the encoding contributes, for `auto_<name>`. None
             for no such gate.
+
+    Raises:
+        ValueError: If the heads do not divide D, or the grid is no pair; subclasses add their own.
     """
     name: str = ''  #: What it is registered as.
     per_layer: bool = True  #: One instance per attention layer. Else one for the model, its geometry computed once.
@@ -132,6 +135,10 @@ class PositionEncoding(nn.Module):
             dtype=None,
     ) -> None:
         super().__init__()
+        if dim % num_heads:
+            raise ValueError(f'dim={dim} is not divisible by num_heads={num_heads}.')
+        if not isinstance(grid_size, Sequence) or len(grid_size) != 2:
+            raise ValueError(f'grid_size must be (H, W) in patches, got {grid_size!r}.')
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
