@@ -7,6 +7,9 @@ queries (those of k and v). Each adds its half of R w and R^T w to the gradients
 Squared distances are s_i + s_j - 2 w_i.w_j. For inputs of 16 bits the codes are centred and the product is one of
 float32 (three parts of tf32), whose rounding is far below that of the inputs; for float32 it is float64. A squared
 distance of less than tol times s_i + s_j is rounding and counts as 0.
+
+For float32 q.k and grad.v are float64, too, before they are rounded: the kernels form them in blocks of other shapes,
+and were they to differ in the last digit of a logit of 10^4, the probabilities of a row would not sum to 1.
 """
 from typing import Dict, List, NamedTuple, Tuple
 
@@ -44,25 +47,23 @@ class Part(NamedTuple):
 LOG2E = tl.constexpr(1.4426950408889634)
 NARROW = tl.constexpr(4)  # codes of so many channels are subtracted, channel by channel
 QUICK, THIN, SLIM = Blocks(64, 32, 4, 1), Blocks(64, 16, 4, 2), Blocks(64, 16, 4, 1)
-HIGH, TINY = Blocks(128, 16, 8, 1), Blocks(16, 32, 8, 1)
-# Launches of the backward pass by width of q (16 bits or more), head dim and codes: as few, and of blocks as large, as
-# there are registers for without spilling. First those that own queries, then keys: t for tokens, x and y for codes.
+HIGH, WIDE = Blocks(128, 16, 8, 1), Blocks(32, 16, 8, 1)
+# Launches of the backward pass for q of 16 bits by head dim and codes: as few, and of blocks as large, as there are
+# registers for without spilling. First those that own queries, then keys: t for tokens, x and y for codes.
 PARTS = {
-    (False, 64, 16): ([('txy', QUICK)], [('txy', QUICK)]),
-    (False, 64, 32): ([('txy', THIN)], [('t', QUICK), ('xy', QUICK)]),
-    (False, 64, 64): ([('t', QUICK), ('x', QUICK), ('y', QUICK)], [('t', QUICK), ('x', THIN), ('y', THIN)]),
-    (False, 128, 16): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
-    (False, 128, 32): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
-    (False, 128, 64): ([('t', THIN), ('x', SLIM), ('y', SLIM)], [('t', HIGH), ('x', THIN), ('y', THIN)]),
-    (True, 64, 16): ([('t', SLIM), ('x', SLIM), ('y', SLIM)], [('t', TINY), ('x', SLIM), ('y', SLIM)]),
-    (True, 64, 32): ([('t', SLIM), ('x', TINY), ('y', TINY)], [('t', TINY), ('x', TINY), ('y', TINY)]),
+    (64, 16): ([('txy', QUICK)], [('txy', QUICK)]),
+    (64, 32): ([('txy', THIN)], [('t', QUICK), ('xy', QUICK)]),
+    (64, 64): ([('t', QUICK), ('x', QUICK), ('y', QUICK)], [('t', QUICK), ('x', THIN), ('y', THIN)]),
+    (128, 16): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
+    (128, 32): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
+    (128, 64): ([('t', THIN), ('x', SLIM), ('y', SLIM)], [('t', HIGH), ('x', THIN), ('y', THIN)]),
 }
 
 
 def forward_blocks(head_dim: int, codes: Tuple[int, int], itemsize: int) -> Blocks:
     """For a padded head dim and the widths of the codes; `.ci/check_spills.py` compiles them."""
     if itemsize > 2:
-        return QUICK if max(codes) <= 16 else SLIM
+        return WIDE
     if head_dim > 64:
         return THIN if max(codes) > 32 else Blocks(64, 32, 4, 2)
     return Blocks(64, 64 if min(codes) > NARROW.value else 32, 4, 2)
@@ -70,15 +71,15 @@ def forward_blocks(head_dim: int, codes: Tuple[int, int], itemsize: int) -> Bloc
 
 def backward_parts(head_dim: int, codes: Tuple[int, int], itemsize: int) -> List[Part]:
     """The launches in their order, arguments as for `forward_blocks`."""
-    launches = PARTS[itemsize > 2, max(64, head_dim), _padded(max(codes))]
-    parts = [Part(SLIM, False, rows=True)] if itemsize > 2 else []
+    if itemsize > 2:
+        launches = 2 * ([('t', WIDE), ('x', WIDE), ('y', WIDE)],)
+        parts = [Part(WIDE, False, rows=True)]
+    else:
+        launches, parts = PARTS[max(64, head_dim), _padded(max(codes))], []
     for keys, launch in zip((False, True), launches):
         for what, blocks in launch:
             if what == 'txy' and min(codes) <= NARROW.value:
                 blocks = THIN
-            short = what in ('x', 'y') and _padded(codes['xy'.index(what)]) == 16
-            if blocks == TINY and (head_dim < 64 or short):
-                blocks = SLIM
             parts.append(Part(blocks, keys, False, *(letter in what for letter in 'txy')))
     return parts
 
@@ -110,6 +111,14 @@ def _distance(
     inverse = tl.rsqrt(tl.maximum(tl.maximum(square, floor), 1e-30))
     distance = square * inverse
     return distance, distance * inverse * inverse
+
+
+@triton.jit
+def _product(a, b, SUM: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr):
+    """a b^T, summed in dtype SUM."""
+    if SUM != DTYPE:
+        a, b = a.to(SUM), b.to(SUM)
+    return tl.dot(a, tl.trans(b), input_precision=PRECISION, out_dtype=SUM).to(DTYPE)
 
 
 @triton.jit
@@ -154,7 +163,7 @@ def _forward(
         sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
         distance_y, _ = _distance(
             WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=DTYPE) * scale
+        logits = _product(q, k, sx_i.dtype, PRECISION, DTYPE) * scale
         logits += gain * (distance + distance_y)
         logits = tl.where(in_j[None, :], logits, float('-inf'))
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -239,9 +248,9 @@ def _backward(
         distance_y, inverse_y = _distance(
             WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
         distance = distance_x + distance_y
-        logits = tl.dot(a_i, tl.trans(b_j), input_precision=PRECISION, out_dtype=DTYPE) * scale
+        logits = _product(a_i, b_j, sx_i.dtype, PRECISION, DTYPE) * scale
         logits += gain * distance
-        dp = tl.dot(c_i, tl.trans(e_j), input_precision=PRECISION, out_dtype=DTYPE)
+        dp = _product(c_i, e_j, sx_i.dtype, PRECISION, DTYPE)
         if KEYS:
             top_j = tl.load(TOP + row_j, mask=in_j, other=0.0)
             share_j = 1.0 / tl.load(TOTAL + row_j, mask=in_j, other=1.0)
