@@ -31,7 +31,7 @@ class _Codes(NamedTuple):
     raw: torch.Tensor  # for differences, which nothing else is exact for
     left: torch.Tensor  # for products, centred
     right: torch.Tensor  # centred codes, 1, ...
-    near: torch.Tensor  # squared distances below this want a second look, `[..., N, 1]`
+    near: torch.Tensor  # squared distances up to this want a second look, `[..., N, 1]`
     noise: torch.Tensor  # squared distances up to this are 0, `[..., N, 1]`; infinite for prefix tokens
 
     def of(self, chunk: Tuple[slice, slice]) -> '_Codes':
@@ -52,6 +52,7 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
     near = torch.maximum(NEAR * s, 4 * noise)
+    near[..., :num_prefix_tokens, :] = -float('inf')
     noise[..., :num_prefix_tokens, :] = float('inf')
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
     one[..., :num_prefix_tokens, :] = 0
@@ -68,12 +69,13 @@ class _Workspace:
         self.memory = None
 
     def __call__(self, codes: _Codes, rows: slice) -> Tuple[torch.Tensor, ...]:
-        """`count` times `[2n, R, N]`; the first block is the largest."""
+        """One `[2n, R, N]` and `count` times `[n, R, N]`; the first block is the largest."""
         heads, num_tokens, _ = codes.raw.shape
-        shape = self.count, heads, rows.stop - rows.start, num_tokens
+        shape = 2 + self.count, heads // 2, rows.stop - rows.start, num_tokens
         if self.memory is None:
             self.memory = codes.raw.new_empty(math.prod(shape))
-        return self.memory[:math.prod(shape)].view(shape).unbind()
+        memory = self.memory[:math.prod(shape)].view(shape)
+        return memory[:2].flatten(0, 1), *memory[2:]
 
 
 def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> _Near:
@@ -87,11 +89,11 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
     prefix.fill_(float('inf'))
     diagonal.fill_(float('inf'))
     limit, near = codes.near[:, rows].flatten(), None
-    lines = (squares.amin(-1).flatten() < limit).nonzero().squeeze(-1)  # few have small distances
+    lines = (squares.amin(-1).flatten() <= limit).nonzero().squeeze(-1)  # few have small distances
     if len(lines):
         w, noise = codes.raw.flatten(0, 1), codes.noise.flatten()
         _, num_rows, num_tokens = squares.shape
-        small = squares.view(-1, num_tokens).index_select(0, lines) < limit[lines].unsqueeze(-1)
+        small = squares.view(-1, num_tokens).index_select(0, lines) <= limit[lines].unsqueeze(-1)
         line, column = small.nonzero().unbind(-1)
         if len(line) * w.shape[-1] > squares.numel():
             _squares_by_difference(codes, rows, squares)
@@ -112,6 +114,19 @@ def _squares_by_difference(codes: _Codes, rows: slice, squares: torch.Tensor) ->
     w, noise = codes.raw, codes.noise
     torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
     squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
+
+
+def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:
+    """So that what is divided by a distance of zero is zero."""
+    if near == 'many':
+        return distances.masked_fill_(distances == 0, float('inf'))
+    distances[:, :max(num_prefix_tokens - rows.start, 0)].fill_(float('inf'))
+    distances[:, :, :num_prefix_tokens].fill_(float('inf'))
+    distances.diagonal(rows.start, 1, 2).fill_(float('inf'))
+    if near is not None:
+        flat, where = distances.view(-1), near[0]
+        flat.index_fill_(0, where[flat[where] == 0], float('inf'))
+    return distances
 
 
 def _rows(num_tokens: int) -> Iterator[slice]:
@@ -141,7 +156,7 @@ def _distance_attention(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
     codes = _prepare(codes_x, codes_y, num_tokens)
-    workspace = _Workspace(1)
+    workspace = _Workspace(0)
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         qs, ks, vs = (_wide(t[chunk]) for t in (q, k, v))  # [b, n, N, d]
         heads = codes.of(chunk)
@@ -199,7 +214,7 @@ def _distance_attention_backward(
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
     codes = _prepare(codes_x, codes_y, num_tokens)
     widths = codes_x.shape[-1], codes_y.shape[-1]
-    workspace = _Workspace(4)
+    workspace = _Workspace(3)
     for chunk in chunks(batch, num_heads, num_tokens ** 2):
         gs, qs, ks, vs = (_wide(t[chunk]).flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
         heads = codes.of(chunk)
@@ -209,14 +224,11 @@ def _distance_attention_backward(
         grad_q = torch.empty_like(qs)
         # transposed, `[n, d, N]` and `[2n, C, N]`: products are quicker that way round
         grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, heads.raw))
-        grad_gains = torch.zeros_like(gains)
         for rows in _rows(num_tokens):
-            squares, distances, *halves = workspace(heads, rows)
-            near = _squares(heads, rows, num_prefix_tokens, squares)
-            torch.sqrt(squares, out=distances)
-            distance, logits, p, grad_logits = (t for pair in halves for t in pair.chunk(2))  # [n, R, N]
-            torch.add(*distances.chunk(2), out=distance)
-            torch.mul(distance, gains, out=logits).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
+            distances, logits, p, grad_logits = workspace(heads, rows)
+            near = _squares(heads, rows, num_prefix_tokens, distances)
+            dx, dy = distances.sqrt_().chunk(2)
+            torch.add(dx, dy, out=logits).mul_(gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
             torch.softmax(logits, dim=-1, out=p)
             g = gs[:, rows]
             grad_v.baddbmm_(g.mT, p)
@@ -224,10 +236,8 @@ def _distance_attention_backward(
             torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_logits)
             grad_q[:, rows] = torch.bmm(grad_logits, ks)
             grad_k.baddbmm_(qs[:, rows].mT, grad_logits)
-            grad_gains += distance.mul_(grad_logits).sum(dim=(1, 2), keepdim=True)
-            # D / D^2 = 1 / D, and 0 where D = 0
-            r = distances.div_(squares.clamp_(min=torch.finfo(squares.dtype).tiny))
-            r.unflatten(0, (2, -1)).mul_(grad_logits)
+            divisors = _zeros_to_inf(distances, rows, num_prefix_tokens, near).unflatten(0, (2, -1))
+            r = torch.div(grad_logits, divisors, out=divisors).flatten(0, 1)
             if near == 'many' and r.device.type != 'mps':  # which has no float64
                 if precise is None:
                     precise = F.pad(heads.raw.double(), (0, 1), value=1)
@@ -240,6 +250,8 @@ def _distance_attention_backward(
                 _add_gradient(grad_w, r, w_and_one, rows)
         if near_grad is not None:
             grad_w += near_grad.mT
+        # The distances grow with the codes, so their gradient is that of the codes times the codes.
+        grad_gains = torch.linalg.vecdot(grad_w.mT, w_and_one[..., :-1]).unflatten(0, (2, -1)).sum(dim=(0, 2))
         grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
         found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
