@@ -442,6 +442,8 @@ def test_summary_as_it_is_left(tmp_path):
     records.write_summary(tmp_path, rows)
     assert tmp_path.joinpath('summary.csv').read_text() == 'epoch,train_loss,eval_top1\n0,2,10\n1,1.8,12\n'
     assert records.read_summary(tmp_path / 'none') == {}
+    tmp_path.joinpath('summary.csv').write_text('1,1.8,12\n2,1.7,13\n')  # somebody has removed what was above
+    assert records.read_summary(tmp_path) == {}
 
 
 def test_checkpoints_as_they_are_left(tmp_path, checkpoints):

@@ -73,7 +73,7 @@ def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
     """Rows of summary.csv by epoch, from 0.
 
     When train.py resumes, it repeats the header, and an epoch whose checkpoint was not written; the last row counts.
-    One that was not written to its end does not.
+    One that was not written to its end does not, nor do rows of which the header is gone.
     """
     path = folder / 'summary.csv'
     if not path.exists():
@@ -82,7 +82,7 @@ def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
         reader = csv.DictReader(f)
         rows = {}
         for row in reader:
-            if row['epoch'].isdecimal() and None not in row.values():
+            if (row.get('epoch') or '').isdecimal() and None not in row.values():
                 rows[int(row['epoch'])] = row
     return dict(sorted(rows.items()))
 
