@@ -1,106 +1,112 @@
-"""Compile the Triton kernels as shipped for an H100/H200 (sm_90), without one: registers, spills, shared memory.
+"""Compile the Triton kernels as our operators launch them, without a GPU: registers, spills, shared memory.
 
-Fails on any spill (a stack frame in the machine code) and on more shared memory than the chip has.
+    python .ci/check_spills.py [--quick] [--arch 90]
+
+For an H100/H200 (90) it fails on any spill (a stack frame in the machine code), and everywhere on more shared memory
+than `timm_sape.ops.limits` says that a shape wants.
 """
+import argparse
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from timm_sape.ops import codes_triton
-from timm_sape.ops import distances_triton as kernels
-from timm_sape.ops.distances_triton import _padded as padded
-from timm_sape.ops.limits import LIMITS
+from timm_sape.ops import codes_triton, distances_triton
+from timm_sape.ops.limits import LIMITS, shared_memory
 
-SHARED = 227 * 1024
-INPUTS = {'Q', 'K', 'V', 'OUT', 'DOUT', 'DA', 'DV'}  # of the dtype of q
-CODES_INPUTS = {'Q', 'K'}
+NUM_HEADS, BATCH_SIZE = 6, 2
 SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
     (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 32), (64, 14, 64), (64, 64, 1),
-    (64, 1, 7), (64, 3, 4), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16), (128, 14, 14),
-    (128, 32, 32), (128, 64, 64), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16)]
+    (64, 1, 7), (64, 3, 4), (64, 16, 16), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16),
+    (128, 14, 14), (128, 32, 32), (128, 64, 64), (128, 64, 32), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16),
+    (128, 20, 4), (100, 60, 60)]
 QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
-def compile_kernel(kernel, constants, warps, stages, dtype, inputs):
-    signature, attrs = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = 'constexpr'
-        elif name.isupper():
-            norms = 'fp64' if dtype == 'fp32' else 'fp32'
-            signature[name] = '*' + (dtype if name in inputs else norms if name in ('SX', 'SY') else 'fp32')
-            if name not in ('Z', 'DZ'):  # along y they begin behind the values along x
-                attrs[index,] = [['tt.divisibility', 16]]
-        else:
-            signature[name] = 'i32'
-            if re.match('s[qkv]_', name):  # strides of rows of 16 numbers or more
-                attrs[index,] = [['tt.divisibility', 16]]
-    compiled = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs),
-        target=GPUTarget('cuda', 90, 32), options={'num_warps': warps, 'num_stages': stages})
+class Driver:
+    """What the launcher asks of a GPU."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget('cuda', self.arch, 32)
+
+
+def used(cubin):
+    """Registers of a thread, and bytes of its stack."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, 'kernel.cubin')
-        cubin.write_bytes(compiled.asm['cubin'])
+        path = Path(folder, 'kernel.cubin')
+        path.write_bytes(cubin)
         tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-        usage = subprocess.run(
-            [tool, '--dump-resource-usage', cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r'REG:(\d+) STACK:(\d+)', usage).groups())
-    return registers, stack, compiled.metadata.shared
+        usage = subprocess.run([tool, '--dump-resource-usage', path], capture_output=True, text=True, check=True).stdout
+    return map(int, re.search(r'REG:(\d+) STACK:(\d+)', usage).groups())
+
+
+def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
+    """The four operators, on inputs that lie as timm's attention hands them over."""
+    num_tokens, n = num_prefix_tokens + height * width, len(mode)
+    q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
+    tables = torch.zeros(width + 1, head_dim), torch.zeros(height + 1, head_dim)
+    inputs = q[:, :, num_prefix_tokens:], k[:, :, num_prefix_tokens:], *tables
+    options = height, width, mode, 0.1, 1.0, 1.0
+    codes = codes_triton._axis_codes._init_fn(*inputs, *options)
+    codes_triton._axis_codes_backward._init_fn(*codes, *inputs, *options)
+    if n == 1:  # for both, the distances are those of codes of another width
+        inputs = q, k, v, *codes, torch.ones(1)
+        out = distances_triton._attention._init_fn(*inputs, 0.1)
+        distances_triton._attention_backward._init_fn(out[0], *out, *inputs, 0.1)
 
 
 def main():
-    quick = '--quick' in sys.argv[1:]
-    compiled, failed = 0, 0
-    for dtype, itemsize in (('bf16', 2), ('fp32', 4)):
-        for head_dim, width, height in QUICK if quick else SHAPES:
-            if head_dim > LIMITS[itemsize > 2][0] or max(width, height) > LIMITS[itemsize > 2][1]:
-                continue
-            d, cx, cy = padded(head_dim), padded(width), padded(height)
-            shape = d, (width, height), itemsize
-            common = dict(
-                HEAD_DIM=head_dim, D=d, CX=cx, CY=cy, WIDTH_X=width, WIDTH_Y=height, P=1, TOL=16 * 2.0 ** -23,
-                PRECISION='tf32x3', DTYPE=tl.float32)
-            blocks = kernels.forward_blocks(*shape)
-            jobs = [('forward', kernels._forward, blocks, dict(common, OWN=blocks.own, WALK=blocks.walk))]
-            for part in kernels.backward_parts(*shape):
-                gradients = [flag for flag, on in zip(part._fields[2:], part[2:]) if on]
-                name = f'backward of {"k" if part.keys else "q"}: {", ".join(gradients)}'
-                constants = dict(common, **part.constants(), GRADIENT='tf32' if itemsize <= 2 else 'tf32x3')
-                jobs.append((name, kernels._backward, part.blocks, constants))
-            launches = [
-                (name, kernel, blocks.warps, blocks.stages, constants, INPUTS)
-                for name, kernel, blocks, constants in jobs]
-            for length in sorted({width, height}):
-                for sources in (1, 2) if 2 * length <= LIMITS[itemsize > 2][1] else (1,):
-                    constants = dict(
-                        codes_triton.tiles_for(head_dim, length, length + 1), HEAD_DIM=head_dim, NPOS=length + 1,
-                        SOURCES=sources, DTYPE=tl.float32, **codes_triton.PRECISIONS[itemsize > 2])
-                    gradient = dict(constants, GRADIENT='ieee' if itemsize > 2 else 'tf32')
-                    launches += [
-                        (f'{sources} x codes of {length}, {name}', kernel, codes_triton.warps_for(length, itemsize), 1,
-                         values, CODES_INPUTS)
-                        for name, kernel, values in (
-                            ('forward', codes_triton._forward, constants),
-                            ('backward, values', codes_triton._backward_values, constants),
-                            ('backward, x', codes_triton._backward_tokens, dict(gradient, ADD=False)),
-                            ('backward, y', codes_triton._backward_tokens, dict(gradient, ADD=True)))]
-            for name, kernel, warps, stages, constants, inputs in launches:
-                registers, stack, shared = compile_kernel(kernel, constants, warps, stages, dtype, inputs)
-                bad = stack > 0 or shared > SHARED
-                compiled, failed = compiled + 1, failed + bad
-                print(f'{dtype} d={head_dim} {width}x{height} {name} {warps} warps: {registers} registers, '
-                      f'stack {stack}, shared {shared // 1024} KiB{"  <- BAD" if bad else ""}', flush=True)
-    if failed:
-        sys.exit(f'{failed} of {compiled} kernels spill registers or want too much shared memory with Triton '
-                 f'{triton.__version__}')
-    print(f'{compiled} kernels, no spills with Triton {triton.__version__}')
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--quick', action='store_true', help='a few shapes')
+    parser.add_argument('--arch', type=int, default=90, help='compute capability, times ten (default: %(default)s)')
+    args = parser.parse_args()
+    driver.set_active(Driver(args.arch))
+    run, counts, label, allowed = JITFunction.run, Counter(), '', 0
+
+    def compile_and_look(self, *tensors, grid, warmup, **options):
+        compiled = run(self, *tensors, grid=grid, warmup=True, **options)
+        registers, stack = used(compiled.asm['cubin'])
+        shared = compiled.metadata.shared / 1024
+        bad = stack > 0 and args.arch == 90 or shared > allowed
+        flags = [flag for flag in ('KEYS', 'ROWS', 'TOKENS', 'CODE_X', 'CODE_Y', 'ADD') if options.get(flag)]
+        counts.update(kernels=1, bad=bad, spilling=stack > 0)
+        print(
+            f'{label} {self.fn.__module__.split(".")[-1]}.{self.fn.__name__}', *flags,
+            f'{registers} registers, stack {stack}, shared {shared:.1f} KiB{"  <- BAD" if bad else ""}', flush=True)
+        return compiled
+
+    JITFunction.run = compile_and_look
+    for dtype in (torch.bfloat16, torch.float32):
+        wide = dtype.itemsize > 2
+        for head_dim, width, height in QUICK if args.quick else SHAPES:
+            for num_prefix_tokens, mode in ((1, 'k'), (0, 'k'), (1, 'qk')):
+                code = len(mode) * max(width, height)
+                if head_dim > LIMITS[wide][0] or code > LIMITS[wide][1] or args.quick and not num_prefix_tokens:
+                    continue
+                label = f'{dtype} d={head_dim} {width}x{height} {num_prefix_tokens} prefix {mode}:'
+                allowed = shared_memory(code)
+                launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode)
+    if counts['bad']:
+        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill registers or want too much shared memory with '
+                 f'Triton {triton.__version__}')
+    print(f'{counts["kernels"]} kernels, {counts["spilling"] or "no"} spills with Triton {triton.__version__}')
 
 
 if __name__ == '__main__':

@@ -2,7 +2,9 @@
 
 On a machine without an NVIDIA GPU the Triton kernels run in Triton's interpreter, see conftest.py.
 """
+import functools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -11,6 +13,7 @@ import torch.nn as nn
 from torch.autograd import forward_ad
 
 import references
+import tensor_cores
 import timm_sape
 from common import Maker
 from references import assert_near
@@ -25,11 +28,10 @@ from timm_sape.ops.distances_triton import _attention as _triton_attention
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 FAST = ('torch', 'triton')
-# In the interpreter the product of bfloat16 is wrong without a word (Triton 3.9).
-HALVES = [
-    (name, dtype) for name in FAST for dtype in (torch.float16, torch.bfloat16)
-    if DEVICE == 'cuda' or (name, dtype) != ('triton', torch.bfloat16)]
+HALVES = [(name, dtype) for name in FAST for dtype in (torch.float16, torch.bfloat16)]
 NAMES = ('q', 'k', 'v', 'table_x', 'table_y', 'bias_scale')
+if DEVICE == 'cpu':
+    tensor_cores.install()
 
 
 def device_of(name):
@@ -217,6 +219,18 @@ def test_hard_input(name, grid, prefix, kind):
     errors, allowed = (torch.stack(x).clamp(min=1e-9).log().mean(0).exp() for x in (errors, allowed))
     for what, e, a in zip(('output', *NAMES), errors, allowed):
         assert e <= max(2 * a, 1e-5), f'{what}: {e:.1e}, the reference {a:.1e}'
+
+
+@pytest.mark.parametrize('where', ['q', 'table_x'])
+@pytest.mark.parametrize('name', ['reference', *FAST])
+def test_nan_is_not_hidden(name, where):
+    """In q it is in the output of that token, in what lies at position 0, which each line looks up, in all but that of
+    the prefix token."""
+    device, dtype, _ = strictest(name)
+    *tensors, scale = [t.to(device, dtype) for t in make((3, 5))]
+    {'q': tensors[0][:, :, -1], 'table_x': tensors[3][0]}[where].fill_(torch.nan)
+    out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=name)
+    assert out[:, :, -1 if where == 'q' else slice(1, None)].isnan().all()
 
 
 class Plain(torch.autograd.Function):
@@ -496,6 +510,44 @@ def test_triton_wants_a_gpu_or_its_interpreter(monkeypatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     with pytest.raises(ValueError, match='NVIDIA GPU, or the CPU with TRITON_INTERPRET=1'):
         chosen('triton')
+
+
+class Gpu:
+    """What `choose_backend` looks at of q on a GPU."""
+    device, dtype = torch.device('cuda:1'), torch.bfloat16
+
+    def __init__(self, head_dim):
+        self.shape = 1, 2, 16, head_dim
+
+
+@pytest.mark.parametrize('capability, memory, head_dim, width, text', [
+    ((7, 5), 64, 64, 14, r'Triton wants compute capability 8.0, and this GPU has 7.5'),
+    ((8, 6), 99, 64, 40, r'for codes of 40 entries its kernels want 163 KiB of shared memory, and this GPU has 99'),
+    ((8, 6), 99, 128, 32, ''),
+    ((8, 0), 163, 128, 64, ''),
+])
+@pytest.mark.parametrize('compiler', [True, False])
+def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_dim, width, text, compiler):
+    """Known before a kernel is launched: then it is torch unless Triton was asked for."""
+    class Driver:
+        @property
+        def active(self):
+            if not compiler:
+                raise RuntimeError('Failed to find C compiler')
+            return SimpleNamespace(get_current_device=lambda: 0)
+
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr('triton.runtime.driver', Driver())
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda index: SimpleNamespace(
+        major=capability[0], minor=capability[1], shared_memory_per_block_optin=1024 * memory))
+    monkeypatch.setattr(selection, '_gpu', functools.lru_cache(selection._gpu.__wrapped__))
+    q = Gpu(head_dim)
+    if not compiler and capability >= (8, 0):
+        text = r'Triton does not start \(Failed to find C compiler\)'
+    assert chosen(q=q, widths=(width, 3)) == ('torch' if text else 'triton')
+    if text:
+        with pytest.raises(ValueError, match=text):
+            chosen('triton', q=q, widths=(width, 3))
 
 
 def test_one_line_in_the_log(caplog, monkeypatch):

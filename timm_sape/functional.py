@@ -138,7 +138,8 @@ def sape2_attention(
         'dropout_p': dropout_p > 0,
         'q and k of different dtypes': not q.dtype == k.dtype == v.dtype,
     }
-    backend = ops.choose_backend(backend, q, [len(mode) * size for size in grid.size], only_reference)
+    code_widths = [max(len(mode) * size, len(t) - 1) for size, t in zip(grid.size, (table_y, table_x))]
+    backend = ops.choose_backend(backend, q, code_widths, only_reference)
     make_codes = ops.axis_codes if backend == 'reference' else partial(ops.recomputed_axis_codes, backend=backend)
     codes_x, codes_y = make_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)

@@ -151,7 +151,8 @@ class SemanticAwarePositionEncoding(SemanticAwareEncoding):
         return codes_x, codes_y, self._gain(codes_x)
 
     def code_widths(self, grid: Grid) -> Tuple[int, int]:
-        return len(self.mode) * grid.width, len(self.mode) * grid.height
+        return tuple(max(len(self.mode) * size, len(table) - 1) for size, table in (
+            (grid.width, self.table_x), (grid.height, self.table_y)))
 
     def _codes(self, function, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
         return function(

@@ -4,9 +4,11 @@ import importlib.util
 import logging
 import os
 from contextlib import contextmanager
-from typing import Iterator, Mapping, Optional, Sequence
+from typing import Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
+
+from .limits import LIMITS, MIN_CAPABILITY, shared_memory
 
 __all__ = ['BACKENDS', 'choose_backend', 'is_transformed', 'using_backend']
 
@@ -40,13 +42,33 @@ def _log_once(backend: str, why: str) -> None:
     _logger.info(f'SaPE2 attention by backend {backend!r}: {why}.')
 
 
+@functools.lru_cache(maxsize=None)
+def _gpu(index: int) -> Tuple[str, int]:
+    """Why Triton does not run on a GPU, empty if it does, and the KiB that a program has to itself there."""
+    properties = torch.cuda.get_device_properties(index)
+    capability = properties.major + properties.minor / 10
+    if capability < MIN_CAPABILITY:
+        return f'Triton wants compute capability {MIN_CAPABILITY}, and this GPU has {capability}', 0
+    try:
+        from triton.runtime import driver
+        driver.active.get_current_device()
+    except Exception as e:  # it compiles a part of itself, which slim containers have no compiler for
+        return f'Triton does not start ({e})', 0
+    return '', properties.shared_memory_per_block_optin // 1024
+
+
 @torch.compiler.assume_constant_result
-def _triton_runs_on(device_type: str) -> bool:
+def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
+    """As `_gpu`, for any device."""
     if importlib.util.find_spec('triton') is None:
-        return False
-    if device_type == 'cuda':
-        return torch.version.hip is None
-    return device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1'
+        return 'Triton is not installed', 0
+    if device_type == 'cuda' and torch.version.hip is None:
+        return _gpu(torch.cuda.current_device() if index is None else index)
+    if device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1':
+        return '', shared_memory(LIMITS[False][1])
+    return (
+        'its kernels do not run on this device: they want an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
+        'Python starts'), 0
 
 
 def is_transformed() -> bool:
@@ -64,16 +86,20 @@ def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_re
     if needs_reference:
         return f'only the reference has {needs_reference}'
     if backend == 'triton':
-        from .limits import LIMITS
-        if not _triton_runs_on(q.device.type):
-            return (
-                'Triton is not installed, or its kernels do not run on this device: they want an NVIDIA GPU, or the '
-                'CPU with TRITON_INTERPRET=1 set before Python starts')
+        why, memory = _triton_on(q.device.type, q.device.index)
+        if why:
+            return why
         if q.dtype == torch.float64 and q.device.type == 'cuda':
             return 'on a GPU its kernels do not take float64'
         head_dim, code = LIMITS[q.dtype.itemsize > 2]
-        if q.shape[-1] > head_dim or any(width > code for width in code_widths):
+        widest = max(code_widths)
+        if q.shape[-1] > head_dim or widest > code:
             return f'in {q.dtype} its kernels take a head dim of {head_dim} and codes of {code} entries at most'
+        wanted = shared_memory(widest)
+        if wanted > memory:
+            return (
+                f'for codes of {widest} entries its kernels want {wanted} KiB of shared memory, and this GPU has '
+                f'{memory}')
     return ''
 
 
@@ -90,7 +116,7 @@ def choose_backend(
     Args:
         requested: One of `BACKENDS`, None to choose.
         q: Queries.
-        code_widths: Entries of the codes along x and y.
+        code_widths: Entries of the codes along x and y, or of the tables but for one, whichever are more.
         only_reference: What the reference alone can do, in words, and whether it is needed.
 
     Raises:

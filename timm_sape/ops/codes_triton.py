@@ -17,6 +17,7 @@ from .distances_triton import _dense_rows, _padded
 
 __all__ = ['triton_axis_codes']
 
+SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length']  # a new one is no reason to compile anew
 # Of products, and of the sums of gates: what is lost there, neighbours' codes lose many times over. By width of q.
 PRECISIONS = {
     False: {'PRECISION': 'tf32x3', 'SUM': tl.float32},
@@ -39,21 +40,20 @@ def _gates_and_positions(
     gates = tl.where(t[None, :] < length, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
     pos = tl.cumsum(gates.to(SUM), axis=1, reverse=True) * shrink
     cell = tl.maximum(tl.minimum(pos.to(tl.int32), NPOS - 2), 0)
-    weight = (tl.minimum(pos, NPOS - 1.0) - cell).to(DTYPE)
+    weight = (tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL) - cell).to(DTYPE)
     return q, k, gates, pos, cell, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward(
-        Q, K, Z, OUT, NUMBERS,
+        Q, K, Z, OUT,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_patches, line_step, step, length, z_row, z_source,
+        num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    gate_scale, shrink, root = tl.load(NUMBERS), tl.load(NUMBERS + 1), tl.load(NUMBERS + 2)
     first = line * line_step
     _, _, _, _, cell, weight = _gates_and_positions(
         Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
@@ -71,18 +71,17 @@ def _forward(
             OUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], code, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward_values(
-        Q, K, DOUT, DZ, NUMBERS,
+        Q, K, DOUT, DZ,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_patches, line_step, step, length, z_row, z_source,
+        num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Gradient of Z, the inverse of the look-up, position by position: what it took from there goes back there."""
-    line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    gate_scale, shrink, root = tl.load(NUMBERS), tl.load(NUMBERS + 1), tl.load(NUMBERS + 2)
     first = line * line_step
     _, _, _, _, cell, weight = _gates_and_positions(
         Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
@@ -98,19 +97,18 @@ def _backward_values(
             tl.store(DZ + source * z_source + patch * z_row + at, tl.sum(dcode * share, 1), mask=t < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward_tokens(
-        Q, K, Z, DOUT, DQ, DK, NUMBERS,
+        Q, K, Z, DOUT, DQ, DK,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_patches, line_step, step, length, z_row, z_source,
+        num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr,
         SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Gradients of q and k by way of the gates, on top of what is there with ADD."""
-    line, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    gate_scale, shrink, root = tl.load(NUMBERS), tl.load(NUMBERS + 1), tl.load(NUMBERS + 2)
     first = line * line_step
     q_line, k_line = b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n
     _, _, gates, pos, cell, _ = _gates_and_positions(
@@ -154,7 +152,7 @@ def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
 
 def warps_for(length: int, itemsize: int) -> int:
     """Warps of a program, for a line of so many patches and bytes of q; `.ci/check_spills.py` compiles them."""
-    return {16: 2, 32: 4 if itemsize <= 2 else 8, 64: 8}[_padded(length)]
+    return {16: 4, 32: 4 if itemsize <= 2 else 8, 64: 8}[_padded(length)]
 
 
 def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Dict[str, object], Dict[str, object]]:
@@ -171,16 +169,15 @@ def _values(sources: List[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> None:
-    batch, num_heads, num_patches, head_dim = q.shape
-    dtype = z.dtype
-    numbers = torch.tensor([gate_scale, axis['shrink'], axis['shrink'] ** 0.5], dtype=dtype, device=q.device)
-    kernel[axis['lines'], batch * num_heads](
-        q, k, *tensors, numbers,
-        *(t.stride(n) for t in (q, k) for n in range(3)),
-        num_heads, num_patches, axis['line_step'], axis['step'], axis['length'], z.shape[-1], z[0].numel(),
-        HEAD_DIM=head_dim, NPOS=npos, **tiles_for(head_dim, axis['length'], npos), SOURCES=len(z),
-        DTYPE=tl.float64 if dtype == torch.float64 else tl.float32, **PRECISIONS[q.element_size() > 2],
-        num_warps=warps_for(axis['length'], q.element_size()), **constants)
+    batch, num_heads, _, head_dim = q.shape
+    with torch.cuda.device_of(q):
+        kernel[(axis['lines'] * batch * num_heads,)](
+            q, k, *tensors, *(t.stride(n) for t in (q, k) for n in range(3)),
+            num_heads, q.shape[2], **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
+            z_row=z.shape[-1], z_source=z[0].numel(),
+            HEAD_DIM=head_dim, NPOS=npos, **tiles_for(head_dim, axis['length'], npos), SOURCES=len(z),
+            DTYPE=tl.float64 if z.dtype == torch.float64 else tl.float32, **PRECISIONS[q.element_size() > 2],
+            num_warps=warps_for(axis['length'], q.element_size()), **constants)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())

@@ -44,19 +44,20 @@ class Part(NamedTuple):
         return dict(zip(names, (blocks.own, blocks.walk, *flags)))
 
 
+SIZES = ['num_heads', 'num_tokens', 'num_prefix_tokens']  # a new one is no reason to compile anew
 LOG2E = tl.constexpr(1.4426950408889634)
-NARROW = tl.constexpr(4)  # codes of so many channels are subtracted, channel by channel
+NARROW = 4  # codes of so many channels are subtracted, channel by channel
 QUICK, THIN, SLIM = Blocks(64, 32, 4, 1), Blocks(64, 16, 4, 2), Blocks(64, 16, 4, 1)
-HIGH, WIDE = Blocks(128, 16, 8, 1), Blocks(32, 16, 8, 1)
+WIDE, SMALL, TINY = Blocks(32, 16, 8, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)
 # Launches of the backward pass for q of 16 bits by head dim and codes: as few, and of blocks as large, as there are
 # registers for without spilling. First those that own queries, then keys: t for tokens, x and y for codes.
 PARTS = {
-    (64, 16): ([('txy', QUICK)], [('txy', QUICK)]),
-    (64, 32): ([('txy', THIN)], [('t', QUICK), ('xy', QUICK)]),
-    (64, 64): ([('t', QUICK), ('x', QUICK), ('y', QUICK)], [('t', QUICK), ('x', THIN), ('y', THIN)]),
-    (128, 16): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
-    (128, 32): ([('t', QUICK), ('xy', QUICK)], [('t', THIN), ('xy', QUICK)]),
-    (128, 64): ([('t', THIN), ('x', SLIM), ('y', SLIM)], [('t', HIGH), ('x', THIN), ('y', THIN)]),
+    (64, 16): ([('txy', THIN)], [('txy', THIN)]),
+    (64, 32): ([('t', QUICK), ('xy', QUICK)], [('t', QUICK), ('xy', THIN)]),
+    (64, 64): ([('t', QUICK), ('x', THIN), ('y', THIN)], [('t', THIN), ('x', THIN), ('y', THIN)]),
+    (128, 16): ([('t', QUICK), ('xy', QUICK)], [('t', SLIM), ('xy', THIN)]),
+    (128, 32): ([('t', QUICK), ('xy', THIN)], [('t', SLIM), ('xy', THIN)]),
+    (128, 64): ([('t', SMALL), ('x', SMALL), ('y', SMALL)], [('t', TINY), ('x', TINY), ('y', TINY)]),
 }
 
 
@@ -65,8 +66,8 @@ def forward_blocks(head_dim: int, codes: Tuple[int, int], itemsize: int) -> Bloc
     if itemsize > 2:
         return WIDE
     if head_dim > 64:
-        return THIN if max(codes) > 32 else Blocks(64, 32, 4, 2)
-    return Blocks(64, 64 if min(codes) > NARROW.value else 32, 4, 2)
+        return QUICK if max(codes) <= 32 else SLIM
+    return Blocks(64, 32, 4, 2)
 
 
 def backward_parts(head_dim: int, codes: Tuple[int, int], itemsize: int) -> List[Part]:
@@ -77,10 +78,7 @@ def backward_parts(head_dim: int, codes: Tuple[int, int], itemsize: int) -> List
     else:
         launches, parts = PARTS[max(64, head_dim), _padded(max(codes))], []
     for keys, launch in zip((False, True), launches):
-        for what, blocks in launch:
-            if what == 'txy' and min(codes) <= NARROW.value:
-                blocks = THIN
-            parts.append(Part(blocks, keys, False, *(letter in what for letter in 'txy')))
+        parts += [Part(blocks, keys, False, *(letter in what for letter in 'txy')) for what, blocks in launch]
     return parts
 
 
@@ -91,14 +89,14 @@ def _padded(width: int) -> int:
 @triton.jit
 def _distance(
         W, row_i, row_j, in_i, in_j, wi, wj, si, sj, ok,
-        C: tl.constexpr, PADDED: tl.constexpr, TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+        NARROW: tl.constexpr, PADDED: tl.constexpr, TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Distances of two blocks of codes and their inverses, both 0 where not `ok` and where rounding leaves nothing."""
     total = si[:, None] + sj[None, :]
-    if (C <= NARROW) & (si.dtype == DTYPE):  # products of such short codes would not do
+    if (NARROW > 0) & (si.dtype == DTYPE):  # products of such short codes would not do
         floor = 0.0 * total
         square = floor
-        for c in tl.static_range(C):
+        for c in tl.static_range(NARROW):
             x_i = tl.load(W + row_i * PADDED + c, mask=in_i, other=0.0)
             x_j = tl.load(W + row_j * PADDED + c, mask=in_j, other=0.0)
             difference = x_i[:, None] - x_j[None, :]
@@ -107,10 +105,30 @@ def _distance(
         floor = (TOL * total).to(DTYPE)
         wi, wj = wi.to(si.dtype), wj.to(sj.dtype)
         square = (total - 2 * tl.dot(wi, tl.trans(wj), input_precision=PRECISION, out_dtype=si.dtype)).to(DTYPE)
-    square = tl.where(ok & (square > floor), square, 0.0)
+    square = tl.where(ok & ~(square <= floor), square, 0.0)  # NaN stays
     inverse = tl.rsqrt(tl.maximum(tl.maximum(square, floor), 1e-30))
     distance = square * inverse
     return distance, distance * inverse * inverse
+
+
+@triton.jit
+def _to_tf32(x):
+    """Rounded to the digits of tf32. Tensor cores would drop the others, and not tell."""
+    return ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xffffe000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_sums(r, w, row_sum, rw, GRADIENT: tl.constexpr):
+    """Add rowsum(R) and R w. What is wanted is their difference, so both must be of the same R, and of all digits of
+    w; those of R itself may be few."""
+    if GRADIENT == 'tf32':
+        r = _to_tf32(r)
+        high = _to_tf32(w)
+        rw += tl.dot(r, w - high, input_precision='tf32', out_dtype=rw.dtype)
+        rw += tl.dot(r, high, input_precision='tf32', out_dtype=rw.dtype)
+    else:
+        rw += tl.dot(r, w, input_precision=GRADIENT, out_dtype=rw.dtype)
+    return row_sum + tl.sum(r, 1), rw
 
 
 @triton.jit
@@ -121,19 +139,20 @@ def _product(a, b, SUM: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constex
     return tl.dot(a, tl.trans(b), input_precision=PRECISION, out_dtype=SUM).to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward(
-        Q, K, V, WX, WY, SX, SY, GAIN, SCALE, OUT, TOP, TOTAL,
+        Q, K, V, WX, WY, SX, SY, GAIN, OUT, TOP, TOTAL,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-        num_heads, num_tokens,
+        num_heads, num_tokens, num_prefix_tokens, scale,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
-        WIDTH_X: tl.constexpr, WIDTH_Y: tl.constexpr, P: tl.constexpr,
+        NARROW_X: tl.constexpr, NARROW_Y: tl.constexpr,
         OWN: tl.constexpr, WALK: tl.constexpr,
         TOL: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(num_tokens, OWN)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    i = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    i = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
     d, cx, cy = tl.arange(0, D), tl.arange(0, CX), tl.arange(0, CY)
     in_i, in_d = i < num_tokens, d < HEAD_DIM
     q = tl.load(
@@ -143,7 +162,7 @@ def _forward(
     wy_i = tl.load(WY + row_i[:, None] * CY + cy[None, :], mask=in_i[:, None], other=0.0)
     sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
     sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
-    gain, scale = tl.load(GAIN + h) * LOG2E, tl.load(SCALE) * LOG2E
+    gain, scale_2 = tl.load(GAIN + h) * LOG2E, scale * LOG2E
     top = tl.full([OWN], float('-inf'), DTYPE)
     total = tl.zeros([OWN], DTYPE)
     out = tl.zeros([OWN, D], DTYPE)
@@ -154,16 +173,16 @@ def _forward(
         k = tl.load(K + b * sk_b + h * sk_h + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
         v = tl.load(V + b * sv_b + h * sv_h + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
         row_j = head * num_tokens + j
-        ok = (i[:, None] != j[None, :]) & (i[:, None] >= P) & (j[None, :] >= P)
+        ok = (i[:, None] != j[None, :]) & (i[:, None] >= num_prefix_tokens) & (j[None, :] >= num_prefix_tokens)
         wx_j = tl.load(WX + row_j[:, None] * CX + cx[None, :], mask=in_j[:, None], other=0.0)
         sx_j = tl.load(SX + row_j, mask=in_j, other=0.0)
         distance, _ = _distance(
-            WX, row_i, row_j, in_i, in_j, wx_i, wx_j, sx_i, sx_j, ok, WIDTH_X, CX, TOL, PRECISION, DTYPE)
+            WX, row_i, row_j, in_i, in_j, wx_i, wx_j, sx_i, sx_j, ok, NARROW_X, CX, TOL, PRECISION, DTYPE)
         wy_j = tl.load(WY + row_j[:, None] * CY + cy[None, :], mask=in_j[:, None], other=0.0)
         sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
         distance_y, _ = _distance(
-            WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
-        logits = _product(q, k, sx_i.dtype, PRECISION, DTYPE) * scale
+            WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, NARROW_Y, CY, TOL, PRECISION, DTYPE)
+        logits = _product(q, k, sx_i.dtype, PRECISION, DTYPE) * scale_2
         logits += gain * (distance + distance_y)
         logits = tl.where(in_j[None, :], logits, float('-inf'))
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -179,13 +198,13 @@ def _forward(
     tl.store(TOTAL + row_i, total, mask=in_i)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward(
-        Q, K, V, DOUT, WX, WY, SX, SY, GAIN, SCALE, TOP, TOTAL, DELTA, DA, DV, DWX, DWY, DGAIN,
+        Q, K, V, DOUT, WX, WY, SX, SY, GAIN, TOP, TOTAL, DELTA, DA, DV, DWX, DWY, DGAIN,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-        num_heads, num_tokens,
+        num_heads, num_tokens, num_prefix_tokens, scale,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
-        WIDTH_X: tl.constexpr, WIDTH_Y: tl.constexpr, P: tl.constexpr,
+        NARROW_X: tl.constexpr, NARROW_Y: tl.constexpr,
         OWN: tl.constexpr, WALK: tl.constexpr,
         KEYS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, CODE_X: tl.constexpr, CODE_Y: tl.constexpr,
         TOL: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr, DTYPE: tl.constexpr,
@@ -195,9 +214,10 @@ def _backward(
     TOKENS, CODE_X and CODE_Y say which of the gradients one launch computes: all, if they fit the registers. With ROWS
     it computes none, but DELTA, which the others read: the sum over keys of p * dp.
     """
-    head = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(num_tokens, OWN)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    i = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    i = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
     d, cx, cy = tl.arange(0, D), tl.arange(0, CX), tl.arange(0, CY)
     in_i, in_d = i < num_tokens, d < HEAD_DIM
     mask_i = in_i[:, None] & in_d[None, :]
@@ -218,7 +238,7 @@ def _backward(
     wy_i = tl.load(WY + row_i[:, None] * CY + cy[None, :], mask=in_i[:, None], other=0.0)
     sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
     sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
-    gain, scale = tl.load(GAIN + h) * LOG2E, tl.load(SCALE) * LOG2E  # as in `_forward`, to the last digit
+    gain, scale_2 = tl.load(GAIN + h) * LOG2E, scale * LOG2E  # as in `_forward`, to the last digit
     da = tl.zeros([OWN, D], DTYPE)
     dv = tl.zeros([OWN, D], DTYPE)
     dwx = tl.zeros([OWN, CX], sx_i.dtype)
@@ -226,6 +246,7 @@ def _backward(
     sum_x = tl.zeros([OWN], sx_i.dtype)
     sum_y = tl.zeros([OWN], sy_i.dtype)
     dgain = tl.zeros([OWN], DTYPE)
+    mean_distance = tl.zeros([OWN], DTYPE)
     delta = tl.zeros([OWN], DTYPE)
     for start in range(0, num_tokens, WALK):
         j = start + tl.arange(0, WALK)
@@ -238,17 +259,17 @@ def _backward(
         else:
             b_j = tl.load(k_head + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
             e_j = tl.load(v_head + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
-        ok = (i[:, None] != j[None, :]) & (i[:, None] >= P) & (j[None, :] >= P)
+        ok = (i[:, None] != j[None, :]) & (i[:, None] >= num_prefix_tokens) & (j[None, :] >= num_prefix_tokens)
         wx_j = tl.load(WX + row_j[:, None] * CX + cx[None, :], mask=in_j[:, None], other=0.0)
         sx_j = tl.load(SX + row_j, mask=in_j, other=0.0)
         distance_x, inverse_x = _distance(
-            WX, row_i, row_j, in_i, in_j, wx_i, wx_j, sx_i, sx_j, ok, WIDTH_X, CX, TOL, PRECISION, DTYPE)
+            WX, row_i, row_j, in_i, in_j, wx_i, wx_j, sx_i, sx_j, ok, NARROW_X, CX, TOL, PRECISION, DTYPE)
         wy_j = tl.load(WY + row_j[:, None] * CY + cy[None, :], mask=in_j[:, None], other=0.0)
         sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
         distance_y, inverse_y = _distance(
-            WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, WIDTH_Y, CY, TOL, PRECISION, DTYPE)
+            WY, row_i, row_j, in_i, in_j, wy_i, wy_j, sy_i, sy_j, ok, NARROW_Y, CY, TOL, PRECISION, DTYPE)
         distance = distance_x + distance_y
-        logits = _product(a_i, b_j, sx_i.dtype, PRECISION, DTYPE) * scale
+        logits = _product(a_i, b_j, sx_i.dtype, PRECISION, DTYPE) * scale_2
         logits += gain * distance
         dp = _product(c_i, e_j, sx_i.dtype, PRECISION, DTYPE)
         if KEYS:
@@ -262,32 +283,33 @@ def _backward(
             if not ROWS:
                 dp -= delta_i[:, None]
         p = tl.where(in_i[:, None] & in_j[None, :], p, 0.0)
-        if ROWS:
-            delta += tl.sum(p * dp, 1)
         dlogits = p * dp
+        if ROWS:
+            delta += tl.sum(dlogits, 1)
         if TOKENS:
             da += tl.dot(dlogits.to(b_j.dtype), b_j, input_precision=PRECISION, out_dtype=DTYPE)
             if KEYS:
                 dv += tl.dot(p.to(e_j.dtype), e_j, input_precision=PRECISION, out_dtype=DTYPE)
             else:
                 dgain += tl.sum(dlogits * distance, 1)
+                mean_distance += tl.sum(p * distance, 1)
+                delta += tl.sum(dlogits, 1)
         if CODE_X:
             r = (dlogits * inverse_x).to(sx_i.dtype)
-            sum_x += tl.sum(r, 1)
-            dwx += tl.dot(r, wx_j.to(sx_i.dtype), input_precision=GRADIENT, out_dtype=sx_i.dtype)
+            sum_x, dwx = _add_sums(r, wx_j.to(sx_i.dtype), sum_x, dwx, GRADIENT)
         if CODE_Y:
             r = (dlogits * inverse_y).to(sy_i.dtype)
-            sum_y += tl.sum(r, 1)
-            dwy += tl.dot(r, wy_j.to(sy_i.dtype), input_precision=GRADIENT, out_dtype=sy_i.dtype)
+            sum_y, dwy = _add_sums(r, wy_j.to(sy_i.dtype), sum_y, dwy, GRADIENT)
     if ROWS:
         tl.store(DELTA + row_i, delta, mask=in_i)
     if TOKENS:
         at = row_i[:, None] * HEAD_DIM + d[None, :]
-        tl.store(DA + at, (da * tl.load(SCALE)).to(DA.dtype.element_ty), mask=mask_i)
+        tl.store(DA + at, (da * scale).to(DA.dtype.element_ty), mask=mask_i)
         if KEYS:
             tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask_i)
         else:
-            tl.store(DGAIN + row_i, dgain, mask=in_i)
+            # What was lost of DELTA in 16 bits would not average out here: what the row sums to ought to be 0.
+            tl.store(DGAIN + row_i, dgain - delta * mean_distance, mask=in_i)
     # What owns keys is launched second: the half of the queries is there.
     if CODE_X:
         at = row_i[:, None] * CX + cx[None, :]
@@ -327,27 +349,37 @@ def _constants(
 ) -> Dict[str, object]:
     wide = wx.dtype == torch.float64
     eps = torch.finfo(wx.dtype).eps
+    narrow_x, narrow_y = (c.shape[-1] if c.shape[-1] <= NARROW else 0 for c in (codes_x, codes_y))
     return {
         'HEAD_DIM': q.shape[-1],
         'D': _padded(q.shape[-1]),
         'CX': wx.shape[-1],
         'CY': wy.shape[-1],
-        'WIDTH_X': codes_x.shape[-1],
-        'WIDTH_Y': codes_y.shape[-1],
-        'P': q.shape[-2] - codes_x.shape[-2],
+        'NARROW_X': narrow_x,
+        'NARROW_Y': narrow_y,
         # for float32 as the reference has it, (64 eps)^2 of the longer code's norm
         'TOL': (64 * eps) ** 2 / 2 if q.dtype == torch.float32 else 16 * eps,
         'PRECISION': 'ieee' if wide else 'tf32x3',
         'DTYPE': tl.float64 if wide else tl.float32,
+        # fused here and not there, a product and a sum would differ in the last digit, see above
+        'enable_fp_fusion': q.element_size() <= 2,
     }
 
 
-def _strides(*tensors: torch.Tensor) -> Tuple[int, ...]:
-    return tuple(t.stride(n) for t in tensors for n in range(3))
+def _dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
+    """As the kernels read them: channels side by side, and the rows of a head near enough to count in 32 bits."""
+    return [
+        t if t.stride(-1) == 1 and t.shape[-2] * t.stride(-2) < 2 ** 31 else t.contiguous() for t in tensors]
 
 
-def _dense_rows(*tensors: torch.Tensor):
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+def _launch(kernel, blocks: Blocks, tensors, codes_x, scale: float, constants) -> None:
+    q, k, v = tensors[:3]
+    batch, num_heads, num_tokens, _ = q.shape
+    with torch.cuda.device_of(q):
+        kernel[(triton.cdiv(num_tokens, blocks.own) * batch * num_heads,)](
+            *tensors, *(t.stride(n) for t in (q, k, v) for n in range(3)),
+            num_heads, num_tokens, num_tokens - codes_x.shape[-2], scale,
+            **constants, num_warps=blocks.warps, num_stages=blocks.stages)
 
 
 @torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=())
@@ -372,10 +404,9 @@ def _attention(
     constants = _constants(q, wx, wy, codes_x, codes_y)
     blocks = forward_blocks(constants['D'], (codes_x.shape[-1], codes_y.shape[-1]), q.element_size())
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
-    _forward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
-        q, k, v, wx, wy, sx, sy, gain, wx.new_tensor([scale]), out, top, total,
-        *_strides(q, k, v), num_heads, num_tokens,
-        **constants, OWN=blocks.own, WALK=blocks.walk, num_warps=blocks.warps, num_stages=blocks.stages)
+    _launch(
+        _forward, blocks, (q, k, v, wx, wy, sx, sy, gain, out, top, total), codes_x, scale,
+        dict(constants, OWN=blocks.own, WALK=blocks.walk))
     return out, top, total
 
 
@@ -412,15 +443,12 @@ def _attention_backward(
     prefix = num_tokens - codes_x.shape[-2]
     constants = _constants(q, wx, wy, codes_x, codes_y)
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
-    factor = wx.new_tensor([scale])
     constants['GRADIENT'] = 'tf32' if narrow else constants['PRECISION']  # what bf16 is worth
     for part in backward_parts(constants['D'], (codes_x.shape[-1], codes_y.shape[-1]), q.element_size()):
-        blocks = part.blocks
-        _backward[triton.cdiv(num_tokens, blocks.own), batch * num_heads](
-            q, k, v, grad, wx, wy, sx, sy, gain, factor, top, total, delta,
-            grad_k if part.keys else grad_q, grad_v, grad_wx, grad_wy, grad_gain,
-            *_strides(q, k, v), num_heads, num_tokens,
-            **constants, **part.constants(), num_warps=blocks.warps, num_stages=blocks.stages)
+        tensors = (
+            q, k, v, grad, wx, wy, sx, sy, gain, top, total, delta,
+            grad_k if part.keys else grad_q, grad_v, grad_wx, grad_wy, grad_gain)
+        _launch(_backward, part.blocks, tensors, codes_x, scale, dict(constants, **part.constants()))
     grad_codes = [
         g[:, prefix:, :c.shape[-1]].reshape(c.shape) for g, c in ((grad_wx, codes_x), (grad_wy, codes_y))]
     grad_scale = grad_gain.sum(dim=(0, 2))  # [h]
