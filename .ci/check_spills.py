@@ -59,14 +59,14 @@ def used(cubin):
 
 def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
     """The four operators, on inputs that lie as timm's attention hands them over."""
-    num_tokens, n = num_prefix_tokens + height * width, len(mode)
+    num_tokens = num_prefix_tokens + height * width
     q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     tables = torch.zeros(width + 1, head_dim), torch.zeros(height + 1, head_dim)
     inputs = q[:, :, num_prefix_tokens:], k[:, :, num_prefix_tokens:], *tables
     options = height, width, mode, 0.1, 1.0, 1.0
     codes = codes_triton._axis_codes._init_fn(*inputs, *options)
     codes_triton._axis_codes_backward._init_fn(*codes, *inputs, *options)
-    if n == 1:  # for both, the distances are those of codes of another width
+    if mode != 'qk':  # for both, the distances are those of codes of another width
         inputs = q, k, v, *codes, torch.ones(1)
         out = distances_triton._attention._init_fn(*inputs, 0.1)
         distances_triton._attention_backward._init_fn(out[0], *out, *inputs, 0.1)

@@ -2,7 +2,6 @@
 
 On a machine without an NVIDIA GPU the Triton kernels run in Triton's interpreter, see conftest.py.
 """
-import functools
 import logging
 from types import SimpleNamespace
 
@@ -540,7 +539,7 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
     monkeypatch.setattr('triton.runtime.driver', Driver())
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda index: SimpleNamespace(
         major=capability[0], minor=capability[1], shared_memory_per_block_optin=1024 * memory))
-    monkeypatch.setattr(selection, '_gpu', functools.lru_cache(selection._gpu.__wrapped__))
+    monkeypatch.setattr(selection, '_gpu', selection._gpu.__wrapped__)
     q = Gpu(head_dim)
     if not compiler and capability >= (8, 0):
         text = r'Triton does not start \(Failed to find C compiler\)'

@@ -52,7 +52,6 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
     near = torch.maximum(NEAR * s, 4 * noise)
-    near[..., :num_prefix_tokens, :] = -float('inf')
     noise[..., :num_prefix_tokens, :] = float('inf')
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
     one[..., :num_prefix_tokens, :] = 0
@@ -85,9 +84,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         _squares_by_difference(codes, rows, squares)
         return 'many'
     torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
-    prefix, diagonal = squares[:, :, :num_prefix_tokens], squares.diagonal(rows.start, 1, 2)
-    prefix.fill_(float('inf'))
-    diagonal.fill_(float('inf'))
+    _fill_unbiased(squares, rows, num_prefix_tokens, float('inf'))
     limit, near = codes.near[:, rows].flatten(), None
     lines = (squares.amin(-1).flatten() <= limit).nonzero().squeeze(-1)  # few have small distances
     if len(lines):
@@ -105,9 +102,15 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         square = (w.index_select(0, i) - w.index_select(0, j)).square_().sum(dim=-1)
         square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
         squares.view(-1).index_copy_(0, where, square)
-    prefix.zero_()
-    diagonal.zero_()
+    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
     return near
+
+
+def _fill_unbiased(pairs: torch.Tensor, rows: slice, num_prefix_tokens: int, value: float) -> None:
+    """Write to the pairs that have no bias: those with a prefix token, and those of a token with itself."""
+    pairs[:, :max(num_prefix_tokens - rows.start, 0)].fill_(value)
+    pairs[:, :, :num_prefix_tokens].fill_(value)
+    pairs.diagonal(rows.start, 1, 2).fill_(value)
 
 
 def _squares_by_difference(codes: _Codes, rows: slice, squares: torch.Tensor) -> None:
@@ -120,9 +123,7 @@ def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, 
     """So that what is divided by a distance of zero is zero."""
     if near == 'many':
         return distances.masked_fill_(distances == 0, float('inf'))
-    distances[:, :max(num_prefix_tokens - rows.start, 0)].fill_(float('inf'))
-    distances[:, :, :num_prefix_tokens].fill_(float('inf'))
-    distances.diagonal(rows.start, 1, 2).fill_(float('inf'))
+    _fill_unbiased(distances, rows, num_prefix_tokens, float('inf'))
     if near is not None:
         flat, where = distances.view(-1), near[0]
         flat.index_fill_(0, where[flat[where] == 0], float('inf'))

@@ -61,22 +61,22 @@ PARTS = {
 }
 
 
-def forward_blocks(head_dim: int, codes: Tuple[int, int], itemsize: int) -> Blocks:
-    """For a padded head dim and the widths of the codes; `.ci/check_spills.py` compiles them."""
+def forward_blocks(head_dim: int, code: int, itemsize: int) -> Blocks:
+    """For a head dim and the wider codes, both padded; `.ci/check_spills.py` compiles them."""
     if itemsize > 2:
         return WIDE
     if head_dim > 64:
-        return QUICK if max(codes) <= 32 else SLIM
+        return QUICK if code <= 32 else SLIM
     return Blocks(64, 32, 4, 2)
 
 
-def backward_parts(head_dim: int, codes: Tuple[int, int], itemsize: int) -> List[Part]:
+def backward_parts(head_dim: int, code: int, itemsize: int) -> List[Part]:
     """The launches in their order, arguments as for `forward_blocks`."""
     if itemsize > 2:
         launches = 2 * ([('t', WIDE), ('x', WIDE), ('y', WIDE)],)
         parts = [Part(WIDE, False, rows=True)]
     else:
-        launches, parts = PARTS[max(64, head_dim), _padded(max(codes))], []
+        launches, parts = PARTS[max(64, head_dim), code], []
     for keys, launch in zip((False, True), launches):
         parts += [Part(blocks, keys, False, *(letter in what for letter in 'txy')) for what, blocks in launch]
     return parts
@@ -402,7 +402,7 @@ def _attention(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     top, total = (wx.new_empty(batch, num_heads, num_tokens) for _ in range(2))
     constants = _constants(q, wx, wy, codes_x, codes_y)
-    blocks = forward_blocks(constants['D'], (codes_x.shape[-1], codes_y.shape[-1]), q.element_size())
+    blocks = forward_blocks(constants['D'], max(constants['CX'], constants['CY']), q.element_size())
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
     _launch(
         _forward, blocks, (q, k, v, wx, wy, sx, sy, gain, out, top, total), codes_x, scale,
@@ -444,7 +444,7 @@ def _attention_backward(
     constants = _constants(q, wx, wy, codes_x, codes_y)
     gain = bias_scale.to(wx.dtype).expand(num_heads).contiguous()
     constants['GRADIENT'] = 'tf32' if narrow else constants['PRECISION']  # what bf16 is worth
-    for part in backward_parts(constants['D'], (codes_x.shape[-1], codes_y.shape[-1]), q.element_size()):
+    for part in backward_parts(constants['D'], max(constants['CX'], constants['CY']), q.element_size()):
         tensors = (
             q, k, v, grad, wx, wy, sx, sy, gain, top, total, delta,
             grad_k if part.keys else grad_q, grad_v, grad_wx, grad_wy, grad_gain)
