@@ -840,7 +840,8 @@ def test_plans_of_ours(path):
 def test_plans_are_there():
     assert {f'{path.parent.name}/{path.stem}': load_plan(path).recipe for path in PLANS} == {
         'cpu_cifar10/plan': 'cpu_cifar10', 'cpu_cifar10/ablations': 'cpu_cifar10',
-        'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
+        'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10',
+        'cpu_cifar10/foreground': 'cpu_cifar10',
         'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10'}
 
 
