@@ -215,6 +215,29 @@ def test_attention_layer(names, qk_norm, fused):
         assert_near(a, b, 1e-10, f'gradient of {what}')
 
 
+class Widened(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+@pytest.mark.parametrize('name, hook', [('sape2_k', 'distances'), ('sape2sq_k', 'channels'), ('cope', 'content_bias')])
+def test_widening_norms(name, hook):
+    """On a GPU autocast runs norms in float32. Encodings and attention get q and k as narrow as v all the same."""
+    grid = make_grid((3, 4), num_prefix_tokens=1)
+    layer = PosEncAttention(DIM, num_heads=HEADS, qkv_bias=True)
+    encoding = create(name, (3, 4), 1, dtype=torch.float32)
+    layer.set_encodings({name: encoding})
+    x = torch.randn(2, 13, DIM)
+    dtypes, function = set(), getattr(encoding, hook)
+    setattr(encoding, hook, lambda q, k, *args: dtypes.update((q.dtype, k.dtype)) or function(q, k, *args))
+    with torch.autocast('cpu', torch.bfloat16):
+        expected = layer(x, grid)
+        layer.q_norm = layer.k_norm = Widened()
+        actual = layer(x, grid)
+    assert dtypes == {torch.bfloat16}
+    assert torch.equal(actual, expected)
+
+
 # --- the reference comparison must be able to fail -------------------------------------------------------------------
 
 def exclusive_sum(gates):

@@ -434,8 +434,8 @@ def folded(encoding, inputs, grid, dtype, autocast=False):
     q, k, x = inputs
     with torch.autocast('cpu', dtype, enabled=autocast):
         a, b = encoding.channels(q, k, x, grid, SCALE)
-    assert a.dtype == b.dtype == q.dtype and a.shape[-1] == b.shape[-1] == 21
-    return SCALE * (a.to(dtype).float() @ b.to(dtype).float().mT)
+    assert a.dtype == b.dtype == dtype and a.shape[-1] == b.shape[-1] == 21
+    return SCALE * (a.float() @ b.float().mT)
 
 
 def check_folded(size, dtype, autocast=False, large=False, **keywords):
@@ -449,7 +449,8 @@ def check_folded(size, dtype, autocast=False, large=False, **keywords):
     with torch.no_grad():
         low = encoding if autocast else copy.deepcopy(encoding).to(dtype)
         grid = make_grid(size, 1)
-        inputs = make_inputs(grid, torch.float32 if autocast else dtype, 64)
+        q, k, x = make_inputs(grid, dtype, 64)
+        inputs = q, k, x.float() if autocast else x
         a, b = copy.deepcopy(low).double().channels(*(x.double() for x in inputs), grid, SCALE)
         expected = SCALE * a @ b.mT
         actual = folded(low, inputs, grid, dtype, autocast)

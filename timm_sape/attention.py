@@ -148,7 +148,8 @@ class PosEncAttention(Attention):
         B, N, _ = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # [B, h, N, d]
-        return self.q_norm(q), self.k_norm(k), v
+        # Under autocast norms widen q and k. Fused attention would narrow them again; so does this, for all backends.
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
     def _bias(
             self,

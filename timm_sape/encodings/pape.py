@@ -76,13 +76,12 @@ class ParabolicPositionEncoding(CoordinateEncoding):
             grid: Grid,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        dtype = ops.attention_dtype(q)
         with ops.no_autocast(q):
             form = self.gated(self._form(x[:, grid.num_prefix_tokens:], grid)) / (scale * WEIGHT)  # [B, h, N-P, 5]
-            narrow = dtype != form.dtype
+            narrow = q.dtype != form.dtype
             if narrow:
-                high, low = _parts(form.detach(), dtype, 2)
-                form = form + (high + low.to(dtype) - form).detach()
+                high, low = _parts(form.detach(), q.dtype, 2)
+                form = form + (high + low.to(q.dtype) - form).detach()
             places = grid.keep_rows(grid.coordinates(form.device, form.dtype))  # [(B, 1,) N-P, 2]
             row = (places[..., 0] - (grid.height - 1) / 2) / UNIT
             column = (places[..., 1] - (grid.width - 1) / 2) / UNIT
@@ -98,8 +97,8 @@ class ParabolicPositionEncoding(CoordinateEncoding):
             square = WEIGHT * torch.stack([row * row, row * column, column * column], dim=-1)  # [(B, 1,) N-P, 3]
             a, b = [first, second], [linear, square]
             if narrow:
-                (high, low), (square_high, square_low) = _parts(second, dtype, 2), _parts(square, dtype, 2)
-                a = [*_parts(first, dtype, 3), high, high, low, low]
+                (high, low), (square_high, square_low) = _parts(second, q.dtype, 2), _parts(square, q.dtype, 2)
+                a = [*_parts(first, q.dtype, 3), high, high, low, low]
                 b = [linear, linear, linear, square_high, square_low, square_high, square_low]
             a, b = torch.cat(a, dim=-1).to(q.dtype), torch.cat(b, dim=-1).to(q.dtype)
             return grid.pad_tokens(a), grid.pad_tokens(b.expand_as(a))  # [B, h, N, 6 or 21]

@@ -37,7 +37,6 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
             grid: Grid,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        dtype = ops.attention_dtype(q)
         with ops.no_autocast(q):
             codes = torch.cat(ops.axis_codes(
                 q, k, self.table_x, self.table_y, grid,
@@ -51,10 +50,10 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
             # Both sides carry the root of its size, so that both are rounded alike. As a factor of one side it is 1 or
             # -1, and has its gradient there.
             size = gain.detach().abs().clamp(min=LEAST_GAIN)
-            codes = _rounded(codes * (2 * size / scale).sqrt(), dtype)
+            codes = _rounded(codes * (2 * size / scale).sqrt(), q.dtype)
             norms = codes.square().sum(dim=-1, keepdim=True) / 2
-            high = _rounded(norms, dtype)
-            norms = high if dtype == norms.dtype else torch.cat([high, norms - high], dim=-1)
+            high = _rounded(norms, q.dtype)
+            norms = high if q.dtype == norms.dtype else torch.cat([high, norms - high], dim=-1)
             ones = torch.ones_like(norms)
             a = gain / size * torch.cat([-codes, norms, ones], dim=-1)  # [B, h, N-P, C]
             b = torch.cat([codes, ones, norms], dim=-1)  # [B, h, N-P, C]

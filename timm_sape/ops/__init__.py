@@ -1,5 +1,5 @@
 """Computations behind the encodings. They know tensors and grids, but no encoding and no model."""
-from .attention import attend, attention_dtype, merge_masks, probabilities
+from .attention import attend, merge_masks, probabilities
 from .backend import choose_backend
 from .codes import recomputed_axis_codes
 from .contextual import axis_codes, contextual_bias, no_autocast, pairwise_distance, upcast
@@ -8,7 +8,6 @@ from .distances import distance_attention, distance_bias
 
 __all__ = [
     'attend',
-    'attention_dtype',
     'axis_codes',
     'choose_backend',
     'contextual_bias',

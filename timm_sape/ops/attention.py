@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from .contextual import no_autocast
 
-__all__ = ['attend', 'attention_dtype', 'merge_masks', 'probabilities']
+__all__ = ['attend', 'merge_masks', 'probabilities']
 
 
 def merge_masks(
@@ -93,14 +93,6 @@ def attend(
         # result is laid out in another way than what the views of it were recorded for. In ONNX the copy is nothing.
         out = out.clone(memory_format=torch.contiguous_format)
     return out.to(v.dtype)
-
-
-def attention_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype that the products of attention will be computed from; autocast narrows what a norm has widened."""
-    device_type = q.device.type
-    if q.dtype != torch.float64 and device_type != 'meta' and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return q.dtype
 
 
 def probabilities(
