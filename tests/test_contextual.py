@@ -837,7 +837,7 @@ def test_what_irpe_overrides(name):
     ('sape2sq_k', {'preset': 'paper'}, "'sape2sq_k': unknown preset 'paper'"),
     ('sape2sq_q', {'gate_scale': 'learned'}, "'sape2sq_q': gate_scale must be 'head_dim', 'one' or a number"),
     ('sape2sq_k', {'bias_scale': float('nan')}, "'sape2sq_k': bias_scale must be .*, got nan"),
-    ('sape2sq_k', {'npos': True}, "'sape2sq_k' needs npos of 2 or more, got True"),
+    ('sape2sq_k', {'npos': True}, "'sape2sq_k' needs npos to be an integer of 2 or more, got True"),
     ('sape2sq_q', {'table_std': 0}, "'sape2sq_q' needs a positive table_std, got 0"),
     ('sape2sq_k', {'bias_scale': 1, 'bias_init': 1}, "'sape2sq_k': bias_init is the initial value"),
     ('cope', {'direction': 'both'}, "'cope' needs direction 'literal' or 'between', got 'both'"),

@@ -321,7 +321,9 @@ WRONG = {  # in bias and attention alike
     'grid as a number': (dict(grid_size=6), r'^grid_size must be \(H, W\).*got 6'),
     'empty trained grid': (dict(ref_grid_size=(2, 0)), r'^ref_grid_size must be \(H, W\).*got \(2, 0\)'),
     'trained grid as a number': (dict(ref_grid_size=14), r'^ref_grid_size must be \(H, W\).*got 14'),
-    'negative prefix': (dict(num_prefix_tokens=-1), 'num_prefix_tokens must be 0 or more, got -1'),
+    'no grid': (dict(grid_size=None), r'^grid_size must be \(H, W\).*got None'),
+    'negative prefix': (dict(num_prefix_tokens=-1), 'num_prefix_tokens must be an integer of 0 or more, got -1'),
+    'prefix as float': (dict(num_prefix_tokens=2.), 'num_prefix_tokens must be an integer of 0 or more, got 2.0'),
     'gate scale as text': (dict(gate_scale='one'), "gate_scale must be a number, .*got 'one'"),
     'grid of floats': (dict(grid_size=(2., 3.)), r'^grid_size must be \(H, W\).*got \(2.0, 3.0\)'),
     'unknown mode': (dict(mode='v'), "Unknown mode 'v'. Choose one of 'q', 'k', 'qk'"),
@@ -356,6 +358,9 @@ WRONG_ATTENTION = {
     'v of another batch': (dict(v=torch.zeros(1, HEADS, N, DIM)), 'q, k and v must have one shape'),
     'bias scale per image': (
         dict(bias_scale=torch.ones(B)), r'bias_scale must be a number or one value per head \[2\], got \[3\]'),
+    'bias scale as text': (
+        dict(bias_scale='one'), r"bias_scale must be a number, or a tensor of one value per head \[2\], got 'one'"),
+    'negative dropout': (dict(dropout_p=-0.1), 'dropout_p must be between 0 and 1, got -0.1'),
     'bias scale per head and token': (
         dict(bias_scale=torch.ones(HEADS, N)), r'bias_scale must be .* one value per head \[2\], got \[2, 8\]'),
 }
@@ -386,6 +391,14 @@ def test_wrong_input_of_attention(what):
     changes, text = WRONG[what]
     with pytest.raises(ValueError, match=text):
         sape2_attention(**changed(**changes))
+
+
+def test_numbers_have_all_digits():
+    """A number is taken as a tensor of q's dtype is, whatever torch's default dtype."""
+    kwargs = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+              for name, x in changed().items()}
+    expected = sape2_attention(**{**kwargs, 'bias_scale': torch.tensor(0.1, dtype=torch.float64)})
+    assert torch.equal(sape2_attention(**{**kwargs, 'bias_scale': 0.1}), expected)
 
 
 def test_mask_of_integers():

@@ -170,7 +170,7 @@ def test_names():
 
 
 def test_keywords_go_to_the_gated_name():
-    with pytest.raises(ValueError, match="keywords for 'sape2', which is no part of.*Write 'auto_sape2_k'"):
+    with pytest.raises(ValueError, match="'sape2', which is no part.*Write 'auto_sape2_k', or name 'sape2_k' there"):
         build('auto_sape2', pos_enc_kwargs={'sape2': {'npos': 5}})
 
 

@@ -282,6 +282,7 @@ def test_config_is_kept():
 def test_a_size_that_patches_do_not_divide():
     """SigLIP's 384 at patch 14: timm leaves the rest out."""
     model = randomised(timm.create_model('vit_tiny_patch16_224', img_size=72, depth=2, **SMALL))
+    assert_same(timm_sape.graft(model, 'ope'), model)  # which looks at the image itself
     grafted = timm_sape.graft(model, 'sape2_k')
     assert_same(grafted, model)
     grafted.set_input_size((72, 72))

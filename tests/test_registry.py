@@ -132,6 +132,7 @@ def test_shared_where_it_cannot_be(hook, per_layer):
 @pytest.mark.parametrize('name, text', [
     ('sape2k', "Unknown position encoding 'sape2k'. Did you mean .*'sape2_k'"),
     ('rope', "Unknown position encoding 'rope'. Did you mean .*'rope2d'"),
+    ('auto_rope2', "Unknown position encoding 'auto_rope2'. Did you mean .*'auto_rope2d'"),
     ('APE', "Unknown position encoding 'APE'"),
     ('ape rope2d', "Unknown position encoding 'ape rope2d'. Join names with '[+]'"),
     ('ape,rope2d', "Join names with '[+]', e.g. 'ape[+]sape2_k'"),

@@ -249,7 +249,7 @@ def test_levels():
     for mean, std in ((0.5, 0.5), (0.0, 1), (0.485, 0.229)):
         encoding = timm_sape.create_encoding('ope', dim=8, num_heads=1, grid_size=(2, 2), mean=mean, std=std)
         images = ((colours.double() - mean) / std)[None, None, :, None]
-        levels = encoding._levels(images + 1e-12, (1, 1)).flatten().tolist()
+        levels = encoding._levels(images + 1e-12, Grid(13, 1), (1, 1)).flatten().tolist()
         assert levels == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 0]
 
 
@@ -273,6 +273,12 @@ def test_objects_at_a_ragged_edge(missing):
     actual = check_objects(images, (4, 5))
     padded = F.pad(images, (0, missing[1], 0, missing[0]))
     assert torch.equal(actual, found(padded, (4, 5)))
+
+
+def test_objects_where_the_rest_is_left_out():
+    """As a model does that is grafted onto one of timm's whose patches do not divide the image."""
+    images = 2 * torch.rand(4, 3, 9, 17, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
+    assert torch.equal(found(images, (4, 5)), check_objects(images[:, :, :8, :15], (4, 5)))
 
 
 def test_objects_of_strange_pictures():
@@ -486,10 +492,10 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
             self, images.mT, Grid(grid.width, grid.height), patch_size[::-1]).unflatten(
                 1, (grid.width, grid.height)).mT.flatten(1)),
     'ope, rounded': (
-        NOISY, Ope, '_levels', lambda self, images, patch_size: ope_levels(self, images + 0.25, patch_size)),
+        NOISY, Ope, '_levels', lambda self, images, *args: ope_levels(self, images + 0.25, *args)),
     'ope, mean of what there is of a patch': (
-        RAGGED, Ope, '_levels', lambda self, images, size: ope_levels(
-            self, F.pad(images, (0, 2, 0, 1), mode='replicate'), size)),
+        RAGGED, Ope, '_levels', lambda self, images, *args: ope_levels(
+            self, F.pad(images, (0, 2, 0, 1), mode='replicate'), *args)),
     'ope, padded above': (
         RAGGED, F, 'pad', lambda images, widths: padded(images, (*widths[:2], *widths[:1:-1]))),
     'pemix, weights swapped': (

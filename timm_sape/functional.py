@@ -108,26 +108,32 @@ def sape2_attention(
         v: Values, likewise.
         table_x: As in `sape2_bias`, and so are `table_y`, `grid_size`, `mode`, `gate_scale`, `num_prefix_tokens`,
             `ref_grid_size` and `keep_indices`.
-        bias_scale: Factor of the bias, a number or one value per head, `[h]`.
+        bias_scale: Factor of the bias, a number or a tensor of one value per head, `[h]`.
         scale: Factor of q.k. Default 1/sqrt(d).
         attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to `[B, h, N, N]`.
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
         backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'triton' (NVIDIA
             GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the quickest that can do it. Masks, causality, dropout,
-            torch.func and forward-mode derivatives only the reference has, and in a graph that is exported it is always
-            the reference.
+            torch.func, forward-mode and second derivatives only the reference has (for the last it must be asked for),
+            and in a graph that is exported it is always the reference.
 
     Returns:
         `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in float32 at least.
 
     Raises:
-        ValueError: If shapes, sizes or the mode do not fit, or the backend that was asked for cannot do it.
+        ValueError: If shapes, sizes, numbers or the mode do not fit, or the backend that was asked for cannot do it.
     """
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
-    bias_scale = torch.as_tensor(bias_scale, device=q.device)
-    if bias_scale.ndim and bias_scale.shape != (q.shape[1],):
+    if not is_number(dropout_p) or not 0 <= dropout_p <= 1:
+        raise ValueError(f'dropout_p must be between 0 and 1, got {dropout_p!r}.')
+    if not isinstance(bias_scale, torch.Tensor):
+        if not is_number(bias_scale):
+            raise ValueError(
+                f'bias_scale must be a number, or a tensor of one value per head [{q.shape[1]}], got {bias_scale!r}.')
+        bias_scale = q.new_full((), bias_scale, dtype=torch.promote_types(q.dtype, torch.float32))
+    elif bias_scale.ndim and bias_scale.shape != (q.shape[1],):
         raise ValueError(
             f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
     grid, gate_scale, ref_grid_size = _check(
@@ -166,14 +172,15 @@ def _check(
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f'q and k must have one shape [B, h, N, d], got {list(q.shape)} and {list(k.shape)}.')
     batch, _, num_tokens, dim = q.shape
-    for name, size in (('grid_size', grid_size), ('ref_grid_size', ref_grid_size)):
+    sizes = {'grid_size': grid_size, **({} if ref_grid_size is None else {'ref_grid_size': ref_grid_size})}
+    for name, size in sizes.items():
         ints = isinstance(size, Sequence) and all(isinstance(s, (int, torch.SymInt)) for s in size)
-        if size is not None and (not ints or len(size) != 2 or size[0] < 1 or size[1] < 1):
+        if not ints or len(size) != 2 or size[0] < 1 or size[1] < 1:
             raise ValueError(f'{name} must be (H, W) with at least one patch along each, got {size!r}.')
     if mode not in MODES:
         raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')
-    if num_prefix_tokens < 0:
-        raise ValueError(f'num_prefix_tokens must be 0 or more, got {num_prefix_tokens}.')
+    if not isinstance(num_prefix_tokens, (int, torch.SymInt)) or num_prefix_tokens < 0:
+        raise ValueError(f'num_prefix_tokens must be an integer of 0 or more, got {num_prefix_tokens!r}.')
     for name, table in (('table_x', table_x), ('table_y', table_y)):
         if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] != dim:
             raise ValueError(f'{name} must be [npos, {dim}] with npos >= 2, got {list(table.shape)}.')

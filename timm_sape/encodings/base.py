@@ -13,10 +13,10 @@
 | `channels` | the logits, from q, k and the tokens | further channels of q and k, whose product is the bias |
 | `values` | the values | what is added to the attention's output |
 
-An encoding overrides those that it needs. `after_block`, `content_bias`, `channels` and `values` act where patches may
-have been dropped; all others see whole grids, and the caller takes the dropped ones out of what they return. To add an
-encoding: write it in a file of this folder, decorate it with `register_encoding`, import it in the folder's
-`__init__.py`.
+An encoding overrides those that it needs. `after_block`, `content_bias`, `distances`, `channels` and `values` act on
+the patches that are there, which `grid.keep_indices` names where some were dropped. What all others return is for the
+whole grid: the caller takes the dropped ones out. To add an encoding: write it in a file of this folder, decorate it
+with `register_encoding`, import it in the folder's `__init__.py`.
 
 Which base class?
 
@@ -33,6 +33,7 @@ from typing import Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
+from timm.layers import trunc_normal_
 
 from ..grid import Grid
 
@@ -44,8 +45,21 @@ __all__ = [
     'ReferenceGridEncoding',
     'ResizedEncoding',
     'RotaryEncoding',
+    'fill_trunc_normal',
     'rotation_table',
 ]
+
+
+def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
+    """Initial values by timm's `trunc_normal_`, of just that standard deviation and in any dtype.
+
+    timm's cuts at 2 whatever the deviation, and draws in the tensor's dtype: in half precision some of what it draws is
+    infinite before it is cut.
+    """
+    wide = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
+    trunc_normal_(wide, std=std, a=-100 * std, b=100 * std)
+    with torch.no_grad():
+        parameter.copy_(wide)
 
 
 class Gate(nn.Module):

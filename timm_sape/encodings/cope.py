@@ -37,7 +37,7 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     def __init__(self, *, npos: int = 64, direction: str = 'literal', device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
         if not is_integer(npos, 2):
-            raise ValueError(f"'cope' needs npos of 2 or more, got {npos!r}.")
+            raise ValueError(f"'cope' needs npos to be an integer of 2 or more, got {npos!r}.")
         if direction not in ('literal', 'between'):
             raise ValueError(f"'cope' needs direction 'literal' or 'between', got {direction!r}.")
         self.direction = direction

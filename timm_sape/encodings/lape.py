@@ -10,11 +10,11 @@ from typing import Tuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import resample_abs_pos_embed, trunc_normal_
+from timm.layers import resample_abs_pos_embed
 
 from .. import ops
 from ..grid import Grid
-from .base import ResizedEncoding
+from .base import ResizedEncoding, fill_trunc_normal
 from .registry import register_encoding
 
 
@@ -42,7 +42,7 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        trunc_normal_(self.table, std=0.02)
+        fill_trunc_normal(self.table, 0.02)
         for norm in self.norms:
             norm.reset_parameters()
 

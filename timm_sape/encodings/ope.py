@@ -81,7 +81,7 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
         return None, grid.pad_tokens(table)  # [B, N, D]
 
     def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
-        levels = self._levels(images.detach(), patch_size)  # [B, H*W, C]
+        levels = self._levels(images.detach(), grid, patch_size)  # [B, H*W, C]
         place = grid.coordinates(levels.device, levels.dtype)  # [H*W, 2]
         is_near = _steps(place) <= 1  # [H*W, H*W]
         is_same = (levels[:, :, None] == levels[:, None]).all(-1)  # [B, H*W, H*W]
@@ -93,10 +93,12 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
         is_first = first == torch.arange(grid.num_patches, device=first.device)
         return (is_first.long().cumsum(-1) - 1).gather(-1, first)  # [B, H*W]
 
-    def _levels(self, images: torch.Tensor, patch_size: Tuple[int, int]) -> torch.Tensor:
+    def _levels(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
         """Mean colours of the patches in whole quarters of the range, 0 to 3, `[B, H*W, C]`."""
-        # Patches that reach beyond the image are filled up with zeros, as where they are embedded.
-        images = F.pad(images, (0, -images.shape[3] % patch_size[1], 0, -images.shape[2] % patch_size[0]))
+        # As where they are embedded: patches that reach beyond the image are filled up with zeros, and what is no whole
+        # patch may be left out.
+        height, width = grid.height * patch_size[0], grid.width * patch_size[1]
+        images = F.pad(images, (0, width - images.shape[3], 0, height - images.shape[2]))
         colours = F.avg_pool2d(*ops.upcast(images), patch_size)  # [B, C, H, W]
         channels = colours.flatten(2).unbind(1)  # [B, H*W]
         mean, std = self._per_channel('mean', len(channels)), self._per_channel('std', len(channels))

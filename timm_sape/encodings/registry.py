@@ -119,7 +119,8 @@ def _resolve(name: str) -> str:
     plain = name.removeprefix(AUTO)
     plain = _aliases.get(plain, plain)
     if plain not in _encodings:
-        close = difflib.get_close_matches(name.lower(), list_encodings(aliases=True))
+        prefix = AUTO if is_auto(name) else ''
+        close = [prefix + other for other in difflib.get_close_matches(plain.lower(), list_encodings(aliases=True))]
         if re.search(r'[\s,;/&|]', name):
             raise ValueError(f"Unknown position encoding {name!r}. Join names with '+', e.g. 'ape+sape2_k'.")
         hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
@@ -230,8 +231,8 @@ def parse_pos_enc(
     for name, values in given.items():
         part = _resolve(name)
         if part not in keywords:
-            others = [part for part in keywords if part.removeprefix(AUTO) == _resolve(name).removeprefix(AUTO)]
-            hint = f' Write {others[0]!r}.' if others else ''
+            others = [other for other in keywords if other.removeprefix(AUTO) == part.removeprefix(AUTO)]
+            hint = f' Write {others[0]!r}, or name {part!r} there.' if others else ''
             raise ValueError(
                 f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.{hint}')
         if part in seen:

@@ -8,11 +8,10 @@ from typing import Tuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
 
 from .. import ops
 from ..grid import Grid
-from .base import ResizedEncoding
+from .base import ResizedEncoding, fill_trunc_normal
 from .registry import register_encoding
 
 
@@ -39,7 +38,7 @@ class RelativePositionBias(ResizedEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        trunc_normal_(self.table, std=0.02)
+        fill_trunc_normal(self.table, 0.02)
 
     def resample(
             self,

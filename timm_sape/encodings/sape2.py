@@ -14,11 +14,10 @@ from typing import Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
-from timm.layers import trunc_normal_
 
 from .. import ops
 from ..grid import Grid
-from .base import ReferenceGridEncoding
+from .base import ReferenceGridEncoding, fill_trunc_normal
 from .checks import is_integer, is_number
 from .registry import register_encoding
 
@@ -72,7 +71,8 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')
         if npos is not None and not is_integer(npos, 2):
-            raise ValueError(f'{name!r} needs npos of 2 or more, got {npos!r}. Leave it out for one per count.')
+            raise ValueError(
+                f'{name!r} needs npos to be an integer of 2 or more, got {npos!r}. Leave it out for one per count.')
         if not is_number(table_std) or table_std <= 0:
             raise ValueError(f'{name!r} needs a positive table_std, got {table_std!r}.')
         values = PRESETS[preset]
@@ -80,7 +80,9 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         preset_scale = self._number('bias_scale', values['bias_scale'])
         learned = bias_scale == 'learned'
         if bias_init is not None and not learned:
-            raise ValueError(f"{name!r}: bias_init is the initial value of bias_scale='learned'. Give both or neither.")
+            raise ValueError(
+                f'{name!r}: bias_init is the initial value of a learned gain. '
+                "Add bias_scale='learned', or leave bias_init out.")
         if bias_init is not None and not is_number(bias_init):
             raise ValueError(f'{name!r}: bias_init must be a number, got {bias_init!r}.')
         if not learned:
@@ -116,8 +118,8 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         return self.npos or height + 1, self.npos or width + 1
 
     def reset_parameters(self) -> None:
-        trunc_normal_(self.table_x, std=self.table_std)
-        trunc_normal_(self.table_y, std=self.table_std)
+        fill_trunc_normal(self.table_x, self.table_std)
+        fill_trunc_normal(self.table_y, self.table_std)
         if self.gain is not None:
             nn.init.constant_(self.gain, self.bias_init)
 
@@ -128,7 +130,7 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             table = getattr(self, name)
             if table.shape[0] != npos:
                 setattr(self, name, nn.Parameter(table.new_empty(npos, self.head_dim)))
-                trunc_normal_(getattr(self, name), std=self.table_std)
+                fill_trunc_normal(getattr(self, name), self.table_std)
 
 
 class SemanticAwarePositionEncoding(SemanticAwareEncoding):
