@@ -4,6 +4,7 @@ import argparse
 import csv
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_separation_where_there_is_nothing_to_compare():
 def test_separation_says_what_is_wrong(scores, mask, text):
     with pytest.raises(ValueError, match=text):
         separation(torch.zeros(scores), mask)
+
+
+def test_separation_of_what_is_no_number():
+    """Sorted, NaN would be the highest score. Infinite ones are masked pairs."""
+    scores, mask = torch.zeros(1, 3, 3), torch.tensor([[1, 1, 0]])
+    assert separation(scores.index_fill(1, torch.tensor(2), -math.inf), mask).from_foreground.item() == 0.5
+    with pytest.raises(ValueError, match='NaN have no order'):
+        separation(scores.index_fill(1, torch.tensor(2), math.nan), mask)
 
 
 # Shifts

@@ -39,7 +39,7 @@ from timm_sape.analysis.evaluate import (
     wilson_interval,
 )
 from timm_sape.analysis.figures_sweep import plot_sweep
-from timm_sape.analysis.inputs import load_model, open_dataset
+from timm_sape.analysis.inputs import load_model, open_dataset, preprocessing
 from timm_sape.analysis.sweep import sweep, sweep_table
 from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
@@ -713,6 +713,68 @@ def test_data_sets_that_are_not_there(main, tmp_path, capsys, monkeypatch):
     assert main([*args, 'hfds/user/name']) == 2
     err = capsys.readouterr().err
     assert err.startswith('timm-sape: No images in ') and 'datasets' in err and err.count('\n') == 1
+
+
+def test_images_without_classes(main, images, tmp_path, capsys):
+    """timm reads a folder of images as one class, of which all are."""
+    shutil.copytree(images / 'val' / 'class1', tmp_path / 'flat')
+    data = open_dataset(tmp_path / 'flat')
+    assert len(data) == 8 and {label for _, label in data} == {-1}
+    assert main(['compare', 'test_vit_nope', '--data-dir', str(tmp_path / 'flat'), '--workers', '0']) == 2
+    assert 'label' in capsys.readouterr().err
+    shutil.copytree(images / 'val', tmp_path / 'both')
+    shutil.copy(tmp_path / 'flat' / '0.png', tmp_path / 'both')
+    with pytest.raises(ValueError, match='has images beside the folders of its classes'):
+        open_dataset(tmp_path / 'both')
+
+
+# --- checkpoints of train.py ------------------------------------------------------------------------------------------
+
+def checkpoint(path, name, model, **args):
+    args = argparse.Namespace(model=name, num_classes=CLASSES, model_kwargs={}, **args)
+    torch.save({'arch': name, 'args': args, 'state_dict': model.state_dict()}, path)
+    return str(path)
+
+
+def test_checkpoint_of_a_saved_model(folders, tmp_path):
+    """It has the weights of the checkpoint, not those that training began with."""
+    name = f'local-dir:{folders["ape+sape2_k"]}'
+    model = timm.create_model(name, pretrained=True)
+    for p in model.parameters():
+        p.data += 1
+    assert_same_state(load_model(checkpoint(tmp_path / 'last.pth.tar', name, model)), model)
+
+
+def assert_same_state(found, expected):
+    expected = expected.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for key, value in found.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+
+
+def test_checkpoint_has_averaged_weights(tmp_path):
+    model, averaged = (timm.create_model('test_vit_ape', num_classes=CLASSES) for _ in range(2))
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_ape', model)
+    torch.save({**torch.load(path, weights_only=False), 'state_dict_ema': averaged.state_dict()}, path)
+    assert_same_state(load_model(path), averaged)
+
+
+@pytest.mark.parametrize('given, expected', [('', 'bilinear'), (None, 'bilinear'), ('nearest', 'nearest')])
+def test_preprocessing_of_a_checkpoint(given, expected, tmp_path):
+    name = 'vit_base_patch16_224_miil.in21k'
+    kwargs = dict(img_size=32, embed_dim=64, depth=1, num_heads=2)
+    path = checkpoint(
+        tmp_path / 'last.pth.tar', name, timm.create_model(name, num_classes=CLASSES, **kwargs), interpolation=given)
+    assert load_model(path, **kwargs).pretrained_cfg['interpolation'] == expected
+
+
+@pytest.mark.parametrize('channels', [1, 3])
+def test_preprocessing_of_channels(channels, images, tmp_path):
+    torch.save(timm.create_model('test_vit_ape', in_chans=channels).state_dict(), tmp_path / 'weights.pth')
+    model = load_model(f'test_vit_ape@{tmp_path / "weights.pth"}')
+    x, _ = open_dataset(images, transform=preprocessing(model))[0]
+    assert x.shape == (channels, 160, 160)
+    assert model(x[None]).shape == (1, 1000)
 
 
 @pytest.mark.parametrize('sizes', ['0', '-8', '4x4x4', 'big', '48x', ''])

@@ -648,6 +648,31 @@ def test_other_options_than_it_was_begun_with(lab, mode, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0  # workers do not matter
 
 
+@pytest.mark.parametrize('change', [
+    lambda data: (data / 'train' / 'a' / '1.png').unlink(),
+    lambda data: (data / 'test' / 'a' / '0.png').write_bytes(b'another size'),
+], ids=['one less', 'another'])
+def test_other_images_than_it_was_begun_with(lab, change, capsys):
+    """Else the runs of one row would be of different data."""
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    recorded = json.loads((lab.output / 'A' / 'seed1' / 'run.json').read_text())['starts'][0]['images']
+    assert recorded.keys() == {'train', 'test'} and recorded['train'].startswith('2 files, ')
+    before = {path: path.read_bytes() for path in lab.output.rglob('*') if path.is_file()}
+    change(lab.folder / 'data')
+    capsys.readouterr()
+    assert lab('--models', 'B', '--seeds', 2) == 2
+    err = capsys.readouterr().err
+    assert 'seed1 was trained on other images' in err and 'name the folder that it was, or another --output' in err
+    for path, content in before.items():
+        assert path.suffix in ('.csv', '.md', '.png') or path.read_bytes() == content
+
+
+def test_notes_tell_all_epochs(lab):
+    lab.plan({'A': 'test_vit_ape', 'B': {'model': 'test_vit_nope', 'epochs': 2}}, seeds=[1])
+    assert lab() == 0
+    assert 'recipe small, 2 or 4 epochs; after' in (lab.output / 'plan.md').read_text()
+
+
 def test_places_on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)

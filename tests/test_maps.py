@@ -147,6 +147,13 @@ def test_attention_distance():
     assert_near(attention_distance(heads, grid), torch.tensor([0, 8 / 9]), 1e-6)
 
 
+@pytest.mark.parametrize('masked', [dict(attn_mask=torch.ones(17, 17, dtype=torch.bool)), dict(is_causal=True)])
+def test_no_masks(masked):
+    model = timm.create_model('test_vit_rope2d', img_size=64)
+    with pytest.raises(ValueError, match='attention without a mask'):
+        position_maps(model, torch.zeros(1, 3, 64, 64), **masked)
+
+
 @pytest.mark.parametrize('layers', [[2], [-3], [0, 7]])
 def test_no_such_layer(layers):
     with pytest.raises(ValueError, match='There is no layer .*: the model has 2, 0 to 1'):

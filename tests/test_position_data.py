@@ -258,6 +258,25 @@ def test_writing_refuses_and_force_replaces(tmp_path):
     with pytest.raises(ValueError, match=r'move notes.txt out of it first'):
         write_position_dataset(position_splits(), folder, force=True)
     assert tree(folder) == {**after, 'notes.txt': b'mine'}
+    mine = next(folder.glob('*/*')) / 'mine.png'
+    (folder / 'notes.txt').rename(mine)
+    with pytest.raises(ValueError, match=r'move .*mine.png out of it first'):
+        write_position_dataset(position_splits(), folder, force=True)
+    mine.unlink()
+    (folder / 'cifar10_position.json').write_text('{')
+    with pytest.raises(ValueError, match=r'cifar10_position.json cannot be read; remove .*data yourself'):
+        write_position_dataset(position_splits(), folder, force=True)
+    assert {**tree(folder), 'cifar10_position.json': b''} == {**after, 'cifar10_position.json': b''}
+
+
+def test_a_folder_that_was_filled_meanwhile(tmp_path):
+    def progress(done, total):
+        (tmp_path / 'data').mkdir(exist_ok=True)
+        (tmp_path / 'data' / 'thesis.txt').write_text('mine')
+
+    with pytest.raises(ValueError, match='data is not empty'):
+        write_position_dataset(position_splits(), tmp_path / 'data', progress=progress)
+    assert tree(tmp_path) == {'data/thesis.txt': b'mine'}
 
 
 @pytest.mark.parametrize('force', [False, True])
@@ -382,6 +401,8 @@ def test_command(image_folder, tmp_path, capsys):
     assert tree(output) == before
     assert run_data(*args, '--force') == 0
     assert (output / 'train' / 'airplane top-left').is_dir()
+    assert run_data(*args, '--force', '--position-classes', '3', 'dog') == 0
+    assert json.loads((output / 'cifar10_position.json').read_text())['position_classes'] == ['cat', 'dog']
 
 
 @pytest.mark.parametrize('args, text', [

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -328,6 +329,7 @@ def _write_folders(
                     f'{split!r} has no image of {missing[0]!r}, so that readers of folders would number its classes '
                     'differently; give a source with more images, or another seed')
         (new / _RECORDS[what]).write_text(json.dumps({**how, 'splits': list(splits)}, indent=1) + '\n')
+        _check_replaceable(what, folder, force)  # it may have been filled meanwhile
         try:
             if folder.exists():
                 os.replace(folder, old)
@@ -352,9 +354,15 @@ def _check_replaceable(what: str, folder: Path, force: bool) -> None:
         raise ValueError(f'nothing written: {folder} is not empty and is no {what}; name another directory')
     if not force:
         raise ValueError(f'nothing written: {folder} is there; --force (force=True) replaces it')
-    strange = sorted(names - {record, *json.loads((folder / record).read_text())['splits']})
-    if strange:
-        raise ValueError(f'nothing written: {folder} would be replaced whole; move {strange[0]} out of it first')
+    try:
+        written = json.loads((folder / record).read_text())
+        ours = {record, *(f'{split}/{name}' for split in written['splits'] for name in written['classes'])}
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f'nothing written: {folder / record} cannot be read; remove {folder} yourself') from e
+    for path in sorted(path.relative_to(folder) for path in folder.rglob('*') if not path.is_dir()):
+        is_image = str(path.parent) in ours and re.fullmatch(r'\d{5,}\.png', path.name)
+        if not is_image and str(path) not in ours:
+            raise ValueError(f'nothing written: {folder} would be replaced whole; move {path} out of it first')
 
 
 def _one_bit_at_least(level_fn: Callable, level: float, hparams: Dict) -> Tuple[int]:

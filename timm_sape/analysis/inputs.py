@@ -7,6 +7,7 @@ import timm
 import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
+from timm.data.loader import adapt_to_chs
 from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
@@ -41,6 +42,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
               `timm.models.save_for_hf` and `push_to_hf_hub` write it;
             - a checkpoint of timm's train.py, which knows its model;
             - `NAME@FILE`, a model and a file with its weights.
+
+            Of a file that has averaged weights too (`--model-ema`), these are taken, as train.py's summary does.
         img_size: Image size in pixels, or (height, width); the encodings' rules for other sizes apply. Default: that of
             the model.
         kwargs: What `timm.create_model` accepts.
@@ -57,7 +60,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             weights = load_state_dict(source.file)
         except Exception as e:  # whatever else a file may be
             raise ValueError(f'{source.file} has no weights that can be read safely: {_described(e)}') from e
-        overlay = {**source.cfg, 'file': source.file}
+        overlay = {**source.cfg, 'file': source.file, 'source': ''}  # of a name on the Hub, another would come first
         cfg = timm.get_pretrained_cfg(source.name)
         layers = (('num_classes', cfg.classifier, 0), ('in_chans', cfg.first_conv, 1)) if cfg is not None else ()
         for keyword, layer, axis in layers:
@@ -110,7 +113,7 @@ def _from_checkpoint(file: str) -> _Source:
     for ours, theirs in (('num_classes', 'num_classes'), ('in_chans', 'in_chans'), ('global_pool', 'gp')):
         if args.get(theirs) is not None:
             kwargs[ours] = args[theirs]
-    cfg = {key: args[key] for key in PREPROCESSING if args.get(key) is not None}
+    cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # '' is train.py's default
     return _Source(name, file, kwargs, cfg)
 
 
@@ -132,8 +135,13 @@ def preprocessing(model: torch.nn.Module, **overrides):
     """
     config = {**resolve_model_data_config(model), **overrides}
     channels, *size = config['input_size']
+    first = str(getattr(model, 'pretrained_cfg', {}).get('first_conv'))  # several for some
+    first = dict(model.named_modules()).get(first)
+    channels = getattr(first, 'in_channels', channels)  # a bare file of weights leaves the config as it is
     if channels not in (1, 3):
         raise ValueError(f'The model takes images of {channels} channels, which no image file has. Use one for 3.')
+    for statistic in ('mean', 'std'):
+        config[statistic] = adapt_to_chs(config[statistic], channels)
     config['input_size'] = (channels, *(getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size))
     return Compose([Grayscale() if channels == 1 else RGB(), create_transform(**config, is_training=False)])
 
@@ -192,8 +200,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
     """Images and labels.
 
     Args:
-        data: A folder with one sub-folder of images per class, as it is or one for each split; one image file; or the
-            root of what `dataset` names.
+        data: A folder with one sub-folder of images per class, as it is or one for each split; a folder of images or
+            one image file, which have no label, -1; or the root of what `dataset` names.
         dataset: Empty, or a name that timm's train.py takes, such as `torch/cifar10`.
         split: Which part. Default: `val`, `validation` or `test` of a folder, else the folder itself; 'validation' of
             others, which is what is no training data.
@@ -226,6 +234,10 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
                 f'No {dataset} in {str(root)!r}. Fetch it: python -c "from timm.data import create_dataset; '
                 f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
         raise ValueError(f'No images in {str(root)!r} (dataset={dataset!r}, split={split!r}): {e}') from e
+    if not dataset and '' in found.reader.class_to_idx:  # timm takes what lies in no folder for a class
+        if len(found.reader.class_to_idx) > 1:
+            raise ValueError(f'{str(root)!r} has images beside the folders of its classes. Move them into one.')
+        found.reader.samples = [(path, -1) for path, _ in found.reader.samples]
     found.transform = transform
     return found
 

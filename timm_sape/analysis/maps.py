@@ -76,8 +76,10 @@ def position_maps(
         kwargs: Further arguments of the model, such as `object_index`.
 
     Raises:
-        ValueError: If the model is of another kind, or has no such layer.
+        ValueError: If the model is of another kind, or has no such layer, or is to mask tokens, which maps do not show.
     """
+    if kwargs.get('attn_mask') is not None or kwargs.get('is_causal'):
+        raise ValueError('position_maps shows attention without a mask. Leave attn_mask and is_causal out.')
     blocks = getattr(model, 'blocks', None)
     attentions = [getattr(block, 'attn', None) for block in blocks] if blocks is not None else []
     if not attentions or not all(isinstance(attn, KNOWN) for attn in attentions):

@@ -29,7 +29,7 @@ def separation(scores: torch.Tensor, foreground: torch.Tensor) -> Separation:
             `[B, N]`; bool will do.
 
     Raises:
-        ValueError: If the shapes do not fit, or a value of the mask is none of these.
+        ValueError: If the shapes do not fit, or a value of the mask is none of these, or a score is NaN.
     """
     if scores.ndim < 3 or scores.shape[-1] != scores.shape[-2] or scores.shape[::scores.ndim - 1] != foreground.shape:
         raise ValueError(
@@ -37,6 +37,8 @@ def separation(scores: torch.Tensor, foreground: torch.Tensor) -> Separation:
             f'{list(foreground.shape)}. Leave prefix tokens out (PositionMaps.between_patches).')
     if not ((foreground == 1) | (foreground == 0) | (foreground == -1)).all():
         raise ValueError('The mask must be 1 (foreground), 0 (background) or -1 (left out).')
+    if scores.isnan().any():
+        raise ValueError('Scores that are NaN have no order. Has the model diverged?')
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     sides = [[], []]
     for image, mask in zip(scores, foreground):

@@ -55,8 +55,14 @@ def _data(args: argparse.Namespace) -> int:
         if subset:
             per_class = dict(zip(splits, args.per_class))
         else:
+            given = args.position_classes or ('0', '1')
             splits = {
-                split: CIFAR10Position(dataset, position_classes=args.position_classes or (0, 1), seed=args.seed or 0)
+                split: CIFAR10Position(
+                    dataset,
+                    position_classes=[
+                        int(name) if name.isdecimal() and name not in dataset.classes else name for name in given],
+                    seed=args.seed or 0,
+                )
                 for split, dataset in splits.items()}
         with tqdm(desc='images', unit='image', delay=2) as bar:
             def progress(done: int, total: int) -> None:

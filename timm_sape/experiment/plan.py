@@ -159,7 +159,7 @@ def script_options(script: Path) -> Optional[Set[str]]:
             flags = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             given = [keyword.value.value for keyword in node.keywords if keyword.arg == 'dest']
             long = [flag for flag in flags if flag.startswith('--')]
-            names.update(given or [(long or flags)[0].lstrip('-').replace('-', '_')])
+            names.update(given or [flag.lstrip('-').replace('-', '_') for flag in (long or flags)[:1]])
     return names if {'model', 'epochs'} <= names else None
 
 

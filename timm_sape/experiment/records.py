@@ -26,8 +26,8 @@ class Record:
     Attributes:
         status: One of `ENDED`, or None.
         error: Why it is not finished.
-        starts: When, where and with what it was started, how many seconds it took, and in how much of the time any
-            kernel ran on its GPU, in percent, if it had one; one for each time.
+        starts: When, where, with what and on which images it was started, how many seconds it took, and in how much of
+            the time any kernel ran on its GPU, in percent, if it had one; one for each time.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -159,8 +159,9 @@ def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
         return '; '.join(dict.fromkeys(row[key] for row in rows if row[key])) or 'unknown'
 
     others = len({row['model'] for row in rows}) - 1
+    epochs = ' or '.join(str(planned) for planned in sorted({row['epochs_planned'] for row in rows}))
     return (
-        f'recipe {rows[0]["recipe"]}, {rows[0]["epochs_planned"]} epochs; after the last epoch, mean ± standard '
+        f'recipe {rows[0]["recipe"]}, {epochs} epochs; after the last epoch, mean ± standard '
         f'deviation over seeds; differences in points at the same seed, with 95 % t intervals, each for itself (not '
         f'corrected for {others} comparisons with {baseline}); {seen("hardware")}; torch {seen("torch")}, timm '
         f'{seen("timm")}, timm-sape {seen("timm_sape")}, commit {seen("commit")}')

@@ -4,6 +4,7 @@ A run belongs to whoever holds the lock of its folder, a place on the machine to
 handed on to train.py: as long as it lives, nobody else begins the same run or takes its place, even if the process that
 started it is gone.
 """
+import hashlib
 import os
 import re
 import signal
@@ -232,6 +233,40 @@ def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
                     f'name another --output, or remove {path.parent}')
 
 
+def images_of(run: Run, data_dir: Path) -> Dict[str, str]:
+    """What folders of images a run takes, in words that differ if the images do; none for data sets that have a name.
+
+    Names and sizes of files tell, the latter of a thousand of them, since a disk may be slow.
+    """
+    found = {}
+    for key, default in (('train_split', 'train'), ('val_split', 'validation')):
+        split = run.config.get(key, default)
+        folder = data_dir / str(split)
+        if run.config.get('dataset') or not split or not folder.is_dir():
+            continue
+        paths = sorted(Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
+        digest = hashlib.sha1('\n'.join(path.relative_to(folder).as_posix() for path in paths).encode())
+        for path in paths[::max(1, len(paths) // 1000)]:
+            digest.update(f'{path.stat().st_size} '.encode())
+        found[split] = f'{len(paths)} files, {digest.hexdigest()[:12]}'
+    return found
+
+
+def refuse_other_images(images: Dict[str, str], output: Path) -> None:
+    """Refuse images that other runs of an experiment were not trained on.
+
+    Raises:
+        ValueError: If there is such a run.
+    """
+    for path in sorted(output.glob('*/seed*/run.json')):
+        for start in Record(path.parent).starts:
+            for split, old in start.get('images', {}).items():
+                if images.get(split, old) != old:
+                    raise ValueError(
+                        f'{path.parent} was trained on other images: {split!r} had {old}, and has {images[split]} in '
+                        '--data-dir now; name the folder that it was, or another --output')
+
+
 def work(
         waiting: Sequence[Any],
         slots: Sequence[Slot],
@@ -314,15 +349,25 @@ def run_all(
         changed: Called when a run has ended.
 
     Raises:
-        ValueError: If a run was begun with other options, before any is started.
+        ValueError: If a run was begun with other options or on other images, before any is started.
     """
     refuse_begun_otherwise(runs, output)
+    images: Dict[Tuple, Dict[str, str]] = {}
+
+    def images_for(run: Run) -> Dict[str, str]:
+        key = tuple(run.config.get(option) for option in ('dataset', 'train_split', 'val_split'))
+        if key not in images:
+            images[key] = images_of(run, data_dir)
+        return images[key]
+
+    for run in runs:
+        refuse_other_images(images_for(run), output)
 
     def start(run: Run, slot: Slot, held: int):
         mine = lock(lock_path(output, run))
         if mine is None:
             return None
-        job = _start(run, output, script, data_dir, slot, (mine, held), tell)
+        job = _start(run, output, script, data_dir, images_for(run), slot, (mine, held), tell)
         if not job:
             os.close(mine)
         return job
@@ -335,6 +380,7 @@ def _start(
         output: Path,
         script: Path,
         data_dir: Path,
+        images: Dict[str, str],
         slot: Slot,
         locks: Sequence[int],
         tell: Callable[[str], None],
@@ -374,7 +420,7 @@ def _start(
     now = datetime.now(timezone.utc).isoformat(timespec='seconds')
     record.starts.append({  # each time anew: train.py runs what the checkout is by now
         'began': now, 'epoch': done, 'hardware': slot.hardware, 'commit': commit(), 'torch': torch.__version__,
-        'timm': version('timm'), 'timm_sape': __version__, 'python': sys.version.split()[0]})
+        'timm': version('timm'), 'timm_sape': __version__, 'python': sys.version.split()[0], 'images': images})
     record.save()
     command = train_command(script, folder / 'config.yaml', data_dir, folder.parent, folder.name)
     command += ['--resume', str(checkpoint)] if checkpoint else []
