@@ -91,6 +91,22 @@ def test_pooled_models_are_those_of_the_runs():
         assert f'| {line} |' in page, line
 
 
+def test_rates_are_those_of_the_runs():
+    """Top-1 of both models at each learning rate, and their difference."""
+    _, rows = runs_of('rates')
+    top1 = {(row['model'], row['seed']): row['top1'] for row in rows}
+    page = (README.parent / 'results' / 'README.md').read_text()
+    suffixes = {name.removeprefix('APE') for name, _ in top1 if name.startswith('APE')}
+    assert len(suffixes) == 4 and len(top1) == 2 * 4 * 3
+    for suffix in suffixes:
+        ape, sape2 = ([top1[f'{model}{suffix}', seed] for seed in '123'] for model in ('APE', 'SaPE2(K)+APE'))
+        line = ' | '.join((
+            suffix.removeprefix(', rate ') or '.0015',
+            *(f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}' for found in (ape, sape2)),
+            difference_of([a - b for a, b in zip(sape2, ape)])))
+        assert f'| {line} |' in page, line
+
+
 def test_code_runs(tmp_path, monkeypatch):
     """All of it, but with random weights where it would fetch some."""
     monkeypatch.chdir(tmp_path)

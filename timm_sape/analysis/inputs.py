@@ -135,8 +135,7 @@ def preprocessing(model: torch.nn.Module, **overrides):
     """
     config = {**resolve_model_data_config(model), **overrides}
     channels, *size = config['input_size']
-    first = str(getattr(model, 'pretrained_cfg', {}).get('first_conv'))  # several for some
-    first = dict(model.named_modules()).get(first)
+    first = dict(model.named_modules()).get(str((getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')))
     channels = getattr(first, 'in_channels', channels)  # a bare file of weights leaves the config as it is
     if channels not in (1, 3):
         raise ValueError(f'The model takes images of {channels} channels, which no image file has. Use one for 3.')
