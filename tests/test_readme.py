@@ -54,6 +54,10 @@ def difference_of(found):
     return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
 
 
+def spread_of(found):
+    return f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}'
+
+
 def test_ablations_are_those_of_the_runs():
     """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
     _, rows = runs_of('ablations')
@@ -68,7 +72,7 @@ def test_ablations_are_those_of_the_runs():
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
         found = [top1[model, seed] for seed in '123']
         end = ' | '.join((
-            f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}', difference(model, base),
+            spread_of(found), difference(model, base),
             difference(model, 'APE')))
         assert re.search(rf'^\| {re.escape(base)} \| .* \| {re.escape(end)} \|$', page, re.MULTILINE), (model, end)
 
@@ -86,7 +90,7 @@ def test_pooled_models_are_those_of_the_runs():
 
         found = [pooled[f'{model}, pooled', seed] for seed in '123']
         line = ' | '.join((
-            model, f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}', difference('APE, pooled', pooled),
+            model, spread_of(found), difference('APE, pooled', pooled),
             difference('none, pooled', pooled), difference(model, with_token)))
         assert f'| {line} |' in page, line
 
@@ -102,7 +106,7 @@ def test_rates_are_those_of_the_runs():
         ape, sape2 = ([top1[f'{model}{suffix}', seed] for seed in '123'] for model in ('APE', 'SaPE2(K)+APE'))
         line = ' | '.join((
             suffix.removeprefix(', rate ') or '.0015',
-            *(f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}' for found in (ape, sape2)),
+            *(spread_of(found) for found in (ape, sape2)),
             difference_of([a - b for a, b in zip(sape2, ape)])))
         assert f'| {line} |' in page, line
 

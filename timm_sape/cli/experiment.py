@@ -140,13 +140,11 @@ def _check_runs(runs: List, data_dir: Path) -> None:
                 raise CommandError(f'{run.label}: device_modules has {module}, which cannot be imported: {e}') from e
         if ':' not in name and not timm.is_model(name):
             raise CommandError(f'{run.label}: there is no model {name!r}; see timm.list_models()')
-        if not config.get('dataset'):
-            for option, default in (('train_split', 'train'), ('val_split', 'validation')):
-                split = str(config.get(option, default))
-                if split and not (data_dir / split).is_dir():
-                    raise CommandError(
-                        f'{data_dir} has no folder {split!r}, and train.py would take all of it instead; set {option} '
-                        'in the plan, or name another --data-dir')
+        for option, split in run.splits.items():
+            if not (data_dir / split).is_dir():
+                raise CommandError(
+                    f'{data_dir} has no folder {split!r}, and train.py would take all of it instead; set {option} '
+                    'in the plan, or name another --data-dir')
 
 
 def _tell(line: str) -> None:

@@ -37,6 +37,13 @@ class Run(NamedTuple):
         return f'{self.label}, seed {self.seed}'
 
     @property
+    def splits(self) -> Dict[str, str]:
+        """Folders of images in the data directory, by train.py's option; none for a data set that has a name."""
+        options = () if self.config.get('dataset') else (('train_split', 'train'), ('val_split', 'validation'))
+        found = {option: str(self.config.get(option, default)) for option, default in options}
+        return {option: split for option, split in found.items() if split}
+
+    @property
     def epochs(self) -> int:
         """How many epochs train.py makes of it, which depends on the schedule."""
         import torch

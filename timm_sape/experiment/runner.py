@@ -15,7 +15,7 @@ import time
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import yaml
@@ -233,17 +233,14 @@ def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
                     f'name another --output, or remove {path.parent}')
 
 
-def images_of(run: Run, data_dir: Path) -> Dict[str, str]:
-    """What folders of images a run takes, in words that differ if the images do; none for data sets that have a name.
+def images_in(splits: Iterable[str], data_dir: Path) -> Dict[str, str]:
+    """What folders of images hold, in words that differ if the images do.
 
     Names and sizes of files tell, the latter of a thousand of them, since a disk may be slow.
     """
     found = {}
-    for key, default in (('train_split', 'train'), ('val_split', 'validation')):
-        split = run.config.get(key, default)
-        folder = data_dir / str(split)
-        if run.config.get('dataset') or not split or not folder.is_dir():
-            continue
+    for split in splits:
+        folder = data_dir / split
         paths = sorted(Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
         digest = hashlib.sha1('\n'.join(path.relative_to(folder).as_posix() for path in paths).encode())
         for path in paths[::max(1, len(paths) // 1000)]:
@@ -352,22 +349,15 @@ def run_all(
         ValueError: If a run was begun with other options or on other images, before any is started.
     """
     refuse_begun_otherwise(runs, output)
-    images: Dict[Tuple, Dict[str, str]] = {}
-
-    def images_for(run: Run) -> Dict[str, str]:
-        key = tuple(run.config.get(option) for option in ('dataset', 'train_split', 'val_split'))
-        if key not in images:
-            images[key] = images_of(run, data_dir)
-        return images[key]
-
-    for run in runs:
-        refuse_other_images(images_for(run), output)
+    splits = {split for run in runs for split in run.splits.values()}
+    images = images_in([split for split in splits if (data_dir / split).is_dir()], data_dir)
+    refuse_other_images(images, output)
 
     def start(run: Run, slot: Slot, held: int):
         mine = lock(lock_path(output, run))
         if mine is None:
             return None
-        job = _start(run, output, script, data_dir, images_for(run), slot, (mine, held), tell)
+        job = _start(run, output, script, data_dir, images, slot, (mine, held), tell)
         if not job:
             os.close(mine)
         return job
@@ -420,7 +410,8 @@ def _start(
     now = datetime.now(timezone.utc).isoformat(timespec='seconds')
     record.starts.append({  # each time anew: train.py runs what the checkout is by now
         'began': now, 'epoch': done, 'hardware': slot.hardware, 'commit': commit(), 'torch': torch.__version__,
-        'timm': version('timm'), 'timm_sape': __version__, 'python': sys.version.split()[0], 'images': images})
+        'timm': version('timm'), 'timm_sape': __version__, 'python': sys.version.split()[0],
+        'images': {split: images[split] for split in run.splits.values() if split in images}})
     record.save()
     command = train_command(script, folder / 'config.yaml', data_dir, folder.parent, folder.name)
     command += ['--resume', str(checkpoint)] if checkpoint else []
