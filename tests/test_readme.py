@@ -27,6 +27,19 @@ def test_costs_are_those_that_were_measured():
         assert shown in README.read_text() and path.name in README.read_text()
 
 
+def test_costs_of_sape2_are_those_that_were_measured():
+    """Forward and backward over plain attention: for each file a line of ours, and one of Appendix D."""
+    lines = README.read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r'\| ours, .*\(results/sape2_.*\.csv\)', line)]
+    assert len(starts) == 3
+    for start in starts:
+        path = README.parent / re.search(r'\((.*?)\)', lines[start])[1]
+        rows = list(csv.DictReader(path.read_text().splitlines()[1:]))
+        for line, backend in ((lines[start], 'torch'), (lines[start + 1], 'appendix')):
+            found = [float(row['both_vs_plain']) for row in rows if row['backend'] == backend]
+            assert line.split(' | ', 1)[1] == ' | '.join(f'{ratio:.1f}' for ratio in found) + ' |', line
+
+
 def runs_of(plan):
     """Notes and rows of a table of runs; each has finished, with the accuracy that its summary says."""
     folder = README.parent / 'results' / 'cpu_cifar10'
