@@ -1,9 +1,11 @@
 """The command line, run as a user runs it, from a directory that has nothing to do with the package."""
 import csv
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 import timm_sape
 from references import assert_near
-from timm_sape import bench_sape2, cli
+from timm_sape import bench, bench_sape2, cli
 from timm_sape.cli import main
 from timm_sape.functional import sape2_attention
 
@@ -210,6 +212,20 @@ def test_bench_encodings(tmp_path, capsys):
     assert all(row['error'] < 1e-3 and row['forward_ratio'] > 0 and row['step_s'] > 0 for row in found['rows'])
     out = capsys.readouterr().out
     assert '| encoding | 32/4: parameters |' in out and '| `rope2d` | 0 |' in out and found['notes'] in out
+
+
+def test_saved_bytes_keeps_nothing():
+    """A hook that returned the tensor would tie nodes that keep their output, such as exp, to themselves."""
+    kept = []
+
+    def function():
+        x = torch.ones(1000, requires_grad=True)
+        kept.append(weakref.ref(x))
+        return (2 * x).exp().exp()
+
+    assert bench._saved_bytes(function, []) == 2 * 4000
+    gc.collect()
+    assert kept[0]() is None
 
 
 @pytest.mark.parametrize('args, taken, measured', [

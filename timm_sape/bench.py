@@ -192,15 +192,14 @@ def _saved_bytes(function: Callable[[], object], known: Sequence[torch.Tensor]) 
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        storages[storage.data_ptr()] = storage  # kept, or its place would be taken by the next one
+        # not the tensor: a node that keeps its own output keeps itself, and with it all that led there
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = function()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        function()
     for tensor in known:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
-    del result
-    return sum(storages.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def bench_encodings(
