@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save
+from timm.layers import PatchDropout
 from timm.models import get_model_args, save_for_hf
 
 import timm_sape
@@ -424,6 +425,76 @@ def test_weights_from_a_file(tmp_path):
     with pytest.raises(ValueError, match='it lacks blocks.1.attn.encodings.auto_sape2_k'):
         timm.create_model('vit_graft', base='test_vit', pos_enc='sape2_k', **{
             **kwargs, 'pretrained_cfg_overlay': dict(file=str(tmp_path / 'base.pth'), num_classes=5)})
+
+
+@pytest.mark.parametrize('name, saved_at, rename', [
+    ('flexivit_small', (4, 6), {}),  # resampled in a way of its own
+    ('deit3_small_patch16_224', (4, 6), {'.ls1.gamma': '.gamma_1', '.ls2.gamma': '.gamma_2'}),  # as published
+    ('vit_base_patch16_siglip_gap_224', (2, 3), {}),  # published with a pool that it has not
+    ('vit_small_patch16_rope_ape_224', (2, 3), {}),  # converted
+])
+def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_path):
+    model = base_model(name, saved_at, in_chans=1, **SMALL)
+    state = model.state_dict()
+    for new, old in rename.items():
+        state = {key.replace(new, old): value for key, value in state.items()}
+    if 'siglip' in name:
+        pooled = timm.create_model(name.replace('_gap', ''), depth=2, img_size=32, **SMALL).state_dict()
+        state.update({key: value for key, value in pooled.items() if key.startswith('attn_pool.')})
+    torch.save(state, tmp_path / 'base.pth')
+    kwargs = dict(
+        pretrained=True, depth=2, img_size=(96, 48), num_classes=5, in_chans=1, **SMALL,
+        pretrained_cfg_overlay=dict(
+            file=str(tmp_path / 'base.pth'), custom_load=False, num_classes=5,
+            input_size=(1, *model.patch_embed.img_size)))
+    stock = timm.create_model(name, **kwargs).eval()
+    x = torch.randn(2, 1, 96, 48, generator=torch.Generator().manual_seed(0))
+    for pos_enc in ('sape2_k', 'nope'):
+        assert stock(x).std() > 1e-2
+        seeded = []
+        for pretrained in (True, False):
+            torch.manual_seed(2)
+            seeded.append(timm.create_model('vit_graft', base=name, pos_enc=pos_enc, **{
+                **kwargs, 'pretrained': pretrained}).eval())
+        assert largest_difference(seeded[0], stock, x) < 1e-5
+        added = [key for key in seeded[0].state_dict() if '.auto_' in key and 'extra_state' not in key]
+        assert bool(added) == (pos_enc == 'sape2_k')
+        for key in added:  # drawn as without a file
+            assert torch.equal(seeded[0].state_dict()[key], seeded[1].state_dict()[key])
+    five = {**kwargs, 'in_chans': 3, 'num_classes': 7}  # both adapted, by timm
+    grafted = timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **five)
+    stock = timm.create_model(name, **five)
+    for key, value in stock.patch_embed.state_dict().items():
+        assert torch.equal(grafted.patch_embed.state_dict()[key], value)
+    assert grafted.head.weight.shape == (7, 96)
+
+
+def test_a_convolutional_stem_at_another_size(tmp_path):
+    """The grid of the table is not that of the last kernel."""
+    model = randomised(timm.create_model('vit_tiny_r_s16_p8_224', depth=2, img_size=(64, 128), **SMALL))
+    assert model.patch_embed.grid_size == (2, 4)
+    grafted = timm_sape.graft(model, 'nope')
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    x = torch.randn(2, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+    for size in ((128, 64), (128, 128), (64, 128)):
+        loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, img_size=size).eval()
+        again = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+        again.set_input_size(size)
+        assert largest_difference(loaded, again, x[:, :, :size[0], :size[1]]) < 1e-5
+        assert torch.equal(loaded.pos_embed, model.pos_embed) == (size == (64, 128))
+
+
+def test_patch_dropout_as_it_is_now():
+    """Not as the model was created."""
+    for created, now in ((0.25, 0.75), (0, 0.5)):
+        model = base_model('test_vit', patch_drop_rate=created)
+        model.patch_drop = PatchDropout(now, num_prefix_tokens=1)
+        grafted = timm_sape.graft(model.train(), 'sape2_k')
+        shapes = {m.forward_features(images(model)).shape for m in (model, grafted)}
+        assert shapes == {(2, 1 + round(24 * (1 - now)), 64)}
+    grafted.patch_drop = model.patch_drop
+    with pytest.raises(ValueError, match='PatchDropout, which does not tell .*PatchDropoutWithIndices'):
+        grafted(images(model))
 
 
 # ---- the pretrained weights of the base, from a Hub on this machine

@@ -236,6 +236,9 @@ def test_revision_is_a_branch(processes, hub, logits):
     assert processes.pull() == ['model', logits]
     kind, pulled = processes.pull(revision='tried-ape')
     assert kind == 'model' and pulled != logits
+    assert processes.pull(f'{REPO}@tried-ape') == ['model', pulled]
+    assert processes.pull(f'{REPO}@tried-ape', revision='main') == [
+        'ValueError', f"{REPO}@tried-ape and revision='main' are two revisions. Give one."]
     card = hub.files(REPO, 'tried-ape')['README.md'].decode()
     assert f'hf-hub:{REPO}@tried-ape' in card and 'sape2' not in card.split('## Model Details')[1].split('Arguments')[0]
 
@@ -330,7 +333,7 @@ CHANGES = {
     'the layers': (new_head, r'could not be loaded back: .*head\.0\.weight'),
     'the dtype': (twice_as_precise, r'other values when .* float32: convert it first, model\.float\(\)'),
     'the sense': (diverged, 'logits for random images are not finite'),
-    'the memory format': (lambda model: model.to(memory_format=torch.channels_last), 'cannot be saved .*contiguous'),
+    'the memory format': (lambda model: model.to(memory_format=torch.channels_last), r'channels_last.*model\.to\('),
     'all': (lambda model: torch.nn.Linear(2, 2), 'cannot be saved as timm saves those that timm.create_model makes: '),
 }
 
@@ -386,6 +389,10 @@ def test_architectures_of_timm(tmp_path):
     timm_sape.hub.save(timm.create_model('test_vit', num_classes=3), tmp_path / 'model')
     card = (tmp_path / 'model' / 'README.md').read_text()
     assert 'Position encoding' not in card and f'license: {timm.get_pretrained_cfg("test_vit").license}\n' in card
+    assert 'import timm_sape' not in card and 'needs' not in card and '- timm-sape' not in card
+    timm_sape.hub.save(make(), tmp_path / 'ours')
+    card = (tmp_path / 'ours' / 'README.md').read_text()
+    assert 'import timm_sape' in card and 'needs the package timm-sape' in card and '- timm-sape' in card
 
 
 def test_saving_changes_nothing(tmp_path):

@@ -108,6 +108,26 @@ def test_ape_is_timms_vit_with(kwargs):
     assert_same(ours, theirs, images((70, 58) if kwargs.get('dynamic_img_pad') else kwargs['img_size']))
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('kwargs', [{}, dict(class_token=False, global_pool='avg')], ids=['token', 'no token'])
+def test_ape_is_timms_vit_under_autocast(kwargs, dtype):
+    """To the last bit: the tokens stay in float32 between the layers, without a class token too."""
+    kwargs = dict(depth=2, img_size=64, **kwargs)
+    theirs = timm_model('vit_tiny_patch16_224', **kwargs)
+    x, found = images((64, 64)), []
+    with torch.no_grad(), torch.autocast('cpu', dtype):
+        expected = theirs(x)
+        for pos_enc in ('ape', 'nope', 'rope2d', 'sincos2d+sape2_k'):
+            ours = timm.create_model('vit_tiny_ape', pos_enc=pos_enc, **kwargs).eval()
+            ours.blocks[-1].register_forward_hook(lambda block, args, out: found.append(out.dtype))
+            if pos_enc == 'ape':
+                ours.load_state_dict(theirs.state_dict())
+                assert torch.equal(ours(x), expected)
+            else:
+                ours(x)
+    assert found == [torch.float32] * 4
+
+
 @pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
 @pytest.mark.parametrize('size', ['tiny', 'small'])
 def test_ape_loads_timms_file(size, suffix, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import to_2tuple
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
@@ -48,7 +48,16 @@ def filter_state_dict(
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
     state_dict = from_timm(unwrap(state_dict), model)
-    _refuse_unknown_grid(state_dict, model)
+    grid = _grid_of_table(state_dict, model)
+    if grid is not None and model.patch_size != model.patch_embed.patch_size:
+        # timm takes it from the last kernel, and knows nothing of the convolutional stem before that
+        pos_embed = resample_abs_pos_embed(
+            state_dict['pos_embed'],
+            new_size=model.patch_embed.grid_size,
+            old_size=grid,
+            num_prefix_tokens=0 if model.no_embed_class else model.num_prefix_tokens,
+        )
+        state_dict = {**state_dict, 'pos_embed': pos_embed}
     state_dict = checkpoint_filter_fn(state_dict, model)
 
     for key, encoding in _saved_grids(model):
@@ -138,16 +147,22 @@ def _resize(state_dict: Dict[str, torch.Tensor], path: str, encoding: ResizedEnc
     state_dict[f'{path}._extra_state'] = encoding.get_extra_state()
 
 
-def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
-    """timm takes the grid of a `pos_embed` for square where nothing else is known, and fails obscurely if it is not."""
+def _grid_of_table(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Optional[Tuple[int, int]]:
+    """The grid of a `pos_embed`, None if there is none or nothing says what it is.
+
+    timm takes it for square where nothing is known, and fails obscurely if it is not.
+
+    Raises:
+        ValueError: If it cannot be square.
+    """
     pos_embed, patch = state_dict.get('pos_embed'), state_dict.get('patch_embed.proj.weight')
     if pos_embed is None or model.pos_embed is None or patch is None:
-        return
+        return None
     rows, num_prefix_rows = pos_embed.shape[1], 0 if model.no_embed_class else model.num_prefix_tokens
     saved_size = model.pretrained_model_args.get('img_size')
     height, width = to_2tuple(saved_size or model.pretrained_cfg['input_size'][-2:])
     grid = _grid_of(model, (height, width), patch.shape[-2:])
-    fits = rows - num_prefix_rows == grid[0] * grid[1]
+    fits = is_known = rows - num_prefix_rows == grid[0] * grid[1]
     if saved_size is None:  # a bare file, perhaps with a declared size that is that of the architecture
         side = round(max(rows - num_prefix_rows, 0) ** 0.5)
         fits = fits or rows == model.pos_embed.shape[1] or rows - num_prefix_rows == side ** 2
@@ -157,6 +172,7 @@ def _refuse_unknown_grid(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
             f'has it; the others are neither a square grid nor that of a {height}x{width} image. Create the model with '
             'the prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was '
             'trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
+    return grid if is_known else None
 
 
 def misfit(

@@ -30,6 +30,7 @@ from timm.layers import (
     AttentionRope,
     Mlp,
     PatchDropout,
+    PatchDropoutWithIndices,
     RelPosMlp,
     RotaryEmbeddingCat,
     RotaryEmbeddingMixed,
@@ -58,6 +59,7 @@ from timm.utils import unwrap_model
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
+from .encodings.checks import is_integer
 from .encodings.registry import AUTO, plain_keywords
 from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size
 
@@ -151,6 +153,9 @@ def graft(
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
+    drop = getattr(model, 'patch_drop', None)
+    if isinstance(drop, PatchDropout):
+        grafted.patch_drop = PatchDropoutWithIndices(drop.prob, grafted.num_prefix_tokens, drop.ordered)
     if isinstance(model, VisionTransformerDistilled):
         grafted.set_distilled_training(model.distilled_training)
     grafted.train(model.training)
@@ -330,14 +335,21 @@ def _adopt(
 def _filter(
         state_dict: Dict[str, torch.Tensor],
         model: VisionTransformerPosEnc,
+        load_base: Callable[[Dict[str, torch.Tensor]], nn.Module],
         ref_grid_size: Optional[Tuple[int, int]] = None,
 ) -> Dict[str, torch.Tensor]:
-    """`filter_state_dict`, which takes the weights of the base too."""
+    """`filter_state_dict`, which takes the weights of the base too, in any form that timm takes them in."""
     state_dict = checkpoints.unwrap(state_dict)
-    added = _added(model)
-    if not any(name in state_dict for name in added):
-        own = model.state_dict()
-        state_dict = {**state_dict, **{name: own[name] for name in added}}
+    own = model.state_dict()
+    added = {name: own[name] for name in _added(model)}
+    if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
+        try:
+            with torch.random.fork_rng(devices=[]):  # seeds give what they give on the other roads
+                return {**_weights_for(model, load_base(state_dict)), **added}
+        except RuntimeError:
+            pass  # what does not fit is said better below
+    if not added.keys() & state_dict.keys():
+        state_dict = {**state_dict, **added}
     return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
 
 
@@ -356,7 +368,8 @@ def _create(
     """Build a grafted model by timm's builder.
 
     Weights come from the base's own source, by its own entrypoint; but where the caller names a source (a saved model,
-    an overlay), from that, which may hold a grafted model or its base.
+    an overlay), from that, which may hold a grafted model or its base. The latter are read by the base's entrypoint,
+    too: it alone knows in what forms they come, and how it wants them resampled.
     """
     name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
     ours = ('vit_pos_enc', 'grafting')
@@ -381,28 +394,40 @@ def _create(
     if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
         pos_enc_kwargs = None  # timm hands down the saved ones, whatever pos_enc was asked for
 
-    def build(**kwargs) -> VisionTransformerPosEnc:
+    used = {}  # for the model, once timm has worked it out
+
+    def build_base(pretrained: bool, pretrained_cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
         # the classes that only conversion leads to know no dynamic sizes
-        fixed = DYNAMIC if is_model_in_modules(name, ('vision_transformer_relpos',)) else ()
-        model = model_entrypoint(name)(
-            pretrained=pretrained and not is_own_source,
-            pretrained_cfg=replace(cfg, architecture=name),
+        left_out += DYNAMIC if is_model_in_modules(name, ('vision_transformer_relpos',)) else ()
+        return model_entrypoint(name)(
+            pretrained=pretrained,
+            pretrained_cfg=replace(pretrained_cfg, architecture=name),
             cache_dir=cache_dir,
-            **{key: value for key, value in kwargs.items() if key not in fixed},
+            **{key: value for key, value in used.items() if key not in left_out},
         )
+
+    def load_base(state_dict: Dict[str, torch.Tensor]) -> nn.Module:
+        # classes and channels are those of the weights; timm is to adapt them later
+        source = replace(cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
+        return build_base(True, source, left_out=('num_classes', 'in_chans'))
+
+    def build(**kwargs) -> VisionTransformerPosEnc:
+        used.update(kwargs)
+        model = build_base(pretrained and not is_own_source, cfg)
         vit = _adopt(model, pos_enc, pos_enc_kwargs, ref_grid_size, kwargs)
         checkpoints.refuse_other_encoding(variant, {
             'pretrained_model_args': saved, 'pos_enc': vit.pos_enc, 'pos_enc_kwargs': vit.pos_enc_kwargs})
         return vit
 
-    out_indices = kwargs.pop('out_indices', min(3, kwargs.get('depth', 3)))
+    depth = kwargs.get('depth', 3)
+    out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
     with checkpoints.readable_errors(variant):
         return build_model_with_cfg(
             build,
             variant,
             pretrained and is_own_source,
             pretrained_cfg=cfg,
-            pretrained_filter_fn=partial(_filter, ref_grid_size=ref_grid_size),
+            pretrained_filter_fn=partial(_filter, load_base=load_base, ref_grid_size=ref_grid_size),
             cache_dir=cache_dir,
             feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,

@@ -31,7 +31,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from timm.layers import to_2tuple
-from timm.models import save_for_hf
+from timm.models import model_entrypoint, save_for_hf
 from timm.models._hub import HF_SAFE_WEIGHTS_NAME, generate_readme
 from timm.utils import unwrap_model
 
@@ -124,6 +124,10 @@ def save(
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
     model = unwrap_model(model)
+    if not all(value.is_contiguous() for value in model.state_dict().values() if isinstance(value, torch.Tensor)):
+        raise ValueError(
+            'The model is in a memory format that files do not have (channels_last?). Save '
+            'model.to(memory_format=torch.contiguous_format).')
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix='.saving-') as scratch:
         staged = Path(scratch, folder.name)
@@ -164,7 +168,7 @@ def load(
     executed. A file that was damaged in the cache is taken out of it, so that the next call downloads it anew.
 
     Args:
-        repo_id: `OWNER/NAME`, with or without `hf-hub:`.
+        repo_id: `OWNER/NAME`, with or without `hf-hub:`, with or without `@` and a revision.
         revision: Branch, tag, or commit hash.
         token: Of an account that may read it. Default: that of `HF_TOKEN` or `hf auth login`.
         cache_dir: Folder for downloads. Default: that of huggingface_hub.
@@ -182,6 +186,11 @@ def load(
         raise ValueError(
             f'{repo_id} is a folder, not a repository of the Hub: '
             f"timm.create_model('local-dir:{folder}', pretrained=True) loads it.")
+
+    repo_id, _, named = repo_id.partition('@')
+    if named and revision not in (None, named):
+        raise ValueError(f'{repo_id}@{named} and revision={revision!r} are two revisions. Give one.')
+    revision = named or revision
 
     def download(name: str, revision: Optional[str], sha256: Optional[str] = None) -> Path:
         with _plain_errors(repo_id, revision, name):
@@ -315,20 +324,21 @@ def _card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict[str
     details['Arguments'] = f'`{json.dumps(args)}`'
     details['Written by'] = f'timm-sape {timm_sape.__version__}, timm {timm.__version__}, torch {torch.__version__}'
     encoding = f' with the position encoding `{args["pos_enc"]}`' if 'pos_enc' in args else ''
+    is_stock = model_entrypoint(config['architecture']).__module__.startswith('timm.models.')
+    needs = '' if is_stock else ' It needs the package timm-sape, whose import registers it with timm.'
     return {
-        'tags': ['image-classification', 'timm', 'transformers', 'timm-sape'],
+        'tags': ['image-classification', 'timm', 'transformers', *(() if is_stock else ('timm-sape',))],
         'license': cfg.get('license', 'unknown'),
-        'description': (
-            f'A model for images{encoding}. It needs the package timm-sape, whose import registers it with timm.'),
+        'description': f'A model for images{encoding}.{needs}',
         'details': details,
-        'usage': USAGE.format(source=source),
+        'usage': USAGE.format(source=source, imports='' if is_stock else IMPORT),
     }
 
 
+IMPORT = 'import timm_sape  # registers the model: without it, timm says "Unknown model"\n'
 USAGE = """```python
 import timm
-import timm_sape  # registers the model: without it, timm says "Unknown model"
-
+{imports}
 model = timm.create_model({source!r}, pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 ```"""

@@ -78,6 +78,8 @@ class SharedEncodings(nn.ModuleDict):
             attention layer, `[L, N, D]`.
         """
         grid = self.with_objects(grid, images, patch_size, object_index)
+        # under autocast they come narrow out of the patch embedding; timm's float32 table or class token widens them
+        x = x.to(torch.promote_types(x.dtype, images.dtype))
         rotation = None
         factors, terms, biases, layer_terms = [], [], [], []
         for encoding in self.values():
@@ -377,7 +379,11 @@ class VisionTransformerPosEnc(VisionTransformer):
         x, rotation, bias, layer_terms = self.encodings(
             x, grid, self.pos_embed, images, self.patch_size, object_index)
         x = self.pos_drop(x)
-        if isinstance(self.patch_drop, PatchDropoutWithIndices):
+        if not isinstance(self.patch_drop, nn.Identity):
+            if not isinstance(self.patch_drop, PatchDropoutWithIndices):
+                raise ValueError(
+                    f'patch_drop is a {type(self.patch_drop).__name__}, which does not tell the encodings what patches '
+                    'are left. Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
             x, keep_indices = self.patch_drop(x)
             if keep_indices is not None:
                 grid = replace(grid, keep_indices=keep_indices)
@@ -507,7 +513,7 @@ def _check_sizes(img_size, patch_size) -> None:
     if fit != img_size:
         raise ValueError(
             f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
-            'patch_size. Images of any size are padded with dynamic_img_size=True, dynamic_img_pad=True.')
+            'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
 
 
 def check_ref_grid_size(ref_grid_size: Any) -> None:
@@ -590,7 +596,8 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
-    out_indices = kwargs.pop('out_indices', min(3, kwargs['depth']))
+    depth = kwargs['depth']
+    out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
     with checkpoints.readable_errors(variant):
         return build_model_with_cfg(
             VisionTransformerPosEnc,
