@@ -124,6 +124,20 @@ def test_rates_are_those_of_the_runs():
         assert f'| {line} |' in page, line
 
 
+def test_models_at_half_the_rate_are_those_of_the_runs():
+    """Top-1, the difference to APE at that rate, and to the same model by the recipe."""
+    half, recipe = ({(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]} for plan in (
+        'half_rate', 'plan'))
+    page = (README.parent / 'results' / 'README.md').read_text()
+    assert len(half) == len(recipe) == 10 * 3
+    for model in {name for name, _ in recipe}:
+        found, ape = ([half[f'{name}, rate .00075', seed] for seed in '123'] for name in (model, 'APE'))
+        line = ' | '.join((
+            model, spread_of(found), '' if model == 'APE' else difference_of([a - b for a, b in zip(found, ape)]),
+            difference_of([a - recipe[model, seed] for a, seed in zip(found, '123')])))
+        assert f'| {line} |' in page, line
+
+
 def test_code_runs(tmp_path, monkeypatch):
     """All of it, but with random weights where it would fetch some."""
     monkeypatch.chdir(tmp_path)
