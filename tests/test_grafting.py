@@ -461,9 +461,9 @@ def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_
         assert bool(added) == (pos_enc == 'sape2_k')
         for key in added:  # drawn as without a file
             assert torch.equal(seeded[0].state_dict()[key], seeded[1].state_dict()[key])
-    five = {**kwargs, 'in_chans': 3, 'num_classes': 7}  # both adapted, by timm
-    grafted = timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **five)
-    stock = timm.create_model(name, **five)
+    others = {**kwargs, 'in_chans': 3, 'num_classes': 7}  # both adapted, by timm
+    grafted = timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **others)
+    stock = timm.create_model(name, **others)
     for key, value in stock.patch_embed.state_dict().items():
         assert torch.equal(grafted.patch_embed.state_dict()[key], value)
     assert grafted.head.weight.shape == (7, 96)

@@ -52,6 +52,11 @@ def runs_of(plan):
     return notes, rows
 
 
+def top1_of(plan):
+    """Top-1 by model and seed."""
+    return {(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]}
+
+
 def test_results_are_those_of_the_runs():
     """Top-1 and the difference to APE, line by line."""
     notes, rows = runs_of('plan')
@@ -73,15 +78,14 @@ def spread_of(found):
 
 def test_ablations_are_those_of_the_runs():
     """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
-    _, rows = runs_of('ablations')
-    top1 = {(row['model'], row['seed']): row['top1'] for row in rows}
+    top1 = top1_of('ablations')
     page = (README.parent / 'results' / 'README.md').read_text()
     assert len(top1) == 17 * 3
 
     def difference(model, base):
         return difference_of([top1[model, seed] - top1[base, seed] for seed in '123'])
 
-    for model in {row['model'] for row in rows} - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
+    for model in {name for name, _ in top1} - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
         found = [top1[model, seed] for seed in '123']
         end = ' | '.join((
@@ -92,8 +96,7 @@ def test_ablations_are_those_of_the_runs():
 
 def test_pooled_models_are_those_of_the_runs():
     """Top-1, and the differences to APE, to none and to the models with a class token."""
-    pooled, with_token = ({(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]} for plan in (
-        'pooling', 'plan'))
+    pooled, with_token = top1_of('pooling'), top1_of('plan')
     page = (README.parent / 'results' / 'README.md').read_text()
     assert len(pooled) == 5 * 3
     for model in {name.removesuffix(', pooled') for name, _ in pooled}:
@@ -110,11 +113,10 @@ def test_pooled_models_are_those_of_the_runs():
 
 def test_rates_are_those_of_the_runs():
     """Top-1 of both models at each learning rate, and their difference."""
-    _, rows = runs_of('rates')
-    top1 = {(row['model'], row['seed']): row['top1'] for row in rows}
+    top1 = top1_of('rates')
     page = (README.parent / 'results' / 'README.md').read_text()
     suffixes = {name.removeprefix('APE') for name, _ in top1 if name.startswith('APE')}
-    assert len(suffixes) == 4
+    assert len(suffixes) == 4 and len(top1) == (2 * 4 + 2) * 3  # and RoPE-2D at two rates
     for suffix in suffixes:
         ape, sape2 = ([top1[f'{model}{suffix}', seed] for seed in '123'] for model in ('APE', 'SaPE2(K)+APE'))
         line = ' | '.join((
@@ -126,8 +128,7 @@ def test_rates_are_those_of_the_runs():
 
 def test_models_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the difference to APE at that rate, and to the same model by the recipe."""
-    half, recipe = ({(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]} for plan in (
-        'half_rate', 'plan'))
+    half, recipe = top1_of('half_rate'), top1_of('plan')
     page = (README.parent / 'results' / 'README.md').read_text()
     assert len(half) == len(recipe) == 10 * 3
     for model in {name for name, _ in recipe}:

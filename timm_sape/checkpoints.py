@@ -55,7 +55,7 @@ def filter_state_dict(
             state_dict['pos_embed'],
             new_size=model.patch_embed.grid_size,
             old_size=grid,
-            num_prefix_tokens=0 if model.no_embed_class else model.num_prefix_tokens,
+            num_prefix_tokens=_num_prefix_rows(model),
         )
         state_dict = {**state_dict, 'pos_embed': pos_embed}
     state_dict = checkpoint_filter_fn(state_dict, model)
@@ -147,6 +147,11 @@ def _resize(state_dict: Dict[str, torch.Tensor], path: str, encoding: ResizedEnc
     state_dict[f'{path}._extra_state'] = encoding.get_extra_state()
 
 
+def _num_prefix_rows(model: nn.Module) -> int:
+    """How many rows of `pos_embed` are for prefix tokens."""
+    return 0 if model.no_embed_class else model.num_prefix_tokens
+
+
 def _grid_of_table(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Optional[Tuple[int, int]]:
     """The grid of a `pos_embed`, None if there is none or nothing says what it is.
 
@@ -158,7 +163,7 @@ def _grid_of_table(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Opt
     pos_embed, patch = state_dict.get('pos_embed'), state_dict.get('patch_embed.proj.weight')
     if pos_embed is None or model.pos_embed is None or patch is None:
         return None
-    rows, num_prefix_rows = pos_embed.shape[1], 0 if model.no_embed_class else model.num_prefix_tokens
+    rows, num_prefix_rows = pos_embed.shape[1], _num_prefix_rows(model)
     saved_size = model.pretrained_model_args.get('img_size')
     height, width = to_2tuple(saved_size or model.pretrained_cfg['input_size'][-2:])
     grid = _grid_of(model, (height, width), patch.shape[-2:])
@@ -334,8 +339,8 @@ def _convert_naver(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dic
         if key == 'rope.freqs':
             for i in range(value.shape[1]):
                 out[f'blocks.{i}.attn.encodings.rope2d_mixed.freqs'] = value[:, i]
-        elif key == 'pos_embed' and model.pos_embed is not None and not model.no_embed_class:
-            out[key] = F.pad(value, (0, 0, model.num_prefix_tokens, 0))
+        elif key == 'pos_embed' and model.pos_embed is not None:
+            out[key] = F.pad(value, (0, 0, _num_prefix_rows(model), 0))
         else:
             out[key] = value
     for i in range(len(model.blocks)):

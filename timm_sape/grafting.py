@@ -30,7 +30,6 @@ from timm.layers import (
     AttentionRope,
     Mlp,
     PatchDropout,
-    PatchDropoutWithIndices,
     RelPosMlp,
     RotaryEmbeddingCat,
     RotaryEmbeddingMixed,
@@ -59,9 +58,8 @@ from timm.utils import unwrap_model
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
-from .encodings.checks import is_integer
 from .encodings.registry import AUTO, plain_keywords
-from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size
+from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size, take_out_indices
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
 
@@ -153,9 +151,7 @@ def graft(
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
-    drop = getattr(model, 'patch_drop', None)
-    if isinstance(drop, PatchDropout):
-        grafted.patch_drop = PatchDropoutWithIndices(drop.prob, grafted.num_prefix_tokens, drop.ordered)
+    grafted.take_patch_drop(getattr(model, 'patch_drop', None))
     if isinstance(model, VisionTransformerDistilled):
         grafted.set_distilled_training(model.distilled_training)
     grafted.train(model.training)
@@ -419,8 +415,7 @@ def _create(
             'pretrained_model_args': saved, 'pos_enc': vit.pos_enc, 'pos_enc_kwargs': vit.pos_enc_kwargs})
         return vit
 
-    depth = kwargs.get('depth', 3)
-    out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
+    out_indices = take_out_indices(kwargs)
     with checkpoints.readable_errors(variant):
         return build_model_with_cfg(
             build,

@@ -229,8 +229,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
             ref_grid_size: As in the constructor.
         """
-        if isinstance(self.patch_drop, PatchDropout):
-            self.patch_drop = PatchDropoutWithIndices(self.patch_drop.prob, num_prefix_tokens=self.num_prefix_tokens)
+        self.take_patch_drop(self.patch_drop)
         if not {'ape', 'auto_ape'} & parts.keys():
             del self.pos_embed
             self.pos_embed = None
@@ -255,6 +254,11 @@ class VisionTransformerPosEnc(VisionTransformer):
                 name for name, cls in classes.items()
                 if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
             block.attn.set_encodings({name: create(name, layer=i, **parts[name]) for name in own}, rotate_half)
+
+    def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
+        """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
+        if isinstance(patch_drop, PatchDropout):
+            self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
@@ -588,6 +592,12 @@ def _cfg(**kwargs) -> Dict[str, Any]:
     }
 
 
+def take_out_indices(kwargs: Dict[str, Any]) -> Any:
+    """Remove timm's `out_indices` from the arguments of a model. Default: the last 3 layers, or all of fewer."""
+    depth = kwargs.get('depth', 3)
+    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # what is no depth is refused later
+
+
 def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
     """Build a model by timm's builder.
 
@@ -596,8 +606,7 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
-    depth = kwargs['depth']
-    out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
+    out_indices = take_out_indices(kwargs)
     with checkpoints.readable_errors(variant):
         return build_model_with_cfg(
             VisionTransformerPosEnc,
