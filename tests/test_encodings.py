@@ -806,3 +806,16 @@ def test_same_backbone():
         assert all(torch.equal(state[key], value) for key, value in plain.items())
         own = 'pos_embed' if name == 'ape' else f'encodings.{name}.'
         assert all(own in key for key in state.keys() - plain.keys())
+
+
+def test_same_images():
+    """Siblings of one seed leave the generator, which shuffles the images, where timm's own ViT leaves it."""
+    def left_by(name):
+        torch.manual_seed(0)
+        timm.create_model(name)
+        return torch.get_rng_state()
+
+    assert torch.equal(left_by('vit_tiny_patch16_224'), left_by('vit_tiny_sape2_k_ape'))
+    assert torch.equal(left_by('vit_tiny_patch16_224'), left_by('vit_tiny_sape2_k_graft'))
+    expected = left_by('test_vit_nope')
+    assert all(torch.equal(left_by(f'test_vit_{name}'), expected) for name in ALONE)

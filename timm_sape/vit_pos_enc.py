@@ -222,8 +222,9 @@ class VisionTransformerPosEnc(VisionTransformer):
     ) -> None:
         """Give a model that has come out of timm's constructor its encodings.
 
-        Only then, for timm's constructor draws all else at random, so that models of one seed start from one backbone;
-        and it would initialise every linear layer inside the blocks anew.
+        Only then, for timm's constructor draws all else at random, and it would initialise every linear layer inside
+        the blocks anew. The generator is left as timm leaves it. So models of one seed start from one backbone, and
+        see the same images in the same order: what they differ in is the encoding.
 
         Args:
             parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
@@ -245,15 +246,16 @@ class VisionTransformerPosEnc(VisionTransformer):
             ref_grid_size=ref_grid_size,
             **get_device_dtype(self),
         )
-        self.encodings = SharedEncodings({
-            name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
         classes = {name: get_encoding(name) for name in parts}
         rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
-        for i, block in enumerate(self.blocks):
-            own = [
-                name for name, cls in classes.items()
-                if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
-            block.attn.set_encodings({name: create(name, layer=i, **parts[name]) for name in own}, rotate_half)
+        with torch.random.fork_rng(devices=[]):
+            self.encodings = SharedEncodings({
+                name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
+            for i, block in enumerate(self.blocks):
+                own = [
+                    name for name, cls in classes.items()
+                    if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
+                block.attn.set_encodings({name: create(name, layer=i, **parts[name]) for name in own}, rotate_half)
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
         """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
