@@ -250,12 +250,18 @@ def test_experiment(lab, capsys):
     out, err = capsys.readouterr()
 
     # by hand: B has mean 55, deviations -4 0 4; A 53, -3 -1 4; C 50, 0 0 0. A - B is -1 -3 -2: mean -2, deviation 1.
-    # C - B is -1 -5 -9: mean -5, deviation 4. t is 4.3027
-    half = 4.302653 / math.sqrt(3)
-    assert lab.line('B')[:5] == ['B', '55.00 ± 4.00', '', '95.00 ± 4.00', '3']
-    assert lab.line('A')[:5] == ['A', '53.00 ± 3.61', f'-2.00 [{-2 - half:.2f}, {-2 + half:+.2f}]', '93.00 ± 3.61', '3']
-    difference = f'-5.00 [{-5 - 4 * half:.2f}, {-5 + 4 * half:+.2f}]'
-    assert lab.line('C')[:5] == ['C', '50.00 ± 0.00', difference, '90.00 ± 0.00', '3']
+    # C - B is -1 -5 -9: mean -5, deviation 4. t is 4.3027, and of two samples 2.7764
+    def around(mean, half):
+        return f'[{mean - half:.2f}, {mean + half:+.2f}]'
+
+    half, unpaired = 4.302653 / math.sqrt(3), 2.776445 * math.sqrt(2 / 3)
+    assert lab.line('B')[:6] == ['B', '55.00 ± 4.00', '', '', '95.00 ± 4.00', '3']
+    assert lab.line('A')[:6] == [
+        'A', '53.00 ± 3.61', f'-2.00 {around(-2, half)}', around(-2, unpaired * math.sqrt((32 + 26) / 4)),
+        '93.00 ± 3.61', '3']
+    assert lab.line('C')[:6] == [
+        'C', '50.00 ± 0.00', f'-5.00 {around(-5, 4 * half)}', around(-5, unpaired * math.sqrt(32 / 4)),
+        '90.00 ± 0.00', '3']
     table = (lab.output / 'plan.md').read_text()
     assert table.splitlines()[2].startswith('| B ') and 'difference to B' in table and table in out + '\n'
     assert 'not corrected for 2 comparisons' in table and '3 threads' in table
@@ -286,7 +292,7 @@ def test_experiment(lab, capsys):
 def test_tables_again(lab, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0
     assert set(lab.epochs()) == {('A/seed1', f'epoch-{i}') for i in range(EPOCHS)}
-    assert lab.line('A')[4] == '1 of 2 (1 waiting)' and lab.line('B')[1:] == ['', '', '', '0 of 2 (2 waiting)', '']
+    assert lab.line('A')[5] == '1 of 2 (1 waiting)' and lab.line('B')[1:] == ['', '', '', '', '0 of 2 (2 waiting)', '']
     first = {path.name: path.read_bytes() for path in lab.output.iterdir() if path.is_file()}
     assert set(first) == {'plan.csv', 'plan.md', 'plan.png'}
     for name in first:
@@ -321,7 +327,7 @@ def test_crashed_and_diverged(lab, capsys):
     assert rows['quit', 1]['error'] == 'ended after 2 of 4 epochs'  # though its exit code is 0
     assert "unexpected keyword argument 'reject'" in rows['reject', 1]['error']
     assert '- crash, seed 1: crashed after 2 of 4 epochs, torch.OutOfMemoryError: no memory left' in table
-    assert lab.line('nan')[1:5] == ['', '', '', '0 of 1 (1 diverged)']
+    assert lab.line('nan')[1:6] == ['', '', '', '', '0 of 1 (1 diverged)']
     assert lab.epochs()['nan/seed1', 'epoch-3'] == 0  # it was ended
     assert not rows['nan', 1]['top1'] and not rows['crash', 1]['top1']
     assert '5 of 6 runs are not finished' in capsys.readouterr().err
@@ -396,7 +402,7 @@ def test_interrupted(lab, number, code):
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
     assert lab.rows()['A', 1]['status'] == 'interrupted' and lab.rows()['A', 2]['status'] == 'waiting'
-    assert lab.line('A')[4] == '0 of 2 (1 interrupted, 1 waiting)'
+    assert lab.line('A')[5] == '0 of 2 (1 interrupted, 1 waiting)'
     assert lab() == 0
     assert_whole(lab)
     assert lab.epochs()['A/seed1', 'epoch-0'] == 1
@@ -493,6 +499,13 @@ def test_mean_interval():
     assert report.mean_interval([2.5]) == (2.5, -math.inf, math.inf)
 
 
+def test_unpaired_interval():
+    low, high = report.unpaired_interval([1, 2, 6], [0, 1, 2, 1])  # squares 14 and 2, of 5 degrees of freedom
+    half = 2.570582 * math.sqrt(16 / 5 * (1 / 3 + 1 / 4))
+    assert (low, high) == pytest.approx((2 - half, 2 + half))
+    assert report.unpaired_interval([2.5], [1.5]) == (-math.inf, math.inf)
+
+
 def row(model, seed, top1, status='finished'):
     return dict(
         model=model, seed=seed, top1=top1, top5=None, status=status, minutes=2.0, epochs=4, epochs_planned=4, error='',
@@ -502,8 +515,8 @@ def row(model, seed, top1, status='finished'):
 def test_differences_are_of_seeds_that_both_have():
     rows = [row('A', 1, 50.0), row('A', 2, 60.0), row('A', 3, None, 'diverged'), row('B', 2, 63.0), row('B', 3, 99.0)]
     lines = report.summary_table(rows, 'A').splitlines()
-    assert lines[2] == '| A | 55.00 ± 7.07 |  |  | 2 of 3 (1 diverged) | 2.0 |'
-    assert lines[3] == '| B | 81.00 ± 25.46 | +3.00 |  | 2 | 2.0 |'
+    assert lines[2] == '| A | 55.00 ± 7.07 |  |  |  | 2 of 3 (1 diverged) | 2.0 |'
+    assert lines[3] == '| B | 81.00 ± 25.46 | +3.00 (1 of 2 seeds) |  |  | 2 | 2.0 |'
     assert lines[4:] == ['', '- A, seed 3: diverged after 4 of 4 epochs, ']
 
 

@@ -9,7 +9,9 @@ from ..bench import markdown
 from .plan import Plan
 from .records import Record, loading_share, read_summary, status
 
-__all__ = ['difference', 'mean_interval', 'notes_of', 'plot_curves', 'rows_of', 'spread', 'summary_table']
+__all__ = [
+    'difference', 'mean_interval', 'notes_of', 'plot_curves', 'rows_of', 'spread', 'summary_table', 'unpaired_interval',
+]
 
 
 def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
@@ -61,7 +63,9 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     """Rows of `rows_of` as a Markdown table, a line for each model, the baseline first, and what went wrong below it.
 
     A model has a mean and a standard deviation over its finished runs, and over the seeds that both have finished the
-    mean difference to the baseline with its 95 % interval.
+    mean difference to the baseline with its 95 % interval. What a seed decides, the initial backbone and the order of
+    the images, may hardly matter; then pairs have nothing in common, and the interval that takes the runs for unrelated
+    has twice the degrees of freedom. With few seeds a difference is to be believed where both leave out 0.
     """
     labels = list(dict.fromkeys([baseline, *(row['model'] for row in rows)]))
     finished = {
@@ -69,20 +73,24 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     on_gpu = any(row['gpu_utilisation'] is not None for row in rows)
     table = []
     for label in labels:
-        own, base = finished[label], finished[baseline]
-        pairs = [
-            own[seed]['top1'] - base[seed]['top1'] for seed in own
-            if label != baseline and seed in base and None not in (own[seed]['top1'], base[seed]['top1'])]
+        runs = list(finished[label].values())
+        own, base = (
+            {seed: row['top1'] for seed, row in finished[name].items() if row['top1'] is not None}
+            for name in (label, baseline))
+        pairs = [own[seed] - base[seed] for seed in own if label != baseline and seed in base]
+        fewer = f' ({len(pairs)} of {len(own)} seeds)' if 0 < len(pairs) < len(own) else ''
+        both = ([top1[seed] for seed in own if seed in base] for top1 in (own, base))
         table.append({
             'model': label,
-            'top-1 (%)': spread([row['top1'] for row in own.values()]),
-            f'difference to {baseline}': difference(pairs),
-            'top-5 (%)': spread([row['top5'] for row in own.values()]),
+            'top-1 (%)': spread(list(own.values())),
+            f'difference to {baseline}': difference(pairs) + fewer,
+            'not paired': '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(*both)) if len(pairs) > 1 else '',
+            'top-5 (%)': spread([row['top5'] for row in runs]),
             'seeds': _seeds(_of(rows, label)),
-            'minutes a run': f'{statistics.mean(row["minutes"] for row in own.values()):.1f}' if own else '',
+            'minutes a run': f'{statistics.mean(row["minutes"] for row in runs):.1f}' if runs else '',
             **({
-                'GPU busy (%)': spread([row['gpu_utilisation'] for row in own.values()]),
-                'waiting for images (%)': spread([row['loading'] for row in own.values()])} if on_gpu else {}),
+                'GPU busy (%)': spread([row['gpu_utilisation'] for row in runs]),
+                'waiting for images (%)': spread([row['loading'] for row in runs])} if on_gpu else {}),
         })
     failed = [
         f'- {row["model"]}, seed {row["seed"]}: {row["status"]} after {row["epochs"]} of {row["epochs_planned"]} '
@@ -133,6 +141,30 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Tuple[fl
     return mean, mean - half, mean + half
 
 
+def unpaired_interval(
+        values: Sequence[float],
+        others: Sequence[float],
+        confidence: float = 0.95,
+) -> Tuple[float, float]:
+    """The confidence interval of the difference of two means, by Student's t of two samples.
+
+    Args:
+        values: Independent and about normal.
+        others: Likewise, and with the same standard deviation; with as many values this hardly matters.
+        confidence: Between 0 and 1.
+
+    Returns:
+        Of mean(values) - mean(others). Of one and one alone it is everything.
+    """
+    dof = len(values) + len(others) - 2
+    if not dof:
+        return -math.inf, math.inf
+    mean = statistics.mean(values) - statistics.mean(others)
+    squares = sum((value - statistics.mean(v)) ** 2 for v in (values, others) for value in v)
+    half = _student(confidence, dof) * math.sqrt(squares / dof * (1 / len(values) + 1 / len(others)))
+    return mean - half, mean + half
+
+
 def _student(confidence: float, dof: int) -> float:
     """The t that |T| stays below with this probability, by bisection of the angle atan(t / sqrt(dof))."""
     low, high = 0.0, math.pi / 2
@@ -162,9 +194,10 @@ def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     epochs = ' or '.join(str(planned) for planned in sorted({row['epochs_planned'] for row in rows}))
     return (
         f'recipe {rows[0]["recipe"]}, {epochs} epochs; after the last epoch, mean ± standard '
-        f'deviation over seeds; differences in points at the same seed, with 95 % t intervals, each for itself (not '
-        f'corrected for {others} comparisons with {baseline}); {seen("hardware")}; torch {seen("torch")}, timm '
-        f'{seen("timm")}, timm-sape {seen("timm_sape")}, commit {seen("commit")}')
+        f'deviation over seeds; differences in points at the same seed, with 95 % t intervals of the pairs, and of the '
+        f'runs taken for unrelated, each for itself (not corrected for {others} comparisons with {baseline}); '
+        f'{seen("hardware")}; torch {seen("torch")}, timm {seen("timm")}, timm-sape {seen("timm_sape")}, commit '
+        f'{seen("commit")}')
 
 
 def plot_curves(plan: Plan, output: Path, path: Path) -> None:
