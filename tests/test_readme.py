@@ -1,13 +1,15 @@
 """The README tells the truth about the registry, and its code runs. Run as a script, prints the table of encodings."""
 import csv
+import operator
 import re
 import statistics
+from functools import reduce
 from pathlib import Path
 
 import timm_sape
 from timm_sape.bench import cost_table
 from timm_sape.encodings.registry import _encodings, encodings_table
-from timm_sape.experiment import summary_table
+from timm_sape.experiment import mean_interval, summary_table, unpaired_interval
 from timm_sape.experiment.records import read_summary
 
 README = Path(__file__).parent.parent / 'README.md'
@@ -137,6 +139,23 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
             model, spread_of(found), '' if model == 'APE' else difference_of([a - b for a, b in zip(found, ape)]),
             difference_of([a - recipe[model, seed] for a, seed in zip(found, '123')])))
         assert f'| {line} |' in page, line
+
+
+def test_differences_that_hang_on_the_interval():
+    """One of the two leaves out 0, the other does not."""
+    top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'pooling')))
+    page = (README.parent / 'results' / 'README.md').read_text()
+    names = {name for name, _ in top1}
+    lines = [line.strip('| ').split(' | ') for line in page.splitlines() if line.count('[') == 2]
+    lines = [(cells[0].split(' - '), cells[1:]) for cells in lines if set(cells[0].split(' - ')) <= names]
+    lines = [(models, printed) for models, printed in lines if len(models) == 2]
+    assert len(lines) == 15
+    for (model, base), printed in lines:
+        values, others = ([top1[name, seed] for seed in '123'] for name in (model, base))
+        mean, *paired = mean_interval([a - b for a, b in zip(values, others)])
+        unpaired = unpaired_interval(values, others)
+        assert printed == [f'{mean:+.2f}', *('[{:+.2f}, {:+.2f}]'.format(*ends) for ends in (paired, unpaired))]
+        assert sum(low < 0 < high for low, high in (paired, unpaired)) == 1
 
 
 def test_code_runs(tmp_path, monkeypatch):
