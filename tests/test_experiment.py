@@ -39,6 +39,7 @@ config_parser.add_argument('-c', '--config')
 parser = argparse.ArgumentParser()
 parser.add_argument('--data-dir')
 parser.add_argument('--dataset', default='')
+parser.add_argument('--dataset-download', action='store_true')
 parser.add_argument('--train-split', default='train')
 parser.add_argument('--val-split', default='validation')
 parser.add_argument('--val-interval', type=int, default=1)
@@ -54,6 +55,7 @@ parser.add_argument('--device-modules', nargs='+')
 parser.add_argument('--device', default='cuda')
 parser.add_argument('--epochs', type=int, default=300)
 parser.add_argument('--warmup-epochs', type=int, default=5)
+parser.add_argument('--warmup-lr', type=float, default=1e-5)
 parser.add_argument('--warmup-prefix', action='store_true')
 parser.add_argument('-b', '--batch-size', type=int, default=128)
 parser.add_argument('--lr', type=float)
@@ -66,6 +68,8 @@ args = parser.parse_args(rest)
 be = args.model_kwargs
 folder = os.path.join(args.output, args.experiment)
 os.makedirs(folder, exist_ok=True)
+if be.get('other_timm'):
+    raise ImportError("cannot import name 'x' from 'timm.utils' (/packages/timm/utils/__init__.py)")
 print(f'Model {args.model} created', file=sys.stderr)
 if be.get('reject'):
     raise TypeError("__init__() got an unexpected keyword argument 'reject'")
@@ -315,22 +319,25 @@ def test_crashed_and_diverged(lab, capsys):
         'die': {'model': 'test_vit_nope', 'model_kwargs': {'die': 3}},
         'quit': {'model': 'test_vit_nope', 'model_kwargs': {'quit': 2}},
         'reject': {'model': 'test_vit_nope', 'model_kwargs': {'reject': 1}},
+        'other': {'model': 'test_vit_nope', 'model_kwargs': {'other_timm': 1}},
     }, seeds=[1])
     assert lab() == 1
     table, rows = (lab.output / 'plan.md').read_text(), lab.rows()
     assert {label: row['status'] for (label, _), row in rows.items()} == {
         'A': 'finished', 'crash': 'crashed', 'nan': 'diverged', 'die': 'crashed', 'quit': 'crashed',
-        'reject': 'crashed'}
+        'reject': 'crashed', 'other': 'crashed'}
     assert rows['crash', 1]['error'] == 'torch.OutOfMemoryError: no memory left'
     assert rows['nan', 1]['error'] == 'train_loss is nan in epoch 1 (the first is 0)'
     assert rows['die', 1]['error'] == 'killed by SIGKILL, for want of memory perhaps'
     assert rows['quit', 1]['error'] == 'ended after 2 of 4 epochs'  # though its exit code is 0
     assert "unexpected keyword argument 'reject'" in rows['reject', 1]['error']
+    assert rows['other', 1]['error'].startswith(
+        f'train.py and timm {timm.__version__} do not fit; take train.py of tag v{timm.__version__}: ImportError: ')
     assert '- crash, seed 1: crashed after 2 of 4 epochs, torch.OutOfMemoryError: no memory left' in table
     assert lab.line('nan')[1:6] == ['', '', '', '', '0 of 1 (1 diverged)']
     assert lab.epochs()['nan/seed1', 'epoch-3'] == 0  # it was ended
     assert not rows['nan', 1]['top1'] and not rows['crash', 1]['top1']
-    assert '5 of 6 runs are not finished' in capsys.readouterr().err
+    assert '6 of 7 runs are not finished' in capsys.readouterr().err
 
     notes = len(lab.notes())
     assert lab() == 1  # what crashed goes on, what diverged does not
@@ -483,6 +490,93 @@ def test_checkpoints_that_cannot_be_read_are_not_lost(lab):
     assert (folder / 'last.pth.tar').read_bytes() == b'broken' and len(lab.epochs()) == EPOCHS
 
 
+RUN = {'status': 'finished', 'error': '', 'starts': None}
+
+
+@pytest.mark.parametrize('said', [
+    [], None, RUN, {**RUN, 'starts': [{}]}, {**RUN, 'starts': [{'began': '2026-01-01'}]}], ids=str)
+def test_records_that_say_nothing(lab, said):
+    only = '--models', 'A', '--seeds', 1
+    assert lab(*only) == 0
+    (lab.output / 'A' / 'seed1' / 'run.json').write_text(json.dumps(said))
+    assert lab(*only, '--tables') == 0
+    assert lab(*only) == 0 and lab.rows()['A', 1]['status'] == 'finished' and len(lab.epochs()) == EPOCHS
+
+
+@pytest.mark.parametrize('content', [b'a: [', bytes(50), b'- 1', b'\xff'])
+def test_options_that_cannot_be_read(lab, content, capsys):
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    folder = lab.output / 'A' / 'seed1'
+    (folder / 'config.yaml').write_bytes(content)
+    for mode in ([], ['--tables']):
+        assert lab(*mode) == 2
+        assert f'config.yaml cannot be read; remove {folder}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('content', [b'', bytes(100)])
+def test_lost_summaries(lab, content):
+    assert lab('--models', 'A') == 0
+    folder = lab.output / 'A' / 'seed1'
+    (folder / 'summary.csv').write_bytes(content)
+    assert lab('--tables') == 0 and lab.line('A')[4] == '1 of 2 (1 interrupted)'
+    assert lab() == 1 and {run for run, row in lab.rows().items() if row['status'] != 'finished'} == {('A', 1)}
+    assert lab.rows()['A', 1]['error'] == f'summary.csv has lost rows; remove {folder} to begin again'
+    assert lab.epochs()['A/seed1', 'epoch-3'] == 1
+
+
+@pytest.mark.parametrize('content', [b'epoch,train_loss\n3,abc\n', b'epoch,eval_top1\n3,5x0\n', b'\xff\xfe'])
+def test_summaries_that_cannot_be_read(lab, content, capsys):
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    path = lab.output / 'A' / 'seed1' / 'summary.csv'
+    path.write_bytes(content)
+    for mode in ([], ['--tables']):
+        assert lab(*mode) == 2
+        assert f'cannot read {path}: ' in capsys.readouterr().err
+
+
+# -- the places
+
+
+class Job:
+    def __init__(self, thing, slot, held):
+        self.thing, self.held, self.stopped = thing, held, False
+
+    def ended(self):
+        return False
+
+    def stop(self):
+        os.close(self.held)
+        self.stopped = True
+        raise OSError(f'disk full at {self.thing}')
+
+
+def test_all_are_stopped(tmp_path, monkeypatch):
+    jobs = []
+
+    def start(*args):
+        jobs.append(Job(*args))
+        return jobs[-1]
+
+    def sleep(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.time, 'sleep', sleep)
+    slots = [runner.Slot(name, '', {}) for name in 'abc']
+    with pytest.raises(OSError, match='disk full'):
+        runner.work([1, 2, 3, 4], slots, tmp_path, start, print)
+    assert [job.stopped for job in jobs] == [True] * 3
+
+
+def test_what_cannot_be_started_is_not_held(lab, monkeypatch):
+    def start(*args):
+        raise OSError('disk full')
+
+    monkeypatch.setattr(runner, '_start', start)
+    assert lab() == 2
+    locks = list((lab.output / '.locks').iterdir())
+    assert len(locks) == 2 and None not in map(records.lock, locks)
+
+
 # -- statistics
 
 
@@ -541,6 +635,11 @@ def test_curves_leave_out_what_failed(lab, monkeypatch):
     assert list(loss.lines[0].get_ydata()) == [2, 1.9, 1.8, 1.7] and not len(loss.lines[1].get_xdata())
 
 
+def test_labels_are_no_formulas(lab):
+    lab.plan({'$_{$': 'test_vit_ape'}, seeds=[1])
+    assert lab() == 0 and (lab.output / 'plan.png').exists()
+
+
 # -- the plan and the machine
 
 
@@ -578,20 +677,34 @@ WRONG = {
     'resume': (dict(models={'A': {'resume': 'x'}}), 'resume is set by the command'),
     'label': (dict(models={'../A': 'test_vit_ape'}), 'can be the name of a folder'),
     'number': (dict(models={3: 'test_vit_ape'}), 'put it in quotes'),
+    'a name of a file': (dict(models={'plan.csv': 'test_vit_ape'}), 'no name of a file of this experiment'),
+    'long label': (dict(models={'漢' * 67: 'test_vit_ape'}), 'at most 200 bytes long'),
+    'model of another type': (dict(models={'A': {'model': 5}}), 'model must be a name (in quotes if it is a number)'),
+    'models of one row': (dict(models={'A': {'model': ['test_vit_ape']}}), 'must be a name (in quotes if it is a num'),
+    'baselines': (dict(baseline=['A']), "the baseline ['A'] is none of the models, A"),
     'no model': (dict(models={'A': {'lr': 1}}), 'it has no `model`'),
-    'nothing': (dict(models={'A': None}), 'it must be options of train.py'),
+    'nothing': (dict(models={'A': None}), '(of a model its name is enough), got None'),
     'kwargs': (dict(models={'A': {'model': 'test_vit_ape', 'model_kwargs': 'x=1'}}), 'model_kwargs must be a mapping'),
     'kwarg with an option': (
         dict(args={'model_kwargs': {'global_pool': 'avg'}}), 'write `gp: avg` beside model_kwargs, not in it'),
     'epochs': (dict(args={'epochs': 0}), '`epochs` must be said'),
+    'epochs as text': (dict(args={'epochs': '4'}), "as a number (no text) of 1 or more, got '4'"),
+    'rate as text': (dict(args={'warmup_lr': '1e-5'}), 'YAML reads warmup_lr as text: write 1.0e-5, not 1e-5'),
     'schedule': (dict(args={'sched': 'cosin'}), "timm makes no such schedule: Unknown scheduler 'cosin'"),
     'modules as text': (
         dict(args={'device_modules': 'timm_sape'}), 'device_modules must be a list of names, such as [timm_sape]'),
+    'module of another type': (dict(args={'device_modules': [5]}), 'such as [timm_sape], got [5]'),
     'recipe': (dict(recipe='none.yaml'), 'cannot read'),
     'recipe of another type': (dict(recipe=['a']), 'recipe must be the path of a file'),
     'unknown model': (dict(models={'A': 'vit_smal_ape'}), "A: there is no model 'vit_smal_ape'"),
     'plugin': (dict(args={'device_modules': ['no_such_plugin']}), 'no_such_plugin, which cannot be imported'),
     'split': (dict(args={'val_split': 'val'}), "has no folder 'val', and train.py would take all of it instead"),
+    'no split': (dict(args={'val_split': None}), 'val_split must be a name (in quotes if it is a number), got None'),
+    'named data': (
+        dict(args={'dataset': 'torch/cifar10'}),
+        "data has no data set torch/cifar10, split 'train': Dataset not found or corrupted."),
+    'device': (dict(args={'device': 'foo'}), "the plan has device 'foo', which torch does not know"),
+    'no device': (dict(args={'device': None}), 'the plan has device None, which torch does not know'),
     'cuda': (dict(args={'device': 'cuda'}), 'torch sees no GPU here'),
 }
 
@@ -618,7 +731,8 @@ def test_files_that_are_no_plans(lab, text, message, capsys):
 @pytest.mark.parametrize('options, message', [
     (['--models', 'C'], "the plan has no model 'C'; it has A, B"), (['--seeds', '3'], 'the plan has no seed 3'),
     (['--jobs', '0'], '--jobs must be at least 1'), (['--threads', '0'], '--threads must be at least 1'),
-    (['--script', 'none.py'], "--script names timm's train.py"), (['--tables'], 'has no run of')])
+    (['--script', 'none.py'], "--script names timm's train.py"), (['--tables'], 'has no run of'),
+    (['--script', 'none.py'], f'--branch v{timm.__version__} '), (['--data-dir', 'none'], 'none does not exist')])
 def test_wrong_arguments(lab, options, message, capsys):
     assert lab(*options) == 2
     err = capsys.readouterr().err
@@ -628,6 +742,21 @@ def test_wrong_arguments(lab, options, message, capsys):
 def test_no_data(lab, capsys):
     assert main(['experiment', str(lab.folder / 'plan.yaml'), '--output', 'x', '--script', str(lab.script)]) == 2
     assert '--data-dir is missing' in capsys.readouterr().err
+
+
+def test_data_that_have_a_name(lab):
+    lab.plan({
+        'A': {'model': 'test_vit_ape', 'dataset': 'torch/image_folder'},
+        'B': {'model': 'test_vit_ape', 'dataset': 'torch/cifar10', 'dataset_download': True},  # train.py brings it
+    }, seeds=[1])
+    assert lab() == 0
+
+
+@pytest.mark.parametrize('output, label', [('data/train', 'A'), ('data/test/x', 'A'), ('data', 'test')])
+def test_output_among_the_images(lab, output, label, capsys):
+    lab.plan({label: 'test_vit_ape'})
+    assert lab('--output', lab.folder / output) == 2
+    assert 'would be among the images; name an --output elsewhere' in capsys.readouterr().err
 
 
 def test_files_of_somebody_else(lab, capsys):
@@ -767,9 +896,8 @@ def test_places_on_a_cpu(monkeypatch):
 # -- the estimate
 
 
-def test_dry_run(lab, capsys, monkeypatch):
+def test_dry_run(lab, capsys):
     lab.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'}, seeds=[1, 2, 3])
-    monkeypatch.setattr(trial, 'STEPS', 6)
     assert lab('--dry-run') == 0
     out = capsys.readouterr().out
     assert not lab.output.exists()
@@ -798,6 +926,20 @@ def test_dry_run(lab, capsys, monkeypatch):
     assert [cells(line) for line in out.splitlines()[2:4]] == [
         ['A', '3', '1', '', '', '', '10.0', '20.0'], ['B', '3', '1', '1', '', '', '10.0', '17.5']]
     assert out.splitlines()[-1] == '20 minutes to go, 2 at a time' and lab.notes_file.read_text() == before
+
+
+@pytest.mark.parametrize('workers, first, steps', [(0, 3, 40), (3, 9, 40), (3, 9, 12)])
+def test_steps_that_were_loaded_ahead_do_not_count(lab, workers, first, steps, capsys, monkeypatch):
+    # as if batches came three at a time
+    lab.script.write_text(STAND_IN.replace('range(4)', f'range({steps})').replace('/4 (', f'/{steps} (').replace(
+        '0.500s', f'{{3 * (step >= {first} and step % 3 == 2):.3f}}s'))
+    seen, stop = [], trial._Trial.stop
+    monkeypatch.setattr(trial._Trial, 'stop', lambda self: seen.append(len(self.steps)) or stop(self))
+    lab.plan({'A': {'model': 'test_vit_ape', 'model_kwargs': {'sleep': 0.05}}}, seeds=[1], args={'workers': workers})
+    assert lab('--dry-run') == 0
+    assert cells(capsys.readouterr().out.splitlines()[2])[4:6] == [str(steps), '1.000']
+    enough = min(steps, 12 + first * (workers > 0))
+    assert enough <= seen[0] < enough + 4
 
 
 def test_dry_run_finds_what_cannot_be_trained(lab, capsys):

@@ -1,8 +1,9 @@
 """What subcommands share."""
 import argparse
+from importlib.metadata import version
 from typing import Callable
 
-__all__ = ['CommandError', 'add_command']
+__all__ = ['CommandError', 'add_command', 'where_scripts_are']
 
 
 class CommandError(Exception):
@@ -34,3 +35,10 @@ def add_command(
     )
     parser.set_defaults(handler=handler)
     return parser
+
+
+def where_scripts_are() -> str:
+    """How to get timm's scripts, in words that follow 'there is no ...'."""
+    return (
+        "timm's wheel has none of timm's scripts, so get those of the installed version: git clone --depth 1 --branch "
+        f'v{version("timm")} https://github.com/huggingface/pytorch-image-models')

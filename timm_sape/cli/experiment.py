@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import List
 
-from .common import CommandError, add_command
+from .common import CommandError, add_command, where_scripts_are
 from .files import interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -85,16 +85,14 @@ def _run(args: argparse.Namespace) -> int:
         estimate, load_plan, make_slots, refuse_begun_otherwise, rows_of, run_all, script_options)
 
     if not args.script.is_file():
-        raise CommandError(
-            f"there is no {args.script}; --script names timm's train.py, which is not in its wheel but in "
-            'https://github.com/huggingface/pytorch-image-models')
+        raise CommandError(f"there is no {args.script}; --script names timm's train.py; {where_scripts_are()}")
     plan = load_plan(args.plan, script_options(args.script))
     refuse_begun_otherwise(plan.runs, args.output)
     for path in _files(args):
         if path.exists() and not _begun(plan, args.output):
             raise CommandError(f'{path} is there, and is none of this experiment; name another --output')
     runs = plan.select(args.models, args.seeds)
-    _check_runs(runs, args.data_dir)
+    _check_runs(runs, args.data_dir, args.output)
     slots = make_slots(runs[0].config.get('device', 'cuda'), args.jobs, args.threads)
     options = dict(script=args.script, data_dir=args.data_dir, slots=slots, tell=_tell)
     if args.dry_run:
@@ -120,10 +118,11 @@ def _begun(plan, output: Path) -> bool:
 
 
 def _files(args: argparse.Namespace) -> List[Path]:
-    return [args.output / f'{args.plan.stem}{suffix}' for suffix in ('.csv', '.md', '.png')]
+    from ..experiment.plan import OUTPUTS
+    return [args.output / f'{args.plan.stem}{suffix}' for suffix in OUTPUTS]
 
 
-def _check_runs(runs: List, data_dir: Path) -> None:
+def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
     """Refuse what would fail in each run, or worse, not fail."""
     import importlib
 
@@ -141,10 +140,26 @@ def _check_runs(runs: List, data_dir: Path) -> None:
         if ':' not in name and not timm.is_model(name):
             raise CommandError(f'{run.label}: there is no model {name!r}; see timm.list_models()')
         for option, split in run.splits.items():
+            if not data_dir.is_dir():
+                raise CommandError(f'--data-dir {data_dir} does not exist; name the folder of {split!r}')
+            if run.folder(output).resolve().is_relative_to((data_dir / split).resolve()):
+                raise CommandError(f'{run.folder(output)} would be among the images; name an --output elsewhere')
             if not (data_dir / split).is_dir():
                 raise CommandError(
                     f'{data_dir} has no folder {split!r}, and train.py would take all of it instead; set {option} '
                     'in the plan, or name another --data-dir')
+    named = {
+        (run.config['dataset'], run.config.get(option, split)): run.label for run in runs
+        for option, split in (('train_split', 'train'), ('val_split', 'validation'))
+        if str(run.config.get('dataset')).startswith('torch/') and not run.config.get('dataset_download')}
+    for (name, split), label in named.items():
+        try:
+            if split:
+                timm.data.create_dataset(name, root=str(data_dir), split=split, download=False)
+        except Exception as e:  # whatever torchvision says of it
+            raise CommandError(
+                f'{label}: {data_dir} has no data set {name}, split {split!r}: {" ".join(str(e).split())}; name '
+                'another --data-dir, or write `dataset_download: true` in the plan') from e
 
 
 def _tell(line: str) -> None:

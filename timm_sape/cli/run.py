@@ -3,9 +3,8 @@ import argparse
 import os
 import runpy
 import sys
-from importlib.metadata import version
 
-from .common import CommandError, add_command
+from .common import CommandError, add_command, where_scripts_are
 
 __all__ = ['add']
 
@@ -31,10 +30,7 @@ def _run(args: argparse.Namespace) -> int:
         example = os.path.join(script, 'train.py')
         raise CommandError(f"'{script}' is a directory; name a script in it, such as {example}")
     if not os.path.exists(script):
-        tag = f'v{version("timm")}'
-        raise CommandError(
-            f"there is no script '{script}'; timm's wheel has none of timm's scripts, so get those of the installed "
-            f'version: git clone --depth 1 --branch {tag} https://github.com/huggingface/pytorch-image-models')
+        raise CommandError(f"there is no script '{script}'; {where_scripts_are()}")
 
     import timm_sape  # noqa: F401, registers the models
 

@@ -8,9 +8,10 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Se
 
 import yaml
 
-__all__ = ['Plan', 'Run', 'load_plan', 'script_options']
+__all__ = ['OUTPUTS', 'Plan', 'Run', 'load_plan', 'script_options']
 
 KEYS = ('recipe', 'models', 'seeds', 'baseline', 'args')
+OUTPUTS = ('.csv', '.md', '.png')  # files beside the folders of the models, which have the name of the plan
 # Options of train.py that the command gives itself. A recipe may have them, as the args.yaml of a run does.
 OURS = ('data', 'data_dir', 'output', 'experiment', 'resume', 'start_epoch', 'seed')
 # Arguments of create_model that train.py fills from options of these names, and that model_kwargs cannot have as well.
@@ -40,7 +41,7 @@ class Run(NamedTuple):
     def splits(self) -> Dict[str, str]:
         """Folders of images in the data directory, by train.py's option; none for a data set that has a name."""
         options = () if self.config.get('dataset') else (('train_split', 'train'), ('val_split', 'validation'))
-        found = {option: str(self.config.get(option, default)) for option, default in options}
+        found = {option: self.config.get(option, default) for option, default in options}
         return {option: split for option, split in found.items() if split}
 
     @property
@@ -120,7 +121,7 @@ def load_plan(path: Path, options: Optional[Set[str]] = None) -> Plan:
     if len(set(seeds)) < len(seeds):
         raise ValueError(f'{path}: a seed is there twice, in {seeds}')
     baseline = plan.get('baseline', next(iter(models)))
-    if baseline not in models:
+    if baseline not in list(models):  # a dictionary cannot be asked for a list
         raise ValueError(f'{path}: the baseline {baseline!r} is none of the models, {", ".join(map(str, models))}')
 
     file = path.parent / plan['recipe']
@@ -132,17 +133,27 @@ def load_plan(path: Path, options: Optional[Set[str]] = None) -> Plan:
         where = f'{path}, model {label!r}'
         if not isinstance(label, str) or not re.fullmatch(r'[^./\\|\s][^/\\|\x00-\x1f]{0,99}', label):
             raise ValueError(f'{where}: a label must be text (put it in quotes) that can be the name of a folder')
+        if len(label.encode()) > 200 or label in [path.stem + suffix for suffix in OUTPUTS]:
+            raise ValueError(
+                f'{where}: a label must be at most 200 bytes long, and no name of a file of this experiment, such as '
+                f'{path.stem}.csv; it is the name of a folder')
         own = {'model': own} if isinstance(own, str) else own
         _check_options(own, options, where)
         configs[label] = _merged({'device_modules': ['timm_sape']}, recipe, args, own)
         if not configs[label].get('model'):
             raise ValueError(f'{where}: it has no `model`, and the recipe neither')
         if type(configs[label].get('epochs')) is not int or configs[label]['epochs'] < 1:
-            raise ValueError(f'{where}: `epochs` must be said, in the recipe or the plan, and be 1 or more')
+            raise ValueError(
+                f'{where}: `epochs` must be said, in the recipe or the plan, as a number (no text) of 1 or more, '
+                f'got {configs[label].get("epochs")!r}')
         try:
             _ = Run(label, 0, configs[label]).epochs
         except Exception as e:  # whatever timm says of a schedule
-            raise ValueError(f'{where}: timm makes no such schedule: {e}') from e
+            texts = [
+                key for key, value in configs[label].items()
+                if isinstance(value, str) and re.fullmatch(r'[\d.]+(e[-+]?\d+)?', value)]
+            hint = f'; YAML reads {texts[0]} as text: write 1.0e-5, not 1e-5, and no quotes' if texts else ''
+            raise ValueError(f'{where}: timm makes no such schedule: {e}{hint}') from e
     runs = [
         Run(label, seed, {**config, 'seed': seed}) for seed in seeds for label, config in configs.items()]
     return Plan(file.resolve().parent.name, baseline, runs)
@@ -180,15 +191,20 @@ def _merged(*layers: Dict[str, Any]) -> Dict[str, Any]:
 
 def _check_options(given: Any, options: Optional[Set[str]], where: str) -> None:
     if not isinstance(given, dict):
-        raise ValueError(f'{where}: it must be options of train.py, such as {{lr: 0.001}}, got {given!r}')
+        raise ValueError(
+            f'{where}: it must be options of train.py, such as {{lr: 0.001}} (of a model its name is enough), '
+            f'got {given!r}')
     for key in OURS:
         if key in given:
             raise ValueError(f'{where}: {key} is set by the command; leave it out')
+    for key in ('model', 'train_split', 'val_split'):
+        if not isinstance(given.get(key, ''), str):
+            raise ValueError(f'{where}: {key} must be a name (in quotes if it is a number), got {given[key]!r}')
     kwargs = given.get('model_kwargs') or {}
     if not isinstance(kwargs, dict):
         raise ValueError(f'{where}: model_kwargs must be a mapping, such as {{img_size: 32}}')
     modules = given.get('device_modules') or []
-    if not isinstance(modules, list):
+    if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
         raise ValueError(f'{where}: device_modules must be a list of names, such as [timm_sape], got {modules!r}')
     if options is not None:
         _refuse_unknown(given, options, where)

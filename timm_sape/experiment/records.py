@@ -35,10 +35,13 @@ class Record:
         try:
             stored = json.loads(self.path.read_text())
         except (FileNotFoundError, ValueError):  # a reboot may leave it empty; what counts can be told without it
-            stored = {}
+            stored = None
+        stored = stored if isinstance(stored, dict) else {}
         self.status: Optional[str] = stored.get('status')
-        self.error: str = stored.get('error', '')
-        self.starts: List[Dict[str, Any]] = stored.get('starts', [])
+        self.error: str = stored.get('error') or ''
+        self.starts: List[Dict[str, Any]] = [start for start in stored.get('starts') or () if 'began' in start]
+        if self.status == 'finished' and not read_summary(folder):  # a reboot may leave that empty, too
+            self.status = None
 
     def save(self) -> None:
         stored = {'status': self.status, 'error': self.error, 'starts': self.starts}
@@ -51,7 +54,7 @@ class Record:
     @property
     def gpu_utilisation(self) -> Optional[float]:
         """In how much of the time any kernel ran on its GPU, in percent; None if it is not known."""
-        known = [start for start in self.starts if 'gpu_utilisation' in start and start['seconds']]
+        known = [start for start in self.starts if 'gpu_utilisation' in start and start.get('seconds')]
         if not known:
             return None
         used = sum(start['gpu_utilisation'] * start['seconds'] for start in known)
@@ -59,7 +62,7 @@ class Record:
 
     def seen(self, key: str) -> str:
         """What the starts say of something, usually all the same."""
-        return '; '.join(dict.fromkeys(str(start[key]) for start in self.starts))
+        return '; '.join(dict.fromkeys(str(start[key]) for start in self.starts if key in start))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -74,16 +77,23 @@ def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
 
     When train.py resumes, it repeats the header, and an epoch whose checkpoint was not written; the last row counts.
     One that was not written to its end does not, nor do rows of which the header is gone.
+
+    Raises:
+        ValueError: If it is no text, or a loss or an accuracy no number.
     """
     path = folder / 'summary.csv'
     if not path.exists():
         return {}
-    with open(path, newline='') as f:
-        reader = csv.DictReader(f)
-        rows = {}
-        for row in reader:
-            if (row.get('epoch') or '').isdecimal() and None not in row.values():
-                rows[int(row['epoch'])] = row
+    rows = {}
+    try:
+        with open(path, newline='') as f:
+            for row in csv.DictReader(line for line in f if '\0' not in line):  # which a reboot may leave
+                if (row.get('epoch') or '').isdecimal() and None not in row.values():
+                    rows[int(row['epoch'])] = row
+                    for key in ('train_loss', 'eval_loss', 'eval_top1', 'eval_top5'):
+                        float(row.get(key) or 0)  # here, where the file can be named
+    except (ValueError, csv.Error) as e:
+        raise ValueError(f'cannot read {path}: {e}; mend it, or remove {folder}') from e
     return dict(sorted(rows.items()))
 
 

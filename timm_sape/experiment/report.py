@@ -227,7 +227,7 @@ def plot_curves(plan: Plan, output: Path, path: Path) -> None:
             axes.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.1, lw=0)
             axes.plot(
                 epochs, [statistics.mean(v) for v in values], color=color, linestyle=style,
-                label=f'{label} ({len(runs)})' if key == 'eval_top1' else None)
+                label=f'{label} ({len(runs)})'.replace('$', r'\$') if key == 'eval_top1' else None)  # no formula
         axes.set(xlabel='epoch', ylabel=what)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,8 @@ POLL = 0.5  # seconds between looks at what runs
 GRACE = 10  # seconds that a process has to end when asked to
 GPU_POLL = 10  # seconds between looks at how busy a GPU is
 SMI = 5  # seconds that nvidia-smi has to answer
-# Options that change where and how fast a model is trained, not what comes out but for rounding.
+# Options that change where and how fast a model is trained. What comes out they change by rounding, and `workers` by
+# other draws of augmentation, no more than another seed would.
 FREE = ('workers', 'device', 'log_interval', 'checkpoint_hist', 'recovery_interval', 'pin_mem')
 
 
@@ -60,7 +62,10 @@ def make_slots(device: str, jobs: Optional[int] = None, threads: Optional[int] =
         ValueError: If there is no such device.
     """
     host = socket.gethostname()
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(str(device)).type
+    except RuntimeError as e:
+        raise ValueError(f'the plan has device {device!r}, which torch does not know; write cpu or cuda') from e
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ValueError(
             'the plan trains on cuda, and torch sees no GPU here; `args: {device: cpu}` in it trains on the CPU')
@@ -157,7 +162,11 @@ class Training:
             return f'killed by {killed}' + (', for want of memory perhaps' if -code == signal.SIGKILL else '')
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt)\b|.*: error: ', line)]
-        return (errors or lines or [f'exit code {code}'])[-1][:500]
+        error = (errors or lines or [f'exit code {code}'])[-1][:500]
+        if re.match(r"(ImportError|ModuleNotFoundError): .*'timm['.]", error):
+            timm = version('timm')
+            return f'train.py and timm {timm} do not fit; take train.py of tag v{timm}: {error}'
+        return error
 
 
 class _Begun(Training):
@@ -225,7 +234,12 @@ def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
     """
     for run in runs:
         path = run.folder(output) / 'config.yaml'
-        old = (yaml.safe_load(path.read_text()) if path.exists() else None) or run.config
+        try:
+            old = (yaml.safe_load(path.read_text()) if path.exists() else None) or run.config
+        except (yaml.YAMLError, UnicodeDecodeError):
+            old = None
+        if not isinstance(old, dict):
+            raise ValueError(f'{path} cannot be read; remove {path.parent}, and {run.name} begins again')
         for key in (*run.config, *old):
             if key not in FREE and run.config.get(key) != old.get(key):
                 raise ValueError(
@@ -300,23 +314,27 @@ def work(
                 held = lock(locks / slot.name)
                 if held is None:
                     continue
-                for thing in list(waiting):
-                    job = start(thing, slot, held)
-                    if job is not None:
-                        waiting.remove(thing)
-                    if job:
-                        running[slot.name] = job
-                        break
-                else:
-                    os.close(held)
+                job = None
+                try:
+                    for thing in list(waiting):
+                        job = start(thing, slot, held)
+                        if job is not None:
+                            waiting.remove(thing)
+                        if job:
+                            running[slot.name] = job
+                            break
+                finally:
+                    if not job:
+                        os.close(held)
             if waiting and not running and not told:
                 told = True
                 tell('waiting for another start of this experiment, or for trainings that it left behind')
             if waiting or running:
                 time.sleep(POLL)
     finally:
-        for job in running.values():
-            job.stop()
+        with ExitStack() as stack:  # which stops all, even if one raises
+            for job in running.values():
+                stack.callback(job.stop)
 
 
 def run_all(
@@ -357,9 +375,12 @@ def run_all(
         mine = lock(lock_path(output, run))
         if mine is None:
             return None
-        job = _start(run, output, script, data_dir, images, slot, (mine, held), tell)
-        if not job:
-            os.close(mine)
+        job = None
+        try:
+            job = _start(run, output, script, data_dir, images, slot, (mine, held), tell)
+        finally:
+            if not job:
+                os.close(mine)
         return job
 
     work(runs, slots, output / '.locks', start, tell, changed)
@@ -393,7 +414,8 @@ def _start(
     else:
         diverged = not_finite(rows)
         finished = ('finished', '') if _is_finished(run, rows, done) else None
-        ended = ('diverged', diverged) if diverged else finished
+        lost = ('crashed', f'summary.csv has lost rows; remove {folder} to begin again') if done >= run.epochs else None
+        ended = ('diverged', diverged) if diverged else finished or lost
     if ended is not None:
         record.status, record.error = ended
         record.save()

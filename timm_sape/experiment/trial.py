@@ -18,6 +18,7 @@ __all__ = ['estimate']
 
 STEPS = 12  # of each model; the first ones, in which memory is taken and kernels are chosen, do not count
 FIRST = 3
+AHEAD = 2  # batches that each worker loads before they are asked for; they would hide that loading is slow
 PATIENCE = 600  # seconds
 STEP = re.compile(r'Train: 0 \[ *(\d+)/(\d+) .*?Time: ([\d.]+)s')
 
@@ -25,16 +26,19 @@ STEP = re.compile(r'Train: 0 \[ *(\d+)/(\d+) .*?Time: ([\d.]+)s')
 class _Trial(Training):
     """The first steps of a run."""
 
-    def __init__(self, folder: Path, *args: Any) -> None:
+    def __init__(self, folder: Path, workers: int, *args: Any) -> None:
         super().__init__(*args)
         self.folder, self.startup = folder, None
+        self.first = FIRST + AHEAD * workers
+        self.enough = STEPS + (self.first if workers else 0)
 
     def ended(self) -> bool:
         over = self.process.poll() is not None
         self.steps = [(int(count), float(seconds)) for _, count, seconds in STEP.findall(self.output())]
         if self.steps and self.startup is None:
             self.startup = self.seconds
-        if not over and len(self.steps) < STEPS and self.seconds < PATIENCE:
+        enough = min(self.enough, self.steps[0][0] if self.steps else 1)  # an epoch may have less
+        if not over and len(self.steps) < enough and self.seconds < PATIENCE:
             return False
         self.stop()
         self.failed = '' if self.steps else self.error() if over else f'no step in {PATIENCE} seconds'
@@ -58,7 +62,7 @@ def estimate(
     """What is to be done, and how long it will take.
 
     For a model that has a finished run, the time of that counts. Of the others train.py makes some steps, as many at a
-    time as in the experiment, and the median counts, times the steps of all epochs; evaluating an image is taken to
+    time as in the experiment, and their mean counts, times the steps of all epochs; evaluating an image is taken to
     be a third of training it. Nothing is written to `output`.
 
     Returns:
@@ -87,7 +91,7 @@ def estimate(
             command = train_command(script, folder / 'config.yaml', data_dir, folder, 'trial')
             tell(f'{run.label}: measuring')
             log = Path(scratch, f'{run.label}.log')
-            trials[run.label] = _Trial(folder, command, log, slot, [held])
+            trials[run.label] = _Trial(folder, run.config.get('workers', 4), command, log, slot, [held])
             return trials[run.label]
 
         work(unknown, slots, Path(scratch, '.locks'), start, tell)
@@ -99,7 +103,8 @@ def estimate(
             row['error'] = trial.failed
             continue
         row['steps'] = trial.steps[0][0]
-        row['step_s'] = statistics.median([seconds for _, seconds in trial.steps[FIRST:] or trial.steps])
+        counted = trial.steps[trial.first:trial.enough] or trial.steps
+        row['step_s'] = statistics.mean(seconds for _, seconds in counted)  # workers may bring several batches at once
         evaluations = run.epochs / config.get('val_interval', 1)
         if config.get('val_split', 'validation') and not images:  # train.py has just opened it, so it is there
             images = len(create_dataset(
