@@ -341,6 +341,17 @@ def test_small_distances(num_near, many, offset, monkeypatch):
     assert ((product - exact).abs() > 1e-2 * exact).any()
 
 
+def test_nan_stays_off_prefix_tokens():
+    """Also where all distances are computed from differences, as on a GPU without Triton."""
+    codes = near_codes(2, 1e-3)
+    codes[0, 4] = float('nan')
+    prepared = ops.distances._prepare(codes[:1, None], codes[1:, None], 41).of((slice(None), slice(None)))
+    squares = torch.empty(2, 41, 41)
+    ops.distances._squares_by_difference(prepared, slice(0, 41), 1, squares)
+    assert not squares[:, 0].any() and not squares[:, :, 0].any()
+    assert squares[0, 5, 1:5].isnan().all() and not squares[1].isnan().any()
+
+
 @pytest.mark.parametrize('offset', [0.0, 3.0])
 @pytest.mark.parametrize('num_near', [2, 30])
 @pytest.mark.parametrize('name, chunk', [*((name, ops.chunks.CHUNK) for name in FAST), ('torch', 1)])

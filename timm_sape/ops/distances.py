@@ -32,7 +32,7 @@ class _Codes(NamedTuple):
     left: torch.Tensor  # for products, centred
     right: torch.Tensor  # centred codes, 1, ...
     near: torch.Tensor  # squared distances up to this want a second look, `[..., N, 1]`
-    noise: torch.Tensor  # squared distances up to this are 0, `[..., N, 1]`; infinite for prefix tokens
+    noise: torch.Tensor  # squared distances up to this are 0, `[..., N, 1]`
 
     def of(self, chunk: Tuple[slice, slice]) -> '_Codes':
         """Those of some heads."""
@@ -52,7 +52,6 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
     near = torch.maximum(NEAR * s, 4 * noise)
-    noise[..., :num_prefix_tokens, :] = float('inf')
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
     one[..., :num_prefix_tokens, :] = 0
     right = torch.cat([w, one, s, fill], dim=-1)
@@ -81,7 +80,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
     """Write the squared distances from the tokens of a block to all into `[2n, R, N]`, 0 where a prefix token takes
     part, and return which of them are small."""
     if codes.raw.device.type != 'cpu':  # a look at what comes out would make a GPU wait
-        _squares_by_difference(codes, rows, squares)
+        _squares_by_difference(codes, rows, num_prefix_tokens, squares)
         return 'many'
     torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
     _fill_unbiased(squares, rows, num_prefix_tokens, float('inf'))
@@ -93,7 +92,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         small = squares.view(-1, num_tokens).index_select(0, lines) <= limit[lines].unsqueeze(-1)
         line, column = small.nonzero().unbind(-1)
         if len(line) * w.shape[-1] > squares.numel():
-            _squares_by_difference(codes, rows, squares)
+            _squares_by_difference(codes, rows, num_prefix_tokens, squares)
             return 'many'
         row = lines[line]
         where, head = row * num_tokens + column, row // num_rows
@@ -113,10 +112,11 @@ def _fill_unbiased(pairs: torch.Tensor, rows: slice, num_prefix_tokens: int, val
     pairs.diagonal(rows.start, 1, 2).fill_(value)
 
 
-def _squares_by_difference(codes: _Codes, rows: slice, squares: torch.Tensor) -> None:
+def _squares_by_difference(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
     w, noise = codes.raw, codes.noise
     torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
     squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
+    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
 
 
 def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:
