@@ -17,6 +17,7 @@ from references import assert_near
 from timm_sape import bench, bench_sape2, cli
 from timm_sape.cli import main
 from timm_sape.functional import sape2_attention
+from timm_sape.ops.limits import LIMITS
 
 CHECKOUT = Path(__file__).parents[1]
 NEEDLE = 'vit_small_sape2_k'
@@ -199,6 +200,56 @@ def test_bench_sape2(tmp_path, capsys, monkeypatch):
     assert '| ape+sape2_k | torch |' in capsys.readouterr().out
     assert 'appendix' in (tmp_path / 'memory.svg').read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cost-models.csv', 'cost.csv', 'memory.svg']
+
+
+def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+    """When a model runs out of memory; and a size that is too much for one backend does not end the others."""
+    def measure(*args, original=bench_sape2.bench_encodings, **kwargs):
+        if os.environ.get('TIMM_SAPE_BACKEND') == 'triton':
+            raise torch.OutOfMemoryError
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 1)})
+    monkeypatch.setattr(bench_sape2, 'bench_encodings', measure)
+    monkeypatch.setitem(LIMITS, True, (64, 3))
+    with pytest.raises(torch.OutOfMemoryError):
+        main([
+            'bench', 'sape2', *SMALL, '--settings', '32/4', '--backends', 'torch', 'triton',
+            '--output', str(tmp_path / 'cost.csv')])
+    assert [row['backend'] for row in read_csv(tmp_path / 'cost.csv')] == ['plain', 'appendix', 'torch']
+    assert 'N=16    triton     left out: ' in capsys.readouterr().err
+    assert [row['backend'] for row in read_csv(tmp_path / 'cost-models.csv')] == ['torch']
+
+
+def test_batches_on_a_gpu():
+    """Committed figures of CPUs keep theirs; on a GPU there are more images, which Appendix D still has memory for."""
+    for n, (batch, heads) in bench_sape2.SIZES.items():
+        assert bench_sape2.batch_and_heads(n, torch.device('cpu')) == (batch, heads)
+        more, same = bench_sape2.batch_and_heads(n, torch.device('cuda'))
+        assert batch < more <= 32 * batch and same == heads and more * heads * n ** 2 * 80 <= 2 ** 34
+
+
+@pytest.mark.parametrize('amp', [False, True])
+def test_models_are_checked_as_they_are_timed(amp, monkeypatch):
+    """Under autocast, too, if they are timed so; without cuDNN's tf32, which would be taken for an error of ours."""
+    seen = []
+
+    def create(*args, original=bench._create):
+        model = original(*args)
+        model.register_forward_pre_hook(
+            lambda *_: seen.append((torch.is_autocast_enabled('cpu'), torch.backends.cudnn.allow_tf32)))
+        return model
+
+    monkeypatch.setattr(bench, '_create', create)
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
+    args = 'ape', '32/4', torch.device('cpu'), 'test_vit_nope', amp
+    error = bench._check(*args)
+    assert (1e-3 < error < 5e-2) if amp else error < 1e-5
+    assert {enabled for enabled, _ in seen} == {False, amp} and not any(tf32 for _, tf32 in seen)
+    assert torch.backends.cudnn.allow_tf32
+    monkeypatch.setitem(bench.TOLERANCE, amp, 0)
+    with pytest.raises(RuntimeError, match='autocast is off by' if amp else '32/4 is off by'):
+        bench._check(*args)
 
 
 def test_bench_encodings(tmp_path, capsys):

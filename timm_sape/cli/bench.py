@@ -1,6 +1,7 @@
 """`timm-sape bench`: what encodings cost."""
 import argparse
-from typing import List
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterable, List, Optional
 
 from .common import CommandError, add_command
 from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
@@ -20,7 +21,8 @@ examples:
   timm-sape bench sape2 --device cuda --amp --batch-size 128 --output sape2.csv
 
 Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`; `sape2` the
-operator over N, and whole models, which with --output go to FILE and, beside it, to a file named -models.""",
+operator over N, and whole models, which with --output go to FILE and, beside it, to a file named -models. Files are
+written anew after each row: what ends the command early takes nothing that was measured.""",
     )
     parser.add_argument(
         'what', nargs='?', choices=('encodings', 'sape2'), default='encodings', help='(default: %(default)s)')
@@ -61,6 +63,24 @@ def _bench(args: argparse.Namespace) -> int:
     return measure(args, settings, where)
 
 
+def _tabulate(
+        rows: Iterable[Dict[str, Any]],
+        notes: str,
+        markdown: Callable[[List[Dict[str, Any]]], str],
+        path: Optional[Path],
+        force: bool,
+) -> List[Dict[str, Any]]:
+    """Measure rows, write those that there are after each, and print them all in the end."""
+    done = []
+    for row in rows:
+        done.append(row)
+        if path is not None:
+            write_files({path: table_writer(done, notes, markdown(done))}, force or len(done) > 1)
+    if done:
+        print(markdown(done), notes, sep='\n\n', end='\n\n')
+    return done
+
+
 def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) -> int:
     from .. import bench
     from ..encodings import parse_pos_enc
@@ -80,10 +100,7 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
     rows = bench.bench_encodings(
         pos_encs, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
     notes = f'{args.model}, ratios to ape, batch {args.batch_size}, {where}'
-    table = bench.cost_table(rows)
-    print(table, notes, sep='\n\n')
-    if args.output is not None:
-        write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    _tabulate(rows, notes, bench.cost_table, args.output, args.force)
     return 0
 
 
@@ -107,19 +124,16 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
     check_outputs([path for path, given in zip(outputs, (sizes, settings)) if given], args.force, TABLES)
     check_outputs([args.plot], args.force, FIGURES)
     try:
-        operator = bench_sape2.bench_operator(
+        rows = bench_sape2.bench_operator(
             backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
-        models = bench_sape2.bench_models(
+        notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}'
+        operator = _tabulate(rows, notes, bench.markdown, outputs[0], args.force)
+        if args.plot is not None:
+            write_files({args.plot: lambda path: bench_sape2.plot_memory(operator, path)}, args.force)
+        rows = bench_sape2.bench_models(
             backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
             model=args.model)
+        _tabulate(rows, f'{args.model}, ratios to ape, {where}', bench.markdown, outputs[1], args.force)
     except ValueError as e:  # a backend that cannot do it
         raise CommandError(str(e)) from e
-    writers = {args.plot: lambda path: bench_sape2.plot_memory(operator, path)}
-    notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}', f'{args.model}, ratios to ape, {where}'
-    for rows, note, path in zip((operator, models), notes, outputs):
-        if rows:
-            table = bench.markdown(rows)
-            print(table, note, sep='\n\n', end='\n\n')
-            writers[path] = table_writer(rows, note, table)
-    write_files({path: write for path, write in writers.items() if path is not None}, args.force)
     return 0
