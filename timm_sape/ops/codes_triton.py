@@ -17,7 +17,8 @@ from .distances_triton import _dense_rows, _padded
 
 __all__ = ['triton_axis_codes']
 
-SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length']  # a new one is no reason to compile anew
+# A new one is no reason to compile anew. Rows of Z are seldom a multiple of 16 bytes, so it hardly loads in vectors.
+SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length', 'z_row', 'z_source', 'Z', 'DZ']
 # Of products, and of the sums of gates: what is lost there, neighbours' codes lose many times over. By width of q.
 PRECISIONS = {
     False: {'PRECISION': 'tf32x3', 'SUM': tl.float32},
