@@ -2,13 +2,19 @@
 
 On a machine without an NVIDIA GPU the Triton kernels run in Triton's interpreter, see conftest.py.
 """
+import copy
 import logging
+import os
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
+import triton
+import triton.language as tl
 from torch.autograd import forward_ad
 
 import references
@@ -24,6 +30,7 @@ from timm_sape.ops.codes import _axis_codes
 from timm_sape.ops.codes_triton import triton_axis_codes
 from timm_sape.ops.distances import _distance_attention
 from timm_sape.ops.distances_triton import _attention as _triton_attention
+from timm_sape.ops.distances_triton import _to_tf32
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 FAST = ('torch', 'triton')
@@ -59,6 +66,7 @@ def run(function, inputs, dtype=None, device='cpu', seed=4, **kwargs):
     """Output and gradients of a weighted sum of its entries."""
     inputs = [t.detach().to(device) for t in inputs]
     inputs = [t.to(dtype) if dtype else t for t in inputs]
+    kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
     for t in inputs:
         t.requires_grad_()
     *tensors, bias_scale = inputs
@@ -230,6 +238,26 @@ def test_nan_is_not_hidden(name, where):
     {'q': tensors[0][:, :, -1], 'table_x': tensors[3][0]}[where].fill_(torch.nan)
     out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=name)
     assert out[:, :, -1 if where == 'q' else slice(1, None)].isnan().all()
+
+
+@triton.jit
+def _round(X, OUT, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(OUT + at, _to_tf32(tl.load(X + at)))
+
+
+def test_rounding_to_tf32():
+    """NaN stays, whatever its bits are (a GPU's arithmetic sets all), and infinity; what is beyond the largest goes
+    there."""
+    bits = {  # float32 before and after
+        0x7fffffff: None, 0xffffffff: None, 0x7fc00000: None, 0x7f800000: 0x7f800000, 0xff800000: 0xff800000,
+        0x7f7fefff: 0x7f7fe000, 0x7f7fffff: 0x7f800000, 0x3f800fff: 0x3f800000, 0xbf801000: 0xbf802000, 0: 0}
+    x = torch.tensor(list(bits), dtype=torch.uint32, device=DEVICE).view(torch.float32)
+    x = nn.functional.pad(x, (0, 16 - len(bits)))
+    out = torch.full_like(x, 7)
+    _round[(1,)](x, out, 16)
+    for found, (before, after) in zip(out.cpu(), bits.items()):
+        assert found.isnan() if after is None else found.view(torch.uint32) == after, hex(before)
 
 
 class Plain(torch.autograd.Function):
@@ -516,6 +544,14 @@ def test_no_silent_way_out(requested, kwargs, text):
         chosen(**kwargs)
 
 
+def test_on_a_gpu_kernels_run_compiled(monkeypatch):
+    """Also if the environment asks for the interpreter."""
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    runpy.run_path(Path(__file__).with_name('conftest.py'))
+    assert 'TRITON_INTERPRET' not in os.environ
+
+
 def test_triton_wants_a_gpu_or_its_interpreter(monkeypatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     with pytest.raises(ValueError, match='NVIDIA GPU, or the CPU with TRITON_INTERPRET=1'):
@@ -607,6 +643,31 @@ def test_models_by_every_backend(pos_enc, name):
     assert_near(results[1][0], results[0][0], tolerance)
     for a, b in zip(results[1][1], results[0][1]):
         assert (a - b).abs().max() <= 10 * tolerance * b.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize('way', ['eager', 'compiled', 'checkpointed'])
+@pytest.mark.parametrize('amp', [False, True])
+@pytest.mark.parametrize('name', ['reference', *FAST])
+def test_whole_model(name, amp, way):
+    """Loss and gradients on the device that is there, every backend included, against float64 of the same weights."""
+    make_model = Maker('ape+sape2_k', depth=1)
+    model, x, y = make_model().to(DEVICE), make_model.images(), torch.tensor([2, 1])
+    exact = copy.deepcopy(model).cpu().double()
+    with using_backend('reference'):
+        expected = nn.functional.cross_entropy(exact(x.double()), y)
+    model.set_grad_checkpointing(way == 'checkpointed')
+    torch._dynamo.reset()  # or what was compiled of another backend would run
+    compiler = 'inductor' if DEVICE == 'cuda' else 'aot_eager'  # the former takes a minute on a CPU
+    forward = torch.compile(model, fullgraph=True, backend=compiler) if way == 'compiled' else model
+    with using_backend(name):  # backward as well, where checkpoints are computed again
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=amp):
+            loss = nn.functional.cross_entropy(forward(x.to(DEVICE)), y.to(DEVICE))
+        loss.backward()
+    expected.backward()
+    tolerance = 5e-2 if amp else 1e-5  # of 8 inputs by 'torch' on a CPU none was off by more than 1.9e-2 and 1.2e-6
+    assert_near(loss.cpu(), expected, tolerance, 'loss')
+    for (what, p), wide in zip(model.named_parameters(), exact.parameters()):
+        assert_near(p.grad.cpu(), wide.grad, tolerance, what)
 
 
 def test_exported_graphs_have_no_operator_of_ours():
