@@ -250,8 +250,9 @@ def test_rounding_to_tf32():
     """NaN stays, whatever its bits are (a GPU's arithmetic sets all), and infinity; what is beyond the largest goes
     there."""
     bits = {  # float32 before and after
-        0x7fffffff: None, 0xffffffff: None, 0x7fc00000: None, 0x7f800000: 0x7f800000, 0xff800000: 0xff800000,
-        0x7f7fefff: 0x7f7fe000, 0x7f7fffff: 0x7f800000, 0x3f800fff: 0x3f800000, 0xbf801000: 0xbf802000, 0: 0}
+        0x7fffffff: None, 0xffffffff: None, 0x7fc00000: None, 0x7f800001: None, 0x7f800000: 0x7f800000,
+        0xff800000: 0xff800000, 0x7f7fefff: 0x7f7fe000, 0x7f7fffff: 0x7f800000, 0x3f800fff: 0x3f800000,
+        0xbf801000: 0xbf802000, 0: 0}
     x = torch.tensor(list(bits), dtype=torch.uint32, device=DEVICE).view(torch.float32)
     x = nn.functional.pad(x, (0, 16 - len(bits)))
     out = torch.full_like(x, 7)

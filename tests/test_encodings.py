@@ -819,3 +819,13 @@ def test_same_images():
     assert torch.equal(left_by('vit_tiny_patch16_224'), left_by('vit_tiny_sape2_k_graft'))
     expected = left_by('test_vit_nope')
     assert all(torch.equal(left_by(f'test_vit_{name}'), expected) for name in ALONE)
+
+
+def test_what_is_drawn_next_is_new():
+    """Not the numbers that the tables were drawn from."""
+    torch.manual_seed(0)
+    model = timm.create_model('test_vit_sape2_k_ape')
+    model.reset_classifier(10)
+    table = model.blocks[0].attn.encodings['sape2_k'].table_x.flatten()
+    pair = torch.stack([table, model.head.weight.flatten()[:len(table)]])
+    assert torch.corrcoef(pair)[0, 1].abs() < 0.5

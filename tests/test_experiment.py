@@ -513,25 +513,21 @@ def test_options_that_cannot_be_read(lab, content, capsys):
         assert f'config.yaml cannot be read; remove {folder}' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('content', [b'', bytes(100)])
+HEAD = b'epoch,train_loss,eval_top1\n'
+
+
+@pytest.mark.parametrize('content', [
+    b'', bytes(100), b'\xff\xfe', HEAD + b'2,1.8,49\n' + bytes(50), HEAD + b'3,abc,50\n', HEAD + b'3,1.7,5x0\n'],
+    ids=['empty', 'NULs', 'no text', 'half', 'no loss', 'no accuracy'])
 def test_lost_summaries(lab, content):
+    """What a reboot leaves of a summary is not shown as the result, and does not end the others."""
     assert lab('--models', 'A') == 0
     folder = lab.output / 'A' / 'seed1'
     (folder / 'summary.csv').write_bytes(content)
-    assert lab('--tables') == 0 and lab.line('A')[4] == '1 of 2 (1 interrupted)'
+    assert lab('--tables') == 0 and lab.line('A')[5] == '1 of 2 (1 interrupted)'
     assert lab() == 1 and {run for run, row in lab.rows().items() if row['status'] != 'finished'} == {('A', 1)}
     assert lab.rows()['A', 1]['error'] == f'summary.csv has lost rows; remove {folder} to begin again'
     assert lab.epochs()['A/seed1', 'epoch-3'] == 1
-
-
-@pytest.mark.parametrize('content', [b'epoch,train_loss\n3,abc\n', b'epoch,eval_top1\n3,5x0\n', b'\xff\xfe'])
-def test_summaries_that_cannot_be_read(lab, content, capsys):
-    assert lab('--models', 'A', '--seeds', 1) == 0
-    path = lab.output / 'A' / 'seed1' / 'summary.csv'
-    path.write_bytes(content)
-    for mode in ([], ['--tables']):
-        assert lab(*mode) == 2
-        assert f'cannot read {path}: ' in capsys.readouterr().err
 
 
 # -- the places
@@ -939,7 +935,7 @@ def test_steps_that_were_loaded_ahead_do_not_count(lab, workers, first, steps, c
     assert lab('--dry-run') == 0
     assert cells(capsys.readouterr().out.splitlines()[2])[4:6] == [str(steps), '1.000']
     enough = min(steps, 12 + first * (workers > 0))
-    assert enough <= seen[0] < enough + 4
+    assert enough <= seen[0] <= steps and (seen[0] < 40 or steps < 40)  # and not to the end
 
 
 def test_dry_run_finds_what_cannot_be_trained(lab, capsys):

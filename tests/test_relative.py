@@ -745,7 +745,7 @@ def test_initial_values(init):
     tables = torch.stack([block.attn.encodings['rpb'].table for block in model.blocks])
     assert tables.shape == (2, 39 * 39, 4)
     assert tables.std().item() == pytest.approx(0.02, rel=0.03)
-    assert tables.abs().max() < 0.12 and abs(tables.mean().item()) < 5e-4
+    assert tables.abs().max() < 0.12 and abs(tables.mean().item()) < 8e-4  # 4.4 deviations
     assert len(tables[:, 0].unique()) == 8  # drawn one by one
 
     timm_model = VisionTransformerRelPos(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=4, rel_pos_dim=512)
@@ -839,7 +839,7 @@ def test_model(name, keywords, composition):
     out = model(x)
     plain = tiny(composition.replace('+{}', '').replace('{}', 'nope'))
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if f'encodings.{name}.' not in k})
-    assert (plain.eval()(x) - out).abs().max() > 1e-2
+    assert (plain.eval()(x) - out).abs().max() > 5e-3
     low = copy.deepcopy(model).bfloat16()
     assert (low(x.bfloat16()).float() - out).norm() < 0.05 * out.norm()
     step(low.train(), x.bfloat16())

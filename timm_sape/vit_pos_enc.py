@@ -223,8 +223,8 @@ class VisionTransformerPosEnc(VisionTransformer):
         """Give a model that has come out of timm's constructor its encodings.
 
         Only then, for timm's constructor draws all else at random, and it would initialise every linear layer inside
-        the blocks anew. The generator is left as timm leaves it. So models of one seed start from one backbone, and
-        see the same images in the same order: what they differ in is the encoding.
+        the blocks anew. The CPU's generator is left as timm leaves it. So models of one seed start from one backbone,
+        and see the same images in the same order, unless an encoding draws while it trains (`cape`).
 
         Args:
             parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
@@ -249,6 +249,8 @@ class VisionTransformerPosEnc(VisionTransformer):
         classes = {name: get_encoding(name) for name in parts}
         rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         with torch.random.fork_rng(devices=[]):
+            # other numbers than those that are drawn next, say for a new head
+            torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
             self.encodings = SharedEncodings({
                 name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
             for i, block in enumerate(self.blocks):

@@ -40,8 +40,6 @@ class Record:
         self.status: Optional[str] = stored.get('status')
         self.error: str = stored.get('error') or ''
         self.starts: List[Dict[str, Any]] = [start for start in stored.get('starts') or () if 'began' in start]
-        if self.status == 'finished' and not read_summary(folder):  # a reboot may leave that empty, too
-            self.status = None
 
     def save(self) -> None:
         stored = {'status': self.status, 'error': self.error, 'starts': self.starts}
@@ -76,25 +74,26 @@ def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
     """Rows of summary.csv by epoch, from 0.
 
     When train.py resumes, it repeats the header, and an epoch whose checkpoint was not written; the last row counts.
-    One that was not written to its end does not, nor do rows of which the header is gone.
-
-    Raises:
-        ValueError: If it is no text, or a loss or an accuracy no number.
+    Those do not count that were not written to their end, whose header is gone, or that a reboot has left half.
     """
     path = folder / 'summary.csv'
     if not path.exists():
         return {}
     rows = {}
-    try:
-        with open(path, newline='') as f:
-            for row in csv.DictReader(line for line in f if '\0' not in line):  # which a reboot may leave
-                if (row.get('epoch') or '').isdecimal() and None not in row.values():
-                    rows[int(row['epoch'])] = row
-                    for key in ('train_loss', 'eval_loss', 'eval_top1', 'eval_top5'):
-                        float(row.get(key) or 0)  # here, where the file can be named
-    except (ValueError, csv.Error) as e:
-        raise ValueError(f'cannot read {path}: {e}; mend it, or remove {folder}') from e
+    with open(path, newline='', errors='replace') as f:
+        for row in csv.DictReader(line for line in f if '\0' not in line):
+            if (row.get('epoch') or '').isdecimal() and None not in row.values() and _has_numbers(row):
+                rows[int(row['epoch'])] = row
     return dict(sorted(rows.items()))
+
+
+def _has_numbers(row: Dict[str, str]) -> bool:
+    try:
+        for key in ('train_loss', 'eval_loss', 'eval_top1', 'eval_top5'):
+            float(row.get(key) or 0)
+    except ValueError:
+        return False
+    return True
 
 
 def loading_share(folder: Path) -> Optional[float]:
@@ -170,7 +169,8 @@ def lock(path: Path, how: int = fcntl.LOCK_EX) -> Optional[int]:
 
 def status(run: Run, output: Path, record: Record) -> str:
     """One of `ENDED`, or 'running', 'interrupted', 'waiting'."""
-    if record.status in ENDED:
+    lost = record.status == 'finished' and run.epochs - 1 not in read_summary(run.folder(output))  # by a reboot
+    if record.status in ENDED and not lost:
         return record.status
     path = lock_path(output, run)
     if path.exists():

@@ -65,7 +65,7 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     A model has a mean and a standard deviation over its finished runs, and over the seeds that both have finished the
     mean difference to the baseline with its 95 % interval. What a seed decides, the initial backbone and the order of
     the images, may hardly matter; then pairs have nothing in common, and the interval that takes the runs for unrelated
-    has twice the degrees of freedom. With few seeds a difference is to be believed where both leave out 0.
+    has twice the degrees of freedom. With few seeds a difference counts as shown where both leave out 0.
     """
     labels = list(dict.fromkeys([baseline, *(row['model'] for row in rows)]))
     finished = {
@@ -150,7 +150,8 @@ def unpaired_interval(
 
     Args:
         values: Independent and about normal.
-        others: Likewise, and with the same standard deviation; with as many values this hardly matters.
+        others: Likewise, and with the same standard deviation. Where one is ten times the other, the interval of three
+            values each misses in 10 % instead of 5.
         confidence: Between 0 and 1.
 
     Returns:

@@ -399,10 +399,9 @@ def _start(
     """Start a run whose lock is ours; False if it has ended."""
     folder = run.folder(output)
     folder.mkdir(parents=True, exist_ok=True)
-    record = Record(folder)
-    if record.status == 'finished':
+    record, rows = Record(folder), read_summary(folder)
+    if record.status == 'finished' and run.epochs - 1 in rows:
         return False
-    rows = read_summary(folder)
     if record.starts and 'seconds' not in record.starts[-1]:  # nobody was there when it ended
         log = folder / 'train.log'
         began = datetime.fromisoformat(record.starts[-1]['began']).timestamp()

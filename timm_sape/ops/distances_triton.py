@@ -115,7 +115,7 @@ def _distance(
 def _to_tf32(x):
     """Rounded to the digits of tf32. Tensor cores would drop the others, and not tell."""
     rounded = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xffffe000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a NaN of NVIDIA, all ones, would become -0
+    return tl.where(x == x, rounded, float('nan'))  # a NaN of NVIDIA, all ones, would become -0
 
 
 @triton.jit
