@@ -118,7 +118,8 @@ def test_rates_are_those_of_the_runs():
     top1 = top1_of('rates')
     page = (README.parent / 'results' / 'README.md').read_text()
     suffixes = {name.removeprefix('APE') for name, _ in top1 if name.startswith('APE')}
-    assert len(suffixes) == 4 and len(top1) == (2 * 4 + 2) * 3  # and RoPE-2D at two rates
+    # two models at four rates, RoPE-2D at two, relative bias and Shaw at three
+    assert len(suffixes) == 4 and len(top1) == (2 * 4 + 2 + 2 * 3) * 3
     for suffix in suffixes:
         ape, sape2 = ([top1[f'{model}{suffix}', seed] for seed in '123'] for model in ('APE', 'SaPE2(K)+APE'))
         line = ' | '.join((
