@@ -142,6 +142,22 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
         assert f'| {line} |' in page, line
 
 
+def test_ablations_at_half_the_rate_are_those_of_the_runs():
+    """Top-1, the differences to the unchanged model and to APE at that rate, and to the same model by the recipe."""
+    half, recipe = top1_of('half_rate_ablations'), top1_of('ablations')
+    page = (README.parent / 'results' / 'README.md').read_text()
+    assert len(half) == 7 * 3
+    for model in {name for name, _ in half} - {'APE, rate .00075', 'SaPE2(K)+APE, rate .00075'}:
+        found = [half[model, seed] for seed in '123']
+        others = (
+            [half['SaPE2(K)+APE, rate .00075', seed] for seed in '123'],
+            [half['APE, rate .00075', seed] for seed in '123'],
+            [recipe[model.removesuffix(', rate .00075'), seed] for seed in '123'])
+        end = ' | '.join((
+            spread_of(found), *(difference_of([a - b for a, b in zip(found, other)]) for other in others)))
+        assert f' | {end} |\n' in page, (model, end)
+
+
 def test_differences_that_hang_on_the_interval():
     """One of the two leaves out 0, the other does not."""
     top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'pooling')))
