@@ -114,8 +114,7 @@ def _distance(
 @triton.jit
 def _to_tf32(x):
     """Rounded to the digits of tf32. Tensor cores would drop the others, and not tell."""
-    rounded = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xffffe000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, float('nan'))  # a NaN of NVIDIA, all ones, would become -0
+    return ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xffffe000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -123,8 +122,8 @@ def _add_sums(r, w, row_sum, rw, GRADIENT: tl.constexpr):
     """Add rowsum(R) and R w. What is wanted is their difference, so both must be of the same R, and of all digits of
     w; those of R itself may be few."""
     if GRADIENT == 'tf32':
-        r = _to_tf32(r)
-        high = _to_tf32(w)
+        r = tl.where(r == r, _to_tf32(r), float('nan'))  # a NaN of NVIDIA, all ones, would become -0
+        high = _to_tf32(w)  # where that is NaN, the difference stays so
         rw += tl.dot(r, w - high, input_precision='tf32', out_dtype=rw.dtype)
         rw += tl.dot(r, high, input_precision='tf32', out_dtype=rw.dtype)
     else:
