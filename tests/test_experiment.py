@@ -631,6 +631,18 @@ def test_curves_leave_out_what_failed(lab, monkeypatch):
     assert list(loss.lines[0].get_ydata()) == [2, 1.9, 1.8, 1.7] and not len(loss.lines[1].get_xdata())
 
 
+@pytest.mark.parametrize('length', [1, 26, 36, 100])
+def test_the_legend_fits(lab, length, monkeypatch):
+    lab.plan({f'{i}' + (length - 1) * 'e': 'test_vit_ape' for i in range(5)}, seeds=[1])
+    figures = []
+    monkeypatch.setattr(report, 'new_figure', lambda *size: figures.append(new_figure(*size)) or figures[0])
+    experiment.plot_curves(load_plan(lab.folder / 'plan.yaml'), lab.output, lab.folder / 'curves.png')
+    figure, = figures
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0
+    assert all(box.y1 <= axes.get_tightbbox().y0 + 1 for axes in figure.axes)
+
+
 def test_labels_are_no_formulas(lab):
     lab.plan({'$_{$': 'test_vit_ape'}, seeds=[1])
     assert lab() == 0 and (lab.output / 'plan.png').exists()

@@ -213,7 +213,8 @@ def plot_curves(plan: Plan, output: Path, path: Path) -> None:
     Raises:
         ImportError: If matplotlib is not there.
     """
-    figure = new_figure(10, 4.5 + 0.22 * math.ceil(len(plan.labels) / 4))
+    columns = min(4, max(1, 140 // (max(map(len, plan.labels)) + 11)))  # some 140 letters are as wide
+    figure = new_figure(10, 4.5 + 0.22 * math.ceil(len(plan.labels) / columns))
     panels = {'eval_top1': 'top-1 accuracy (%)', 'train_loss': 'training loss'}
     for axes, (key, what) in zip(figure.subplots(1, 2), panels.items()):
         for i, label in enumerate(plan.labels):
@@ -232,5 +233,5 @@ def plot_curves(plan: Plan, output: Path, path: Path) -> None:
         axes.set(xlabel='epoch', ylabel=what)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-    figure.legend(loc='outside lower left', fontsize='small', ncols=4, title='model (seeds)')
+    figure.legend(loc='outside lower left', fontsize='small', ncols=columns, title='model (seeds)')
     figure.savefig(path, dpi=150)
