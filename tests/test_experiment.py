@@ -619,13 +619,18 @@ def test_the_commit_is_that_of_the_start(lab, monkeypatch):
     assert {row['commit'] for row in lab.rows().values()} == {'1111111', '2222222'}
 
 
-def test_curves_leave_out_what_failed(lab, monkeypatch):
-    lab.plan({'A': 'test_vit_ape', 'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
-    assert lab() == 1
+def curves(lab, monkeypatch):
+    """The figure of an experiment."""
     figures = []
     monkeypatch.setattr(report, 'new_figure', lambda *size: figures.append(new_figure(*size)) or figures[0])
     experiment.plot_curves(load_plan(lab.folder / 'plan.yaml'), lab.output, lab.folder / 'curves.svg')
-    top1, loss = figures[0].axes
+    return figures[0]
+
+
+def test_curves_leave_out_what_failed(lab, monkeypatch):
+    lab.plan({'A': 'test_vit_ape', 'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
+    assert lab() == 1
+    top1, loss = curves(lab, monkeypatch).axes
     assert [line.get_label() for line in top1.lines] == ['A (2)', 'nan (0)']
     assert list(top1.lines[0].get_xdata()) == [1, 2, 3, 4] and list(top1.lines[0].get_ydata()) == [47, 48, 49, 50]
     assert list(loss.lines[0].get_ydata()) == [2, 1.9, 1.8, 1.7] and not len(loss.lines[1].get_xdata())
@@ -634,10 +639,7 @@ def test_curves_leave_out_what_failed(lab, monkeypatch):
 @pytest.mark.parametrize('length', [1, 26, 36, 100])
 def test_the_legend_fits(lab, length, monkeypatch):
     lab.plan({f'{i}' + (length - 1) * 'e': 'test_vit_ape' for i in range(5)}, seeds=[1])
-    figures = []
-    monkeypatch.setattr(report, 'new_figure', lambda *size: figures.append(new_figure(*size)) or figures[0])
-    experiment.plot_curves(load_plan(lab.folder / 'plan.yaml'), lab.output, lab.folder / 'curves.png')
-    figure, = figures
+    figure = curves(lab, monkeypatch)
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0
     assert all(box.y1 <= axes.get_tightbbox().y0 + 1 for axes in figure.axes)

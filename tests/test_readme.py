@@ -55,8 +55,11 @@ def runs_of(plan):
 
 
 def top1_of(plan):
-    """Top-1 by model and seed."""
-    return {(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]}
+    """Top-1 of each model with the seeds 1, 2 and 3."""
+    top1 = {(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]}
+    models = {model for model, _ in top1}
+    assert len(top1) == 3 * len(models)
+    return {model: [top1[model, seed] for seed in '123'] for model in models}
 
 
 def test_results_are_those_of_the_runs():
@@ -68,8 +71,9 @@ def test_results_are_those_of_the_runs():
         assert line.rsplit(' | ', 3)[0] in README.read_text(), line
 
 
-def difference_of(found):
+def difference_of(values, others):
     """The mean of three differences with its t interval."""
+    found = [a - b for a, b in zip(values, others)]
     mean, half = statistics.mean(found), 4.302653 * statistics.stdev(found) / 3 ** 0.5
     return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
 
@@ -82,17 +86,11 @@ def test_ablations_are_those_of_the_runs():
     """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
     top1 = top1_of('ablations')
     page = (README.parent / 'results' / 'README.md').read_text()
-    assert len(top1) == 17 * 3
-
-    def difference(model, base):
-        return difference_of([top1[model, seed] - top1[base, seed] for seed in '123'])
-
-    for model in {name for name, _ in top1} - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
+    assert len(top1) == 17
+    for model in top1.keys() - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
-        found = [top1[model, seed] for seed in '123']
         end = ' | '.join((
-            spread_of(found), difference(model, base),
-            difference(model, 'APE')))
+            spread_of(top1[model]), *(difference_of(top1[model], top1[other]) for other in (base, 'APE'))))
         assert re.search(rf'^\| {re.escape(base)} \| .* \| {re.escape(end)} \|$', page, re.MULTILINE), (model, end)
 
 
@@ -100,16 +98,13 @@ def test_pooled_models_are_those_of_the_runs():
     """Top-1, and the differences to APE, to none and to the models with a class token."""
     pooled, with_token = top1_of('pooling'), top1_of('plan')
     page = (README.parent / 'results' / 'README.md').read_text()
-    assert len(pooled) == 5 * 3
-    for model in {name.removesuffix(', pooled') for name, _ in pooled}:
-        def difference(base, there):
-            return '' if base == f'{model}, pooled' else difference_of(
-                [pooled[f'{model}, pooled', seed] - there[base, seed] for seed in '123'])
-
-        found = [pooled[f'{model}, pooled', seed] for seed in '123']
+    assert len(pooled) == 5
+    for name, found in pooled.items():
+        model = name.removesuffix(', pooled')
         line = ' | '.join((
-            model, spread_of(found), difference('APE, pooled', pooled),
-            difference('none, pooled', pooled), difference(model, with_token)))
+            model, spread_of(found),
+            *('' if name == base else difference_of(found, pooled[base]) for base in ('APE, pooled', 'none, pooled')),
+            difference_of(found, with_token[model])))
         assert f'| {line} |' in page, line
 
 
@@ -117,15 +112,15 @@ def test_rates_are_those_of_the_runs():
     """Top-1 of both models at each learning rate, and their difference."""
     top1 = top1_of('rates')
     page = (README.parent / 'results' / 'README.md').read_text()
-    suffixes = {name.removeprefix('APE') for name, _ in top1 if name.startswith('APE')}
+    suffixes = {name.removeprefix('APE') for name in top1 if name.startswith('APE')}
     # two models at four rates, RoPE-2D at two, relative bias and Shaw at three
-    assert len(suffixes) == 4 and len(top1) == (2 * 4 + 2 + 2 * 3) * 3
+    assert len(suffixes) == 4 and len(top1) == 2 * 4 + 2 + 2 * 3
     for suffix in suffixes:
-        ape, sape2 = ([top1[f'{model}{suffix}', seed] for seed in '123'] for model in ('APE', 'SaPE2(K)+APE'))
+        ape, sape2 = (top1[f'{model}{suffix}'] for model in ('APE', 'SaPE2(K)+APE'))
         line = ' | '.join((
             suffix.removeprefix(', rate ') or '.0015',
             *(spread_of(found) for found in (ape, sape2)),
-            difference_of([a - b for a, b in zip(sape2, ape)])))
+            difference_of(sape2, ape)))
         assert f'| {line} |' in page, line
 
 
@@ -133,12 +128,12 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the difference to APE at that rate, and to the same model by the recipe."""
     half, recipe = top1_of('half_rate'), top1_of('plan')
     page = (README.parent / 'results' / 'README.md').read_text()
-    assert len(half) == len(recipe) == 10 * 3
-    for model in {name for name, _ in recipe}:
-        found, ape = ([half[f'{name}, rate .00075', seed] for seed in '123'] for name in (model, 'APE'))
+    assert len(half) == len(recipe) == 10
+    for model in recipe:
+        found, ape = (half[f'{name}, rate .00075'] for name in (model, 'APE'))
         line = ' | '.join((
-            model, spread_of(found), '' if model == 'APE' else difference_of([a - b for a, b in zip(found, ape)]),
-            difference_of([a - recipe[model, seed] for a, seed in zip(found, '123')])))
+            model, spread_of(found), '' if model == 'APE' else difference_of(found, ape),
+            difference_of(found, recipe[model])))
         assert f'| {line} |' in page, line
 
 
@@ -146,15 +141,11 @@ def test_ablations_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the differences to the unchanged model and to APE at that rate, and to the same model by the recipe."""
     half, recipe = top1_of('half_rate_ablations'), top1_of('ablations')
     page = (README.parent / 'results' / 'README.md').read_text()
-    assert len(half) == 7 * 3
-    for model in {name for name, _ in half} - {'APE, rate .00075', 'SaPE2(K)+APE, rate .00075'}:
-        found = [half[model, seed] for seed in '123']
-        others = (
-            [half['SaPE2(K)+APE, rate .00075', seed] for seed in '123'],
-            [half['APE, rate .00075', seed] for seed in '123'],
-            [recipe[model.removesuffix(', rate .00075'), seed] for seed in '123'])
-        end = ' | '.join((
-            spread_of(found), *(difference_of([a - b for a, b in zip(found, other)]) for other in others)))
+    assert len(half) == 7
+    unchanged, ape = half['SaPE2(K)+APE, rate .00075'], half['APE, rate .00075']
+    for model in half.keys() - {'APE, rate .00075', 'SaPE2(K)+APE, rate .00075'}:
+        others = unchanged, ape, recipe[model.removesuffix(', rate .00075')]
+        end = ' | '.join((spread_of(half[model]), *(difference_of(half[model], other) for other in others)))
         assert f' | {end} |\n' in page, (model, end)
 
 
@@ -162,13 +153,12 @@ def test_differences_that_hang_on_the_interval():
     """One of the two leaves out 0, the other does not."""
     top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'half_rate_ablations', 'pooling')))
     page = (README.parent / 'results' / 'README.md').read_text()
-    names = {name for name, _ in top1}
     lines = [line.strip('| ').split(' | ') for line in page.splitlines() if line.count('[') == 2]
-    lines = [(cells[0].split(' - '), cells[1:]) for cells in lines if set(cells[0].split(' - ')) <= names]
+    lines = [(cells[0].split(' - '), cells[1:]) for cells in lines if top1.keys() >= set(cells[0].split(' - '))]
     lines = [(models, printed) for models, printed in lines if len(models) == 2]
     assert len(lines) == 16
     for (model, base), printed in lines:
-        values, others = ([top1[name, seed] for seed in '123'] for name in (model, base))
+        values, others = top1[model], top1[base]
         mean, *paired = mean_interval([a - b for a, b in zip(values, others)])
         unpaired = unpaired_interval(values, others)
         assert printed == [f'{mean:+.2f}', *('[{:+.2f}, {:+.2f}]'.format(*ends) for ends in (paired, unpaired))]

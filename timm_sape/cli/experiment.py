@@ -128,6 +128,8 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
 
     import timm
 
+    from ..experiment.plan import SPLITS
+
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')
     for run in runs:
@@ -149,13 +151,14 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
                     f'{data_dir} has no folder {split!r}, and train.py would take all of it instead; set {option} '
                     'in the plan, or name another --data-dir')
     named = {
-        (run.config['dataset'], run.config.get(option, split)): run.label for run in runs
-        for option, split in (('train_split', 'train'), ('val_split', 'validation'))
+        (run.config['dataset'], run.config.get(option, default)): run.label
+        for run in runs for option, default in SPLITS.items()
         if str(run.config.get('dataset')).startswith('torch/') and not run.config.get('dataset_download')}
     for (name, split), label in named.items():
+        if not split:
+            continue
         try:
-            if split:
-                timm.data.create_dataset(name, root=str(data_dir), split=split, download=False)
+            timm.data.create_dataset(name, root=str(data_dir), split=split, download=False)
         except Exception as e:  # whatever torchvision says of it
             raise CommandError(
                 f'{label}: {data_dir} has no data set {name}, split {split!r}: {" ".join(str(e).split())}; name '

@@ -8,10 +8,11 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Se
 
 import yaml
 
-__all__ = ['OUTPUTS', 'Plan', 'Run', 'load_plan', 'script_options']
+__all__ = ['OUTPUTS', 'SPLITS', 'Plan', 'Run', 'load_plan', 'script_options']
 
 KEYS = ('recipe', 'models', 'seeds', 'baseline', 'args')
 OUTPUTS = ('.csv', '.md', '.png')  # files beside the folders of the models, which have the name of the plan
+SPLITS = {'train_split': 'train', 'val_split': 'validation'}  # train.py's options and their defaults
 # Options of train.py that the command gives itself. A recipe may have them, as the args.yaml of a run does.
 OURS = ('data', 'data_dir', 'output', 'experiment', 'resume', 'start_epoch', 'seed')
 # Arguments of create_model that train.py fills from options of these names, and that model_kwargs cannot have as well.
@@ -40,8 +41,8 @@ class Run(NamedTuple):
     @property
     def splits(self) -> Dict[str, str]:
         """Folders of images in the data directory, by train.py's option; none for a data set that has a name."""
-        options = () if self.config.get('dataset') else (('train_split', 'train'), ('val_split', 'validation'))
-        found = {option: self.config.get(option, default) for option, default in options}
+        options = {} if self.config.get('dataset') else SPLITS
+        found = {option: self.config.get(option, default) for option, default in options.items()}
         return {option: split for option, split in found.items() if split}
 
     @property
@@ -197,7 +198,7 @@ def _check_options(given: Any, options: Optional[Set[str]], where: str) -> None:
     for key in OURS:
         if key in given:
             raise ValueError(f'{where}: {key} is set by the command; leave it out')
-    for key in ('model', 'train_split', 'val_split'):
+    for key in ('model', *SPLITS):
         if not isinstance(given.get(key, ''), str):
             raise ValueError(f'{where}: {key} must be a name (in quotes if it is a number), got {given[key]!r}')
     kwargs = given.get('model_kwargs') or {}

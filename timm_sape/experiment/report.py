@@ -70,21 +70,20 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     labels = list(dict.fromkeys([baseline, *(row['model'] for row in rows)]))
     finished = {
         label: {row['seed']: row for row in _of(rows, label) if row['status'] == 'finished'} for label in labels}
+    top1 = {
+        label: {seed: row['top1'] for seed, row in own.items() if row['top1'] is not None}
+        for label, own in finished.items()}
     on_gpu = any(row['gpu_utilisation'] is not None for row in rows)
     table = []
     for label in labels:
-        runs = list(finished[label].values())
-        own, base = (
-            {seed: row['top1'] for seed, row in finished[name].items() if row['top1'] is not None}
-            for name in (label, baseline))
-        pairs = [own[seed] - base[seed] for seed in own if label != baseline and seed in base]
+        runs, own, base = list(finished[label].values()), top1[label], top1[baseline]
+        pairs = [(own[seed], base[seed]) for seed in own if label != baseline and seed in base]
         fewer = f' ({len(pairs)} of {len(own)} seeds)' if 0 < len(pairs) < len(own) else ''
-        both = ([top1[seed] for seed in own if seed in base] for top1 in (own, base))
         table.append({
             'model': label,
             'top-1 (%)': spread(list(own.values())),
-            f'difference to {baseline}': difference(pairs) + fewer,
-            'not paired': '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(*both)) if len(pairs) > 1 else '',
+            f'difference to {baseline}': difference([a - b for a, b in pairs]) + fewer,
+            'not paired': '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(*zip(*pairs))) if len(pairs) > 1 else '',
             'top-5 (%)': spread([row['top5'] for row in runs]),
             'seeds': _seeds(_of(rows, label)),
             'minutes a run': f'{statistics.mean(row["minutes"] for row in runs):.1f}' if runs else '',

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Sequence
 import yaml
 from timm.data import create_dataset
 
-from .plan import Run
+from .plan import SPLITS, Run
 from .records import Record, read_summary
 from .runner import Slot, Training, train_command, work
 
@@ -106,10 +106,10 @@ def estimate(
         counted = trial.steps[trial.first:trial.enough] or trial.steps
         row['step_s'] = statistics.mean(seconds for _, seconds in counted)  # workers may bring several batches at once
         evaluations = run.epochs / config.get('val_interval', 1)
-        if config.get('val_split', 'validation') and not images:  # train.py has just opened it, so it is there
+        val_split = config.get('val_split', SPLITS['val_split'])
+        if val_split and not images:  # train.py has just opened it, so it is there
             images = len(create_dataset(
-                config.get('dataset', ''), root=str(data_dir), split=config.get('val_split', 'validation'),
-                class_map=config.get('class_map', '')))
+                config.get('dataset', ''), root=str(data_dir), split=val_split, class_map=config.get('class_map', '')))
         evaluation = images / config.get('batch_size', 128) * row['step_s'] / 3
         row['run_s'] = trial.startup + run.epochs * row['steps'] * row['step_s'] + evaluations * evaluation
 
