@@ -54,12 +54,12 @@ def runs_of(plan):
     return notes, rows
 
 
-def top1_of(plan):
-    """Top-1 of each model with the seeds 1, 2 and 3."""
+def top1_of(plan, seeds='123'):
+    """Top-1 of each model with these seeds, which are all that it has."""
     top1 = {(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]}
     models = {model for model, _ in top1}
-    assert len(top1) == 3 * len(models)
-    return {model: [top1[model, seed] for seed in '123'] for model in models}
+    assert len(top1) == len(seeds) * len(models)
+    return {model: [top1[model, seed] for seed in seeds] for model in models}
 
 
 def test_results_are_those_of_the_runs():
@@ -72,9 +72,10 @@ def test_results_are_those_of_the_runs():
 
 
 def difference_of(values, others):
-    """The mean of three differences with its t interval."""
+    """The mean of three or six differences with its t interval."""
     found = [a - b for a, b in zip(values, others)]
-    mean, half = statistics.mean(found), 4.302653 * statistics.stdev(found) / 3 ** 0.5
+    t = {3: 4.302653, 6: 2.570582}[len(found)]
+    mean, half = statistics.mean(found), t * statistics.stdev(found) / len(found) ** 0.5
     return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
 
 
@@ -147,6 +148,21 @@ def test_ablations_at_half_the_rate_are_those_of_the_runs():
         others = unchanged, ape, recipe[model.removesuffix(', rate .00075')]
         end = ' | '.join((spread_of(half[model]), *(difference_of(half[model], other) for other in others)))
         assert f' | {end} |\n' in page, (model, end)
+
+
+def test_new_seeds_are_those_of_the_runs():
+    """Top-1 of three models at both rates, and the difference to APE, by both intervals."""
+    top1 = top1_of('pairs', '456789')
+    assert len(top1) == 6
+    page = (README.parent / 'results' / 'README.md').read_text()
+    for rate, end in (('.00075', ', rate .00075'), ('.0015', '')):
+        ape = top1[f'APE{end}']
+        assert f'| {rate} | APE | {spread_of(ape)} |' in page
+        for model in ('SaPE2(K)+APE', 'RoPE-2D'):
+            found = top1[f'{model}{end}']
+            unpaired = '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(found, ape))
+            line = ' | '.join((rate, model, spread_of(found), difference_of(found, ape), unpaired))
+            assert f'| {line} |' in page, line
 
 
 def test_differences_that_hang_on_the_interval():
