@@ -15,7 +15,7 @@ from timm.models import is_model_in_modules
 from tqdm import tqdm
 
 import timm_sape
-from timm_sape.bench import about
+from timm_sape.lab.machine import about
 
 MODULES = ('deit', 'vision_transformer', 'vision_transformer_hybrid', 'vision_transformer_relpos', 'vitamin')
 ENCODINGS = ('sape2_k', 'rope2d_mixed', 'irpe_qkv')

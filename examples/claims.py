@@ -16,10 +16,11 @@ import torch
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis.inputs import load_model, open_dataset
-from timm_sape.analysis.shifts import shift_sweep
-from timm_sape.analysis.sweep import sweep
-from timm_sape.bench import about, markdown, write_csv
-from timm_sape.experiment import difference, spread, trained_models
+from timm_sape.lab.shifts import shift_sweep
+from timm_sape.lab.sweep import sweep
+from timm_sape.lab.machine import about
+from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.lab.experiment import difference, spread, trained_models
 
 
 def lines_of(rows, at, value):

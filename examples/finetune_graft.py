@@ -23,8 +23,9 @@ from timm.utils import random_seed
 from tqdm import tqdm
 
 import timm_sape
-from timm_sape.bench import about, write_csv
-from timm_sape.experiment import mean_interval, spread
+from timm_sape.lab.machine import about
+from timm_sape.lab.tables import write_csv
+from timm_sape.lab.experiment import mean_interval, spread
 from timm_sape.position_data import load_cifar10_splits
 
 BASE_CLASSES, CLASSES = range(6), range(6, 10)

@@ -41,8 +41,9 @@ import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps, separation
 from timm_sape.analysis.inputs import load_model, preprocessing
 from timm_sape.analysis.maps import record_calls
-from timm_sape.bench import about, markdown, write_csv
-from timm_sape.experiment import difference, spread, trained_models
+from timm_sape.lab.machine import about
+from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.lab.experiment import difference, spread, trained_models
 from timm_sape.position_data import load_cifar10_splits
 
 SIDE, PATCH = 32, 4

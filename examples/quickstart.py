@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps
-from timm_sape.experiment import spread
+from timm_sape.lab.experiment import spread
 
 SAPE2 = 'test_vit_sape2_k_ape'
 MODELS = {'test_vit_nope': 'no position', 'test_vit_ape': 'APE', SAPE2: 'SaPE2(K)+APE'}

@@ -21,9 +21,9 @@ from timm.models import save_for_hf
 from timm.utils import random_seed
 
 from timm_sape.analysis import separation
-from timm_sape.analysis import shifts as shifts_module
+from timm_sape.lab import shifts as shifts_module
 from timm_sape.analysis.inputs import open_dataset
-from timm_sape.analysis.shifts import shift_images, shift_sweep
+from timm_sape.lab.shifts import shift_images, shift_sweep
 from timm_sape.cli import main
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'

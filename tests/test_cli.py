@@ -14,7 +14,8 @@ import torch
 
 import timm_sape
 from references import assert_near
-from timm_sape import bench, bench_sape2, cli
+from timm_sape import cli
+from timm_sape.lab import bench, bench_sape2
 from timm_sape.cli import main
 from timm_sape.functional import sape2_attention
 from timm_sape.ops.limits import LIMITS
@@ -280,10 +281,10 @@ def test_saved_bytes_keeps_nothing():
 
 
 @pytest.mark.parametrize('args, taken, measured', [
-    (['--pos-enc', 'nope'], 'cost.csv', 'timm_sape.bench.bench_encodings'),
-    (['sape2'], 'cost.csv', 'timm_sape.bench_sape2.bench_operator'),
-    (['sape2'], 'cost-models.csv', 'timm_sape.bench_sape2.bench_operator'),
-    (['sape2', '--plot', 'memory.png'], 'memory.png', 'timm_sape.bench_sape2.bench_operator'),
+    (['--pos-enc', 'nope'], 'cost.csv', 'timm_sape.lab.bench.bench_encodings'),
+    (['sape2'], 'cost.csv', 'timm_sape.lab.bench_sape2.bench_operator'),
+    (['sape2'], 'cost-models.csv', 'timm_sape.lab.bench_sape2.bench_operator'),
+    (['sape2', '--plot', 'memory.png'], 'memory.png', 'timm_sape.lab.bench_sape2.bench_operator'),
 ])
 def test_bench_overwrites_nothing_unless_forced(args, taken, measured, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -308,7 +309,7 @@ def test_bench_interrupted_while_it_writes(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('timm_sape.bench.write_csv', interrupted)
+    monkeypatch.setattr('timm_sape.lab.tables.write_csv', interrupted)
     args = ['bench', 'sape2', *SMALL, '--sizes', '--settings', '32/4', '--backends', 'torch', '--output', 'cost.csv']
     Path('cost-models.csv').write_text('mine')
     assert main([*args, '--force']) == 130

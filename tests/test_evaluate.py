@@ -24,10 +24,10 @@ from torchvision.transforms import v2
 
 from common import awaken
 from timm_sape import cli
-from timm_sape.analysis import compare as compare_module
-from timm_sape.analysis import sweep as sweep_module
-from timm_sape.analysis.compare import compare, comparison_table
-from timm_sape.analysis.evaluate import (
+from timm_sape.lab import compare as compare_module
+from timm_sape.lab import sweep as sweep_module
+from timm_sape.lab.compare import compare, comparison_table
+from timm_sape.lab.evaluate import (
     accuracy,
     expected_calibration_error,
     holm,
@@ -38,9 +38,9 @@ from timm_sape.analysis.evaluate import (
     top_k_correct,
     wilson_interval,
 )
-from timm_sape.analysis.figures_sweep import plot_sweep
+from timm_sape.lab.figures_sweep import plot_sweep
 from timm_sape.analysis.inputs import load_model, open_dataset, preprocessing
-from timm_sape.analysis.sweep import sweep, sweep_table
+from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
 from timm_sape.cli import sweep as sweep_command
@@ -210,7 +210,7 @@ def test_predict():
 def test_predict_times_the_model_without_its_first_batch(sizes, seconds, speed, monkeypatch):
     model, clock = Sum(), [0.0]
     model.wait = lambda: clock.__setitem__(0, clock[0] + model.calls)  # 1, 2, 3 seconds
-    monkeypatch.setattr('timm_sape.analysis.evaluate._now', lambda device: clock[0])
+    monkeypatch.setattr('timm_sape.lab.evaluate._now', lambda device: clock[0])
 
     def loading():
         for batch in batches(*sizes):
@@ -802,7 +802,7 @@ def test_interrupt(at, main, images, folders, tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        *(('timm_sape.analysis.compare.predict',) if at == 'work' else ('timm_sape.bench.write_csv',)), interrupted)
+        *(('timm_sape.lab.compare.predict',) if at == 'work' else ('timm_sape.lab.tables.write_csv',)), interrupted)
     assert main([
         'compare', folders['nope'], '--data-dir', str(images), '--workers', '0', '--output',
         str(tmp_path / 'a.csv')]) == 130

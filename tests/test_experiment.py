@@ -18,11 +18,11 @@ import torch
 import yaml
 from PIL import Image
 
-from timm_sape import experiment
+from timm_sape.lab import experiment
 from timm_sape.analysis.figures import new_figure
 from timm_sape.cli import main
-from timm_sape.experiment import records, report, runner, trial
-from timm_sape.experiment.plan import load_plan, script_options
+from timm_sape.lab.experiment import records, report, runner, trial
+from timm_sape.lab.experiment.plan import load_plan, script_options
 
 CHECKOUT = Path(__file__).parents[1]
 EPOCHS = 4

@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import ColorJitter
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_sape import position_data
+from timm_sape.lab import position_data
 from timm_sape.cli import main
 from timm_sape.position_data import (
     CORNERS,

@@ -7,10 +7,10 @@ from functools import reduce
 from pathlib import Path
 
 import timm_sape
-from timm_sape.bench import cost_table
+from timm_sape.lab.bench import cost_table
 from timm_sape.encodings.registry import _encodings, encodings_table
-from timm_sape.experiment import mean_interval, summary_table, unpaired_interval
-from timm_sape.experiment.records import read_summary
+from timm_sape.lab.experiment import mean_interval, summary_table, unpaired_interval
+from timm_sape.lab.experiment.records import read_summary
 
 README = Path(__file__).parent.parent / 'README.md'
 NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')

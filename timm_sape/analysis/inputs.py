@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
 
-__all__ = ['ImageFile', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
+__all__ = ['ImageFile', 'check_classes', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
 
 # Of what train.py writes into a checkpoint, what preprocessing depends on.
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
@@ -263,3 +263,15 @@ def load_images(
         picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
         data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
     return DataLoader(data, batch_size=batch_size, num_workers=workers)
+
+
+def check_classes(labels: torch.Tensor, num_classes: int) -> None:
+    """Refuse labels of classes that a model does not know.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if labels.max() >= num_classes:
+        raise ValueError(
+            f'There are labels up to {labels.max().item()}, but the model knows {num_classes} classes, from 0 on. '
+            'Use a model that was trained on these classes.')

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from ..grid import Grid
 from ..vit_pos_enc import VisionTransformerPosEnc
-from .evaluate import check_classes
-from .inputs import patch_size_of
+from .inputs import check_classes, patch_size_of
 
 __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
 

@@ -42,7 +42,8 @@ def _bench(args: argparse.Namespace) -> int:
     import timm
     import torch
 
-    from .. import bench
+    from ..lab import bench
+    from ..lab.machine import about
 
     settings = list(bench.DEFAULT_SETTINGS) if args.settings is None else args.settings
     unknown = [s for s in settings if s not in bench.SETTINGS]
@@ -58,7 +59,7 @@ def _bench(args: argparse.Namespace) -> int:
     except (AssertionError, RuntimeError) as e:
         raise CommandError(str(e)) from e
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
-    where = f'{dtype}, medians of {args.repeats}; {bench.about(device)}'
+    where = f'{dtype}, medians of {args.repeats}; {about(device)}'
     measure = _bench_sape2 if args.what == 'sape2' else _bench_encodings
     return measure(args, settings, where)
 
@@ -82,8 +83,8 @@ def _tabulate(
 
 
 def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) -> int:
-    from .. import bench
     from ..encodings import parse_pos_enc
+    from ..lab import bench
 
     for option in ('backends', 'sizes', 'plot'):
         if getattr(args, option) is not None:
@@ -107,7 +108,8 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
 def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> int:
     import torch
 
-    from .. import bench, bench_sape2
+    from ..lab import bench_sape2
+    from ..lab.tables import markdown
     from ..ops.backend import BACKENDS
 
     if args.pos_enc is not None:
@@ -127,13 +129,13 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
         rows = bench_sape2.bench_operator(
             backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
         notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}'
-        operator = _tabulate(rows, notes, bench.markdown, outputs[0], args.force)
+        operator = _tabulate(rows, notes, markdown, outputs[0], args.force)
         if args.plot is not None:
             write_files({args.plot: lambda path: bench_sape2.plot_memory(operator, path)}, args.force)
         rows = bench_sape2.bench_models(
             backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
             model=args.model)
-        _tabulate(rows, f'{args.model}, ratios to ape, {where}', bench.markdown, outputs[1], args.force)
+        _tabulate(rows, f'{args.model}, ratios to ape, {where}', markdown, outputs[1], args.force)
     except ValueError as e:  # a backend that cannot do it
         raise CommandError(str(e)) from e
     return 0

@@ -29,7 +29,7 @@ of the two gets right. With more than two models, p-values corrected by Holm sta
 def _compare(args: argparse.Namespace) -> int:
     check_outputs([args.output], args.force, TABLES)
 
-    from ..analysis.compare import compare, comparison_table
+    from ..lab.compare import compare, comparison_table
 
     with readable():
         options = loading(args)

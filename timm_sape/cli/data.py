@@ -42,7 +42,7 @@ cifar10-subset: the first images of each class.""",
 def _data(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from ..position_data import CIFAR10Position, load_cifar10_splits, write_position_dataset, write_subset
+    from ..lab.position_data import CIFAR10Position, load_cifar10_splits, write_position_dataset, write_subset
 
     subset = args.what == 'cifar10-subset'
     for option in ('position_classes', 'seed') if subset else ('per_class',):

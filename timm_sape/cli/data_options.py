@@ -90,7 +90,7 @@ def measured_on(args: argparse.Namespace, num_images: int) -> str:
     """What was measured where, in one line."""
     import torch
 
-    from ..bench import about
+    from ..lab.machine import about
 
     data = ' '.join(filter(None, [args.dataset, args.data_dir, args.split]))
     return (

@@ -58,7 +58,7 @@ def _experiment(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise CommandError(f'--{option} must be at least 1')
     try:
-        from .. import experiment  # noqa: F401
+        from ..lab import experiment  # noqa: F401
     except ModuleNotFoundError as e:
         raise CommandError(f'experiments want Linux or macOS: there is no {e.name} here') from e
     try:
@@ -70,7 +70,7 @@ def _experiment(args: argparse.Namespace) -> int:
 
 
 def _write_again(args: argparse.Namespace) -> int:
-    from ..experiment import load_plan, refuse_begun_otherwise
+    from ..lab.experiment import load_plan, refuse_begun_otherwise
 
     plan = load_plan(args.plan)
     if not _begun(plan, args.output):
@@ -81,7 +81,7 @@ def _write_again(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ..experiment import (
+    from ..lab.experiment import (
         estimate, load_plan, make_slots, refuse_begun_otherwise, rows_of, run_all, script_options)
 
     if not args.script.is_file():
@@ -118,7 +118,7 @@ def _begun(plan, output: Path) -> bool:
 
 
 def _files(args: argparse.Namespace) -> List[Path]:
-    from ..experiment.plan import OUTPUTS
+    from ..lab.experiment.plan import OUTPUTS
     return [args.output / f'{args.plan.stem}{suffix}' for suffix in OUTPUTS]
 
 
@@ -128,7 +128,7 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
 
     import timm
 
-    from ..experiment.plan import SPLITS
+    from ..lab.experiment.plan import SPLITS
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')
@@ -171,7 +171,7 @@ def _tell(line: str) -> None:
 
 
 def _print_estimate(found, places: int) -> int:
-    from ..bench import markdown
+    from ..lab.tables import markdown
 
     def minutes(seconds) -> str:
         return '' if seconds is None else f'{seconds / 60:.1f}'
@@ -195,7 +195,7 @@ def _print_estimate(found, places: int) -> int:
 
 def _write_tables(plan, args: argparse.Namespace, curves: bool = True) -> str:
     """Write them, and the curves, under the name of the plan, and return the table for people."""
-    from ..experiment import notes_of, plot_curves, rows_of, summary_table
+    from ..lab.experiment import notes_of, plot_curves, rows_of, summary_table
 
     rows = rows_of(plan, args.output)
     table, notes = summary_table(rows, plan.baseline), notes_of(rows, plan.baseline)

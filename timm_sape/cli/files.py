@@ -107,7 +107,7 @@ def table_writer(rows: Sequence[Dict[str, Any]], notes: str, table: str) -> Call
         notes: What was measured where, in one line: a comment line in CSV, `notes` beside `rows` in JSON.
         table: The same rows as Markdown.
     """
-    from ..bench import write_csv
+    from ..lab.tables import write_csv
 
     def write(path: Path) -> None:
         if path.suffix.lower() == '.csv':

@@ -41,7 +41,8 @@ def _probe(args: argparse.Namespace) -> int:
 
     from ..analysis import awaken_encodings, probe
     from ..analysis.inputs import ImageFile, load_model, preprocessing
-    from ..bench import about, markdown
+    from ..lab.machine import about
+    from ..lab.tables import markdown
     from ..vit_pos_enc import VisionTransformerPosEnc
 
     cases = [(model, pos_enc) for model in args.models for pos_enc in args.pos_enc or [None]]

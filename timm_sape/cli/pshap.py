@@ -41,10 +41,10 @@ def _pshap(args: argparse.Namespace) -> int:
         raise CommandError('--amp: Position-SHAP is made of small differences, which want float32; leave it out')
 
     from ..analysis import position_shap
-    from ..analysis.evaluate import predict
+    from ..lab.evaluate import predict
     from ..analysis.figures import draw_histogram
     from ..analysis.inputs import load_images, load_model, preprocessing
-    from ..bench import markdown
+    from ..lab.tables import markdown
 
     with readable():
         options = loading(args)

@@ -32,7 +32,7 @@ Each shift is tried up, down, to the left and to the right; a row has the mean o
 def _shifts(args: argparse.Namespace) -> int:
     check_outputs([args.output], args.force, TABLES)
 
-    from ..analysis.shifts import shift_sweep, shift_table
+    from ..lab.shifts import shift_sweep, shift_table
 
     with readable():
         options = loading(args)

@@ -19,7 +19,7 @@ examples:
   timm-sape sweep vit_small_rope2d@model.safetensors output/exp/model_best.pth.tar --data-dir DATA --sizes 224 224x448
   timm-sape sweep hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --sizes 32 48 --num-images 1000
 
-Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.analysis.sweep.sweep)
+Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.lab.sweep.sweep)
 tells more. Encodings that can extrapolate or rescale are evaluated both ways.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
@@ -43,8 +43,8 @@ def _sweep(args: argparse.Namespace) -> int:
     check_outputs([args.output], args.force, TABLES)
     check_outputs([args.plot], args.force, FIGURES)
 
-    from ..analysis.figures_sweep import plot_sweep
-    from ..analysis.sweep import sweep, sweep_table
+    from ..lab.figures_sweep import plot_sweep
+    from ..lab.sweep import sweep, sweep_table
 
     with readable():
         options = loading(args)

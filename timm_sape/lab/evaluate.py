@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from ..analysis.inputs import check_classes
+
 __all__ = [
     'Accuracy',
     'McNemar',
     'Predictions',
     'accuracy',
-    'check_classes',
     'expected_calibration_error',
     'holm',
     'mcnemar',
@@ -109,18 +110,6 @@ def _now(device: torch.device) -> float:
     if device.type != 'cpu':
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-def check_classes(labels: torch.Tensor, num_classes: int) -> None:
-    """Refuse labels of classes that a model does not know.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    if labels.max() >= num_classes:
-        raise ValueError(
-            f'There are labels up to {labels.max().item()}, but the model knows {num_classes} classes, from 0 on. '
-            'Use a model that was trained on these classes.')
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -21,8 +21,9 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 import torch
 import yaml
 
-from .. import __version__
-from ..bench import commit, hardware
+import timm_sape
+
+from ..machine import commit, hardware
 from .plan import Run
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text
 
@@ -120,7 +121,7 @@ class Training:
         self.gpu = slot.env.get('CUDA_VISIBLE_DEVICES')
         self.log_start = log.stat().st_size if log.exists() else 0
         self.began = time.monotonic()
-        root = Path(__file__).resolve().parents[2]
+        root = Path(timm_sape.__file__).resolve().parents[1]
         # This package in a checkout, for train.py; where packages are installed it is found without.
         path = [] if root.name in ('site-packages', 'dist-packages') else [str(root)]
         path += filter(None, [os.environ.get('PYTHONPATH')])
@@ -431,7 +432,7 @@ def _start(
     now = datetime.now(timezone.utc).isoformat(timespec='seconds')
     record.starts.append({  # each time anew: train.py runs what the checkout is by now
         'began': now, 'epoch': done, 'hardware': slot.hardware, 'commit': commit(), 'torch': torch.__version__,
-        'timm': version('timm'), 'timm_sape': __version__, 'python': sys.version.split()[0],
+        'timm': version('timm'), 'timm_sape': timm_sape.__version__, 'python': sys.version.split()[0],
         'images': {split: images[split] for split in run.splits.values() if split in images}})
     record.save()
     command = train_command(script, folder / 'config.yaml', data_dir, folder.parent, folder.name)

@@ -4,11 +4,11 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
-from ..bench import markdown
+from ..analysis.inputs import load_images, load_model, preprocessing
 from ..encodings import encoding_keywords
 from ..vit_pos_enc import VisionTransformerPosEnc
 from .evaluate import accuracy, predict
-from .inputs import load_images, load_model, preprocessing
+from .tables import markdown
 
 __all__ = ['sweep', 'sweep_table']
 

@@ -12,10 +12,10 @@ from typing import Callable, Dict, Iterator, List, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 
-from .analysis.figures import new_figure
+from ..analysis.figures import new_figure
 from .bench import _peak_megabytes, _saved_bytes, _seconds, bench_encodings
-from .functional import sape2_attention
-from .ops.backend import choose_backend, using_backend
+from ..functional import sape2_attention
+from ..ops.backend import choose_backend, using_backend
 
 __all__ = ['SIZES', 'appendix_attention', 'batch_and_heads', 'bench_models', 'bench_operator', 'plot_memory']
 

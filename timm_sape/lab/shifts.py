@@ -6,9 +6,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from ..bench import markdown
-from .evaluate import check_classes, predict
-from .inputs import load_images, load_model, preprocessing
+from ..analysis.inputs import check_classes, load_images, load_model, preprocessing
+from .evaluate import predict
+from .tables import markdown
 
 __all__ = ['FILLS', 'shift_images', 'shift_sweep', 'shift_table']
 

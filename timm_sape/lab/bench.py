@@ -3,13 +3,10 @@
 Each model is checked before it is timed. The models take turns with the APE model, step by step, so that what else the
 machine does falls on both.
 """
-import csv
 import ctypes
 import gc
-import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,22 +17,11 @@ import torch
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 
-from .encodings import get_encoding, list_encodings
-from .ops.backend import using_backend
-from .vit_pos_enc import VisionTransformerPosEnc
+from ..encodings import get_encoding, list_encodings
+from ..ops.backend import using_backend
+from ..vit_pos_enc import VisionTransformerPosEnc
 
-__all__ = [
-    'DEFAULT_SETTINGS',
-    'SETTINGS',
-    'about',
-    'bench_encodings',
-    'commit',
-    'cost_table',
-    'default_pos_encs',
-    'hardware',
-    'markdown',
-    'write_csv',
-]
+__all__ = ['DEFAULT_SETTINGS', 'SETTINGS', 'bench_encodings', 'cost_table', 'default_pos_encs']
 
 SETTINGS = {  # ViT-S
     '32/4': dict(img_size=32, patch_size=4),
@@ -52,36 +38,6 @@ TOLERANCE = {False: 1e-3, True: 5e-2}
 def default_pos_encs() -> List[str]:
     """Each encoding alone, or with `ape` if it means nothing alone."""
     return [name if get_encoding(name).alone else f'ape+{name}' for name in list_encodings()]
-
-
-def hardware(device: torch.device) -> str:
-    """What the figures were measured on, in one line."""
-    if device.type == 'cuda':
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path('/proc/cpuinfo')
-    found = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
-    return f'{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads'
-
-
-def commit() -> str:
-    """Of the checkout that this package runs from, '' if it is none; with '-dirty' if files were changed."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / '.git').exists():
-        return ''
-    command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=7']
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # no git
-        return ''
-
-
-def about(device: torch.device) -> str:
-    """What figures were measured on and with, in one line."""
-    from . import __version__
-
-    checkout = commit()
-    versions = f'torch {torch.__version__}, timm {timm.__version__}, timm-sape {__version__}'
-    return f'{hardware(device)}; {versions}' + (f', commit {checkout}' if checkout else '')
 
 
 def _create(pos_enc: str, setting: str, device: torch.device, model: str) -> VisionTransformerPosEnc:
@@ -271,22 +227,6 @@ def bench_encodings(
                 file=sys.stderr)
             del runner
             yield row
-
-
-def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str) -> None:
-    """One row a line, behind a comment line that says what, where and when."""
-    with open(path, 'w', newline='') as f:
-        f.write(f'# {notes}\n')
-        writer = csv.DictWriter(f, fieldnames=list(rows[0]), lineterminator='\n')
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def markdown(rows: Sequence[Dict[str, object]]) -> str:
-    """Rows as a Markdown table, a column for each key; None is an empty cell."""
-    cells = [list(rows[0]), *(['' if cell is None else str(cell) for cell in row.values()] for row in rows)]
-    lines = [' | '.join(line) for line in cells]
-    return '\n'.join(f'| {line} |' for line in (lines[0], ' | '.join('---' for _ in rows[0]), *lines[1:]))
 
 
 def cost_table(rows: Sequence[Dict[str, object]]) -> str:

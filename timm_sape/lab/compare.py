@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from torch.utils.data import Dataset
 
-from ..bench import markdown
+from ..analysis.inputs import load_images, load_model, preprocessing
 from .evaluate import (
     accuracy,
     expected_calibration_error,
@@ -13,7 +13,7 @@ from .evaluate import (
     predict,
     top_k_correct,
 )
-from .inputs import load_images, load_model, preprocessing
+from .tables import markdown
 
 __all__ = ['compare', 'comparison_table']
 

@@ -4,8 +4,8 @@ import statistics
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ..analysis.figures import new_figure
-from ..bench import markdown
+from ...analysis.figures import new_figure
+from ..tables import markdown
 from .plan import Plan
 from .records import Record, loading_share, read_summary, status
 

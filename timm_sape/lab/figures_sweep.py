@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 from typing import Any, Dict, Sequence
 
-from .figures import new_figure
+from ..analysis.figures import new_figure
 
 __all__ = ['plot_sweep']
 

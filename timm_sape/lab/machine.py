@@ -1,0 +1,40 @@
+"""What figures were measured on, and with which versions."""
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import timm
+import torch
+
+import timm_sape
+
+__all__ = ['about', 'commit', 'hardware']
+
+
+def hardware(device: torch.device) -> str:
+    """What the figures were measured on, in one line."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path('/proc/cpuinfo')
+    found = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f'{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads'
+
+
+def commit() -> str:
+    """Of the checkout that this package runs from, '' if it is none; with '-dirty' if files were changed."""
+    root = Path(timm_sape.__file__).resolve().parents[1]
+    if not (root / '.git').exists():
+        return ''
+    command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=7']
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # no git
+        return ''
+
+
+def about(device: torch.device) -> str:
+    """What figures were measured on and with, in one line."""
+    checkout = commit()
+    versions = f'torch {torch.__version__}, timm {timm.__version__}, timm-sape {timm_sape.__version__}'
+    return f'{hardware(device)}; {versions}' + (f', commit {checkout}' if checkout else '')

@@ -1,0 +1,408 @@
+"""CIFAR-10-Position, and RandAugment that moves nothing (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias
+in Vision Transformer Classifiers', Secs. 5.1, 5.2 and App. G; code at github.com/rjbruin/position-shap). Also balanced
+subsets of CIFAR-10, as folders of images.
+
+In CIFAR-10-Position half of the classes can be told only by where the object is: eight of sixteen are (class, corner).
+
+Where the authors' code differs: it draws the corner, and so the label, anew whenever an image is read, in the test set
+too. Here both are fixed by a seed, so that two runs see the same data, and a folder of files can hold it.
+"""
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+from PIL import Image
+from timm.data import RandAugment, rand_augment_transform
+from torch.utils.data import Dataset, Subset
+from torchvision.datasets import CIFAR10, ImageFolder
+
+from ..encodings.checks import is_integer
+
+__all__ = [
+    'CIFAR10Position',
+    'CORNERS',
+    'GEOMETRIC_OPS',
+    'load_cifar10_splits',
+    'position_preserving_rand_augment',
+    'shrink_to_corner',
+    'write_position_dataset',
+    'write_subset',
+]
+
+# In the order of their names, in which readers of folders number classes.
+CORNERS = ('bottom-left', 'bottom-right', 'top-left', 'top-right')
+
+# Those of timm's operations that move pixels.
+GEOMETRIC_OPS = frozenset(
+    ('Rotate', 'ShearX', 'ShearY', 'TranslateX', 'TranslateY', 'TranslateXRel', 'TranslateYRel'))
+
+_ORDERS = tuple(itertools.permutations(range(len(CORNERS))))
+# In a folder that we wrote: how it was made.
+_RECORDS = {'CIFAR-10-Position': 'cifar10_position.json', 'CIFAR-10 subset': 'cifar10_subset.json'}
+
+
+def shrink_to_corner(image: Image.Image, corner: str) -> Image.Image:
+    """Halve an image and put it into a corner of a black frame of its former size.
+
+    Bilinear and, as in the authors' code, not antialiased: a pixel is taken between the centres of four, so it is their
+    mean. It is rounded to the nearest of 256 levels, where the authors round down. (Pillow's `BILINEAR` is antialiased
+    and blurs more.) Of an odd side the last row or column is left out.
+
+    As a transform: `functools.partial(shrink_to_corner, corner='top-left')`.
+
+    Args:
+        image: Of mode RGB or L, 2 x 2 pixels at least.
+        corner: One of `CORNERS`.
+
+    Returns:
+        An image of the same size and mode.
+
+    Raises:
+        ValueError: If the image or the corner is none of these.
+    """
+    if corner not in CORNERS:
+        raise ValueError(f'unknown corner {corner!r}; choose of {", ".join(CORNERS)}')
+    if not isinstance(image, Image.Image):
+        raise ValueError(
+            f'shrink_to_corner wants a PIL image, got {type(image).__name__}; leave the transform of the data set out')
+    if image.mode not in ('RGB', 'L'):
+        raise ValueError(f"shrink_to_corner wants mode RGB or L, got {image.mode}; use image.convert('RGB') first")
+    width, height = image.width // 2, image.height // 2
+    if min(width, height) < 1:
+        raise ValueError(f'an image of {image.width} x {image.height} pixels has no half; give 2 x 2 at least')
+    small = image.crop((0, 0, 2 * width, 2 * height)).reduce(2)
+    frame = Image.new(image.mode, image.size)
+    left = image.width - width if corner.endswith('right') else 0
+    top = image.height - height if corner.startswith('bottom') else 0
+    frame.paste(small, (left, top))
+    return frame
+
+
+def _corner_number(seed: int, index: int) -> int:
+    """Where image `index` goes: each four in a row take the four corners, in an order drawn for them.
+
+    A hash and no generator, as those of the libraries may change with their versions.
+    """
+    block, place = divmod(index, len(CORNERS))
+    drawn = int(hashlib.sha256(f'{seed} {block}'.encode()).hexdigest(), 16)
+    return _ORDERS[drawn % len(_ORDERS)][place]
+
+
+class CIFAR10Position(Dataset):
+    """CIFAR-10-Position: each image at half its size in a corner, two classes split by corner, so 16 classes.
+
+    The corner depends on the seed and the index alone. Images 4 * b to 4 * b + 3 take the four corners, so corners are
+    equally frequent: in the whole to one image; in a class to two, where its images stand together as in folders; else
+    up to chance (in CIFAR-10's own order, 1250 +- 27 of a class in each).
+
+    Labels: the ten classes in their order, each of the two replaced by four in the order of `CORNERS`. With the
+    default, 0 to 3 are 'airplane bottom-left', 'airplane bottom-right', 'airplane top-left', 'airplane top-right', 4 to
+    7 those of 'automobile', 8 is 'bird' and 15 'truck'. If the ten are in the order of their names, so are the 16, and
+    a folder of them is read with these labels.
+
+    Args:
+        dataset: Pairs of a PIL image and a label from 0 to 9, by index: torchvision's `CIFAR10`, `ImageFolder`, ...
+        position_classes: The two classes that are split, names or labels.
+        seed: 0 or more.
+        class_names: Of the ten classes; default: what the data set has as `classes`.
+        transform: Applied to the image in its corner. timm's `create_loader` sets it.
+
+    Attributes:
+        classes: Names of the 16 classes.
+        position_labels: The eight labels that depend on the corner.
+
+    Raises:
+        ValueError: If there are not ten class names, or not two position classes among them, or the seed is none; on
+            access, if an image is no PIL image or a label is out of range.
+    """
+
+    def __init__(
+            self,
+            dataset: Dataset,
+            *,
+            position_classes: Sequence[Union[int, str]] = (0, 1),
+            seed: int = 0,
+            class_names: Optional[Sequence[str]] = None,
+            transform: Optional[Callable] = None,
+    ) -> None:
+        names = getattr(dataset, 'classes', None) if class_names is None else class_names
+        if names is None:
+            raise ValueError(f'{type(dataset).__name__} does not name its classes; give class_names, ten of them')
+        names = list(names)
+        if len(names) != 10 or len(set(names)) != 10:
+            raise ValueError(
+                f'CIFAR-10-Position is made from ten classes, got {len(names)}: {", ".join(map(str, names))}. '
+                'Choose another source.')
+        for given in position_classes:
+            if given not in names and not (is_integer(given, 0) and given < 10):
+                raise ValueError(f'unknown position class {given!r}; choose of {", ".join(names)}, or of 0 to 9')
+        split = [names.index(given) if given in names else given for given in position_classes]
+        if len(split) != 2 or split[0] == split[1]:
+            raise ValueError(f'position_classes must be two different classes, got {list(position_classes)}')
+        if not is_integer(seed, 0):
+            raise ValueError(f'seed must be an integer of at least 0, got {seed!r}')
+        self.dataset = dataset
+        self.seed = seed
+        self.transform = transform
+        self.position_classes: Tuple[str, ...] = tuple(names[label] for label in split)
+        self.classes = []
+        self.position_labels: Tuple[int, ...] = ()
+        self._labels = []  # for each of the ten, those of its corners
+        for name in names:
+            start = len(self.classes)
+            if name in self.position_classes:
+                self.classes += [f'{name} {corner}' for corner in CORNERS]
+                self._labels.append(range(start, start + len(CORNERS)))
+                self.position_labels += tuple(self._labels[-1])
+            else:
+                self.classes.append(name)
+                self._labels.append((start,) * len(CORNERS))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Tuple[Union[Image.Image, torch.Tensor], int]:
+        index = range(len(self))[index]  # a negative one counts from the end
+        image, label = self.dataset[index]
+        if not 0 <= label < 10:
+            raise ValueError(f'image {index} has label {label}, but labels of CIFAR-10 go from 0 to 9; renumber them')
+        number = _corner_number(self.seed, index)
+        image = shrink_to_corner(image, CORNERS[number])
+        if self.transform is not None:
+            image = self.transform(image)
+        return image, self._labels[label][number]
+
+
+def load_cifar10_splits(root: Union[str, os.PathLike]) -> Dict[str, Dataset]:
+    """CIFAR-10, or ten classes of other images, from a directory.
+
+    Args:
+        root: Has `cifar-10-batches-py` in it, as torchvision's `CIFAR10` stores it, or `train` and one or more of
+            `test`, `val`, `validation`, each with a folder for each class.
+
+    Returns:
+        The data set of each split, without transforms, by the name of its folder; `train` and `test` for torchvision's.
+
+    Raises:
+        ValueError: If there is neither, or it is damaged.
+    """
+    root = Path(root)
+    batches = root / CIFAR10.base_folder
+    if batches.is_dir():
+        try:
+            return {split: CIFAR10(root, train=split == 'train') for split in ('train', 'test')}
+        except RuntimeError as e:  # a checksum
+            raise ValueError(
+                f'{batches} is not complete; delete it, then fetch it with torchvision.datasets.CIFAR10({str(root)!r}, '
+                'download=True)') from e
+    splits = [split for split in ('train', 'test', 'val', 'validation') if (root / split).is_dir()]
+    if len(splits) < 2 or splits[0] != 'train':
+        raise ValueError(
+            f'{root} has neither {CIFAR10.base_folder} nor train/ and test/ (or val/) in it; name a directory that has')
+    try:
+        return {split: ImageFolder(root / split) for split in splits}
+    except FileNotFoundError as e:  # no class, or one without images
+        raise ValueError(f'{root} is no folder of images, SPLIT/CLASS/IMAGE: {e}') from e
+
+
+def write_position_dataset(
+        splits: Mapping[str, CIFAR10Position],
+        folder: Union[str, os.PathLike],
+        *,
+        force: bool = False,
+        progress: Optional[Callable[[int, int], None]] = None,
+) -> Dict[str, Dict[str, int]]:
+    """Write data sets as PNG files, `<folder>/<split>/<class>/<index>.png`, which timm and torchvision read as folders.
+
+    All is written aside, in the directory that the folder is in, and renamed when it is complete: after an interrupt
+    the folder is as it was before. Beside the splits, `cifar10_position.json` says how they were made.
+
+    Args:
+        splits: By name, such as 'train' and 'test', without transforms.
+        folder: Made if missing, with its parents.
+        force: Replace a folder that this function wrote. Any other is left alone.
+        progress: Called after each image with the number done and that of all.
+
+    Returns:
+        For each split, how many images each class has.
+
+    Raises:
+        ValueError: If there is no split, or one has a transform, or the splits differ in how they were made, or one
+            lacks a class (readers of folders would number the others differently), or the folder may not be replaced.
+    """
+    first = next(iter(splits.values()), None)
+    if first is None:
+        raise ValueError("there is nothing to write; give splits, such as {'train': CIFAR10Position(...)}")
+    how = dict(classes=first.classes, position_classes=first.position_classes, seed=first.seed)
+    for split, dataset in splits.items():
+        if dataset.transform is not None:
+            raise ValueError(f'{split!r} has a transform, which files cannot hold; make it without one')
+        if dict(classes=dataset.classes, position_classes=dataset.position_classes, seed=dataset.seed) != how:
+            raise ValueError(f'{split!r} has other classes or another seed than the split before it; make them alike')
+    return _write_folders('CIFAR-10-Position', splits, how, folder, force, progress)
+
+
+def write_subset(
+        splits: Mapping[str, Dataset],
+        per_class: Mapping[str, int],
+        folder: Union[str, os.PathLike],
+        *,
+        force: bool = False,
+        progress: Optional[Callable[[int, int], None]] = None,
+) -> Dict[str, Dict[str, int]]:
+    """Write the first images of each class as PNG files, as `write_position_dataset` does.
+
+    Args:
+        splits: By name, as `load_cifar10_splits` returns them.
+        per_class: For each split that is to be written, how many images of each class, 1 or more.
+        folder: Made if missing, with its parents.
+        force: Replace a folder that this function wrote. Any other is left alone.
+        progress: Called after each image with the number done and that of all.
+
+    Returns:
+        For each split, how many images each class has.
+
+    Raises:
+        ValueError: If a class has too few images, there is no such split, splits have other classes than the first, or
+            the folder may not be replaced.
+    """
+    subsets, classes = {}, None
+    for split, count in per_class.items():
+        if split not in splits:
+            raise ValueError(f'there is no split {split!r}; choose of {", ".join(splits)}')
+        if not is_integer(count, 1):
+            raise ValueError(f'the images of a class must be 1 or more, got {count!r} for {split!r}')
+        dataset = splits[split]
+        classes = dataset.classes if classes is None else classes
+        if dataset.classes != classes:
+            raise ValueError(f'{split!r} has other classes than the split before it')
+        kept = {label: [] for label in range(len(classes))}
+        for index, label in enumerate(dataset.targets):
+            kept[label].append(index)
+        least = min(kept, key=lambda label: len(kept[label]))
+        if len(kept[least]) < count:
+            raise ValueError(
+                f'{split!r} has {len(kept[least])} images of {classes[least]!r}, and {count} were asked for')
+        subsets[split] = Subset(dataset, sorted(index for indices in kept.values() for index in indices[:count]))
+    how = dict(classes=classes, per_class=dict(per_class))
+    return _write_folders('CIFAR-10 subset', subsets, how, folder, force, progress)
+
+
+def _write_folders(
+        what: str,
+        splits: Mapping[str, Dataset],
+        how: Dict,
+        folder: Union[str, os.PathLike],
+        force: bool,
+        progress: Optional[Callable[[int, int], None]],
+) -> Dict[str, Dict[str, int]]:
+    folder = Path(folder).resolve()  # where a link leads to
+    _check_replaceable(what, folder, force)
+    counts, classes = {}, how['classes']
+    done, total = 0, sum(map(len, splits.values()))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=folder.parent) as staging:
+        new, old = Path(staging, 'new'), Path(staging, 'old')
+        for split, dataset in splits.items():
+            for name in classes:
+                (new / split / name).mkdir(parents=True)
+            count = Counter()
+            for index in range(len(dataset)):
+                image, label = dataset[index]
+                image.save(new / split / classes[label] / f'{index:05}.png')
+                count[label] += 1
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            counts[split] = {name: count[label] for label, name in enumerate(classes)}
+            missing = [name for name, images in counts[split].items() if not images]
+            if missing:
+                raise ValueError(
+                    f'{split!r} has no image of {missing[0]!r}, so that readers of folders would number its classes '
+                    'differently; give a source with more images, or another seed')
+        (new / _RECORDS[what]).write_text(json.dumps({**how, 'splits': list(splits)}, indent=1) + '\n')
+        _check_replaceable(what, folder, force)  # it may have been filled meanwhile
+        try:
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(new, folder)
+        except BaseException:  # an interrupt too
+            if old.exists() and not folder.exists():
+                os.replace(old, folder)
+            raise
+    return counts
+
+
+def _check_replaceable(what: str, folder: Path, force: bool) -> None:
+    """An empty folder, or one that has nothing in it but what we wrote."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f'nothing written: {folder} is a file; name a directory')
+    names, record = set(os.listdir(folder)), _RECORDS[what]
+    if not names:
+        return
+    if record not in names:
+        raise ValueError(f'nothing written: {folder} is not empty and is no {what}; name another directory')
+    if not force:
+        raise ValueError(f'nothing written: {folder} is there; --force (force=True) replaces it')
+    try:
+        written = json.loads((folder / record).read_text())
+        ours = {record, *(f'{split}/{name}' for split in written['splits'] for name in written['classes'])}
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f'nothing written: {folder / record} cannot be read; remove {folder} yourself') from e
+    for path in sorted(path.relative_to(folder) for path in folder.rglob('*') if not path.is_dir()):
+        is_image = str(path.parent) in ours and re.fullmatch(r'\d{5,}\.png', path.name)
+        if not is_image and str(path) not in ours:
+            raise ValueError(f'nothing written: {folder} would be replaced whole; move {path} out of it first')
+
+
+def _one_bit_at_least(level_fn: Callable, level: float, hparams: Dict) -> Tuple[int]:
+    return max(1, level_fn(level, hparams)[0]),
+
+
+def position_preserving_rand_augment(config_str: str = 'rand-m9-mstd0.5-inc1') -> RandAugment:
+    """timm's RandAugment without the operations that move pixels, `GEOMETRIC_OPS`.
+
+    All else is timm's: how many operations an image gets, their magnitude and probability, and weights, which keep
+    their ratios. The default is what the authors use: AutoContrast, Equalize, Invert, PosterizeIncreasing,
+    SolarizeIncreasing, SolarizeAdd, ColorIncreasing, ContrastIncreasing, BrightnessIncreasing, SharpnessIncreasing.
+    One thing differs: where timm posterizes to no bit, one stays. No bit is a black image, and an error in Pillow 13.
+
+    This is for training scripts of your own. train.py's `--aa` takes a string, and of timm's sets only `3a` moves
+    nothing: `rand-m9-mstd0.5-inc1-t3a` has SolarizeIncreasing, Desaturate and GaussianBlur, and AutoAugment's `3a`
+    Solarize, Desaturate and GaussianBlurRand; beside either, train.py's `--color-jitter` stays on. The default set,
+    `tweights`, `t3aw`, any name that timm does not know (it takes the default set and says nothing), AugMix and the
+    other policies of AutoAugment rotate and shear. Nor does train.py by itself keep anything in its place; these
+    options do: `--scale 1 1 --ratio 1 1 --hflip 0 --crop-pct 1`.
+
+    Args:
+        config_str: As for timm's `rand_augment_transform`.
+
+    Returns:
+        A transform of PIL images, which draws from `numpy.random` and `random`, as timm's does.
+
+    Raises:
+        ValueError: If timm cannot read the string.
+    """
+    try:
+        augment = rand_augment_transform(config_str)
+    except (AssertionError, ValueError) as e:
+        raise ValueError(
+            f"{config_str!r} is no RandAugment that timm knows ({e}); write it like 'rand-m9-mstd0.5-inc1'") from e
+    kept = [i for i, op in enumerate(augment.ops) if op.name not in GEOMETRIC_OPS]
+    for op in augment.ops:
+        if op.name.startswith('Posterize'):
+            op.level_fn = functools.partial(_one_bit_at_least, op.level_fn)
+    weights = augment.choice_weights
+    if weights is not None:
+        weights = weights[kept] / weights[kept].sum()
+    return RandAugment([augment.ops[i] for i in kept], augment.num_layers, weights)
