@@ -10,7 +10,6 @@ Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 20
 | SaPE2(Q), SaPE2(K) | `mode='q'`, `mode='k'` |
 | b_in^x + b_in^y | `sape2_bias(...)[:, :, P + i, P + n]` |
 """
-from functools import partial
 from typing import Optional, Sequence, Tuple, Union
 
 import torch
@@ -68,13 +67,13 @@ def sape2_bias(
         `[B, h, N, N]`, symmetric, at least 0, in float32 or wider.
 
     Raises:
-        ValueError: If shapes, sizes or the mode do not fit.
+        ValueError: If shapes, sizes or the mode do not fit. Swapped arguments cannot be told from right ones: `table_y`
+            before `table_x`, or (W, H) for `grid_size`.
     """
     grid, gate_scale, ref_grid_size = _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
-    codes_x, codes_y = ops.axis_codes(
+    return ops.sape2_bias(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
-    return ops.distance_bias(codes_x, codes_y, grid)
 
 
 def sape2_attention(
@@ -123,6 +122,7 @@ def sape2_attention(
 
     Raises:
         ValueError: If shapes, sizes, numbers or the mode do not fit, or the backend that was asked for cannot do it.
+            Swapped arguments cannot be told from right ones: `table_y` before `table_x`, or (W, H) for `grid_size`.
     """
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
@@ -138,22 +138,14 @@ def sape2_attention(
             f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
     grid, gate_scale, ref_grid_size = _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
-    only_reference = {
-        'attn_mask': attn_mask is not None,
-        'is_causal': is_causal,
-        'dropout_p': dropout_p > 0,
-        'q and k of different dtypes': not q.dtype == k.dtype == v.dtype,
-    }
-    code_widths = [max(len(mode) * size, len(t) - 1) for size, t in zip(grid.size, (table_y, table_x))]
-    backend = ops.choose_backend(backend, q, code_widths, only_reference)
-    make_codes = ops.axis_codes if backend == 'reference' else partial(ops.recomputed_axis_codes, backend=backend)
-    codes_x, codes_y = make_codes(
-        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
-    return ops.distance_attention(
-        q, k, v, codes_x, codes_y, bias_scale.reshape(-1), grid,
+    return ops.sape2_attention(
+        q, k, v, table_x, table_y, grid,
+        mode=mode,
+        gate_scale=gate_scale,
+        ref_grid_size=ref_grid_size,
+        bias_scale=bias_scale.reshape(-1),
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
+        mask=ops.merge_masks(None, attn_mask, is_causal, q.shape[2], q.device),
         dropout_p=dropout_p,
         backend=backend,
     )

@@ -57,6 +57,7 @@ from timm.utils import unwrap_model
 
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
+from .conversion import from_timm
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size, take_out_indices
@@ -147,7 +148,7 @@ def graft(
 
     # what a state dict does not hold
     flags = {name: torch.full_like(p, p.requires_grad, device='cpu') for name, p in model.named_parameters()}
-    flags = checkpoints.from_timm(flags, grafted)
+    flags = from_timm(flags, grafted)
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
@@ -185,7 +186,7 @@ def _added(model: VisionTransformerPosEnc) -> List[str]:
 def _weights_for(grafted: VisionTransformerPosEnc, model: nn.Module) -> Dict[str, Any]:
     """The state of a timm model under our names; grids that encodings save, which it has none of, are our own."""
     grids = {name: value for name, value in grafted.state_dict().items() if name.endswith('._extra_state')}
-    return {**grids, **checkpoints.from_timm(model.state_dict(), grafted)}
+    return {**grids, **from_timm(model.state_dict(), grafted)}
 
 
 def _check_kind(model: nn.Module) -> None:
@@ -310,14 +311,14 @@ def _adopt(
         ref_grid_size: Optional[Tuple[int, int]],
         kwargs: Dict[str, Any],
 ) -> VisionTransformerPosEnc:
-    """Make a model fresh from timm ours: the modules are timm's, their classes ours, as FSDP makes a module its own."""
+    """Make a model that timm has just built ours: its modules stay timm's, and get our classes, as FSDP does it."""
     _check_kind(model)
     own = _own_encodings(model)
     vit = model if isinstance(model, VisionTransformer) else _rebuilt(model, kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
     for module in (vit, *vit.blocks, *(block.attn for block in vit.blocks)):
         module.__class__ = OURS[type(module)]
-    vit._set_encodings(parts, ref_grid_size)
+    vit._set_encodings(parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'))
     if vit is not model:
         weights = _weights_for(vit, model)
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
@@ -328,25 +329,81 @@ def _adopt(
     return vit
 
 
-def _filter(
-        state_dict: Dict[str, torch.Tensor],
-        model: VisionTransformerPosEnc,
-        load_base: Callable[[Dict[str, torch.Tensor]], nn.Module],
-        ref_grid_size: Optional[Tuple[int, int]] = None,
-) -> Dict[str, torch.Tensor]:
-    """`filter_state_dict`, which takes the weights of the base too, in any form that timm takes them in."""
-    state_dict = checkpoints.unwrap(state_dict)
-    own = model.state_dict()
-    added = {name: own[name] for name in _added(model)}
-    if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
-        try:
-            with torch.random.fork_rng(devices=[]):  # seeds give what they give on the other roads
-                return {**_weights_for(model, load_base(state_dict)), **added}
-        except RuntimeError:
-            pass  # what does not fit is said better below
-    if not added.keys() & state_dict.keys():
-        state_dict = {**state_dict, **added}
-    return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
+class _Builder:
+    """Builds one grafted model out of its base, as timm's builder asks for it.
+
+    Args:
+        base: Architecture of the base, without a tag.
+        cfg: Its pretrained config, with what the caller lays over it.
+        pos_enc: As for `graft`, and so is `pos_enc_kwargs`.
+        ref_grid_size: The grid that never-resized encodings were trained on, if the caller says.
+        cache_dir: Where downloads go.
+        load_base: Whether the base is built with its own pretrained weights.
+    """
+
+    def __init__(self, base: str, cfg: PretrainedCfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base):
+        self.base = base
+        self.cfg = cfg
+        self.pos_enc = pos_enc
+        self.pos_enc_kwargs = pos_enc_kwargs
+        self.ref_grid_size = ref_grid_size
+        self.cache_dir = cache_dir
+        self.load_base = load_base
+        self.arguments: Dict[str, Any] = {}  # of the base, once timm has worked them out
+
+    def build(self, **arguments) -> VisionTransformerPosEnc:
+        """What timm's builder calls for the model."""
+        self.arguments = arguments
+        model = self._build_base(self.load_base, self.cfg)
+        return _adopt(model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, arguments)
+
+    def filter(self, state_dict: Dict[str, torch.Tensor], model: VisionTransformerPosEnc) -> Dict[str, torch.Tensor]:
+        """What timm's builder calls for the entries of a checkpoint, which is of a graft or of its base."""
+        state_dict = checkpoints.unwrap(state_dict)
+        own = model.state_dict()
+        added = {name: own[name] for name in _added(model)}
+        if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
+            # Weights of the base: its own entrypoint knows in what forms they come, and how to resample them.
+            try:
+                with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
+                    return {**_weights_for(model, self._base_with(state_dict)), **added}
+            except RuntimeError:
+                pass  # the message below says better what does not fit
+        if not added.keys() & state_dict.keys():
+            state_dict = {**state_dict, **added}
+        return checkpoints.filter_state_dict(state_dict, model, self.ref_grid_size)
+
+    def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
+        """The base with these weights. Classes and channels are those of the weights; timm adapts them later."""
+        source = replace(self.cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
+        return self._build_base(True, source, left_out=('num_classes', 'in_chans'))
+
+    def _build_base(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
+        if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
+            left_out += DYNAMIC  # what it is converted to takes images of any size, but its own class does not
+        return model_entrypoint(self.base)(
+            pretrained=pretrained,
+            pretrained_cfg=replace(cfg, architecture=self.base),
+            cache_dir=self.cache_dir,
+            **{key: value for key, value in self.arguments.items() if key not in left_out},
+        )
+
+
+def _known_base(base: Any) -> str:
+    """The architecture of a base, without its tag.
+
+    Raises:
+        ValueError: If timm has no such model.
+    """
+    name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
+    ours = ('vit_pos_enc', 'grafting')
+    if is_model(name) and not is_model_in_modules(name, ours):
+        return name
+    close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, ours)])
+    hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
+    if ':' in name:
+        hint = 'It must be an architecture; timm_sape.graft takes saved models.'
+    raise ValueError(f'base={base!r} is not a model of timm. {hint}')
 
 
 def _create(
@@ -363,19 +420,10 @@ def _create(
 ) -> VisionTransformerPosEnc:
     """Build a grafted model by timm's builder.
 
-    Weights come from the base's own source, by its own entrypoint; but where the caller names a source (a saved model,
-    an overlay), from that, which may hold a grafted model or its base. The latter are read by the base's entrypoint,
-    too: it alone knows in what forms they come, and how it wants them resampled.
+    Weights come from the base's own source, loaded by its own entrypoint. Where the caller names another source (a
+    saved model, an overlay), they come from there, and are those of a graft or of its base.
     """
-    name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
-    ours = ('vit_pos_enc', 'grafting')
-    if not is_model(name) or is_model_in_modules(name, ours):
-        names = [name for name in timm.list_models() if not is_model_in_modules(name, ours)]
-        close = difflib.get_close_matches(name, names)
-        hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
-        if ':' in name:
-            hint = 'It must be an architecture; timm_sape.graft takes saved models.'
-        raise ValueError(f'base={base!r} is no model of timm. {hint}')
+    name = _known_base(base)
     check_ref_grid_size(ref_grid_size)
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
     if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
@@ -388,41 +436,24 @@ def _create(
 
     saved = kwargs.get('pretrained_model_args') or {}
     if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
-        pos_enc_kwargs = None  # timm hands down the saved ones, whatever pos_enc was asked for
+        pos_enc_kwargs = None  # timm passes on the saved keywords, whatever pos_enc was asked for
+    builder = _Builder(
+        name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base=pretrained and not is_own_source)
 
-    used = {}  # for the model, once timm has worked it out
-
-    def build_base(pretrained: bool, pretrained_cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
-        # the classes that only conversion leads to know no dynamic sizes
-        left_out += DYNAMIC if is_model_in_modules(name, ('vision_transformer_relpos',)) else ()
-        return model_entrypoint(name)(
-            pretrained=pretrained,
-            pretrained_cfg=replace(pretrained_cfg, architecture=name),
-            cache_dir=cache_dir,
-            **{key: value for key, value in used.items() if key not in left_out},
-        )
-
-    def load_base(state_dict: Dict[str, torch.Tensor]) -> nn.Module:
-        # classes and channels are those of the weights; timm is to adapt them later
-        source = replace(cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
-        return build_base(True, source, left_out=('num_classes', 'in_chans'))
-
-    def build(**kwargs) -> VisionTransformerPosEnc:
-        used.update(kwargs)
-        model = build_base(pretrained and not is_own_source, cfg)
-        vit = _adopt(model, pos_enc, pos_enc_kwargs, ref_grid_size, kwargs)
+    def build(**arguments) -> VisionTransformerPosEnc:
+        model = builder.build(**arguments)
         checkpoints.refuse_other_encoding(variant, {
-            'pretrained_model_args': saved, 'pos_enc': vit.pos_enc, 'pos_enc_kwargs': vit.pos_enc_kwargs})
-        return vit
+            'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
+        return model
 
     out_indices = take_out_indices(kwargs)
-    with checkpoints.readable_errors(variant):
+    with checkpoints.reading_errors(variant) as reading:
         return build_model_with_cfg(
-            build,
+            reading.begins_after(build),
             variant,
             pretrained and is_own_source,
             pretrained_cfg=cfg,
-            pretrained_filter_fn=partial(_filter, load_base=load_base, ref_grid_size=ref_grid_size),
+            pretrained_filter_fn=reading.ends_before(builder.filter),
             cache_dir=cache_dir,
             feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,

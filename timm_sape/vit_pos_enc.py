@@ -10,24 +10,18 @@ timm's VisionTransformer, whose tokens, q and k, logits and values can carry any
 Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
 encodings.
 """
-import operator
 import sys
+import warnings
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from numbers import Integral
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import (
-    PatchDropout,
-    PatchDropoutWithIndices,
-    get_device_dtype,
-    register_notrace_function,
-    register_notrace_module,
-    to_2tuple,
-)
+from timm.layers import PatchDropout, PatchDropoutWithIndices, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
@@ -45,89 +39,11 @@ from .encodings import (
     parse_pos_enc,
 )
 from .encodings.checks import is_integer
+from .encodings.registry import AUTO
 from .grid import Grid
+from .position import LayerEncodings, Position, SharedEncodings
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
-
-
-@register_notrace_module
-class SharedEncodings(nn.ModuleDict):
-    """The encodings that a whole model shares, and what they contribute to one forward pass."""
-
-    def forward(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-            images: torch.Tensor,
-            patch_size: Tuple[int, int],
-            object_index: Optional[torch.Tensor],
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """
-        Args:
-            x: Tokens without position, `[B, N, D]`.
-            grid: The whole grid.
-            pos_embed: timm's table, None without `ape`.
-            images: `[B, C, height, width]`.
-            patch_size: Height and width of a patch.
-            object_index: Which object each patch belongs to, `[B, H*W]`, if the caller says.
-
-        Returns:
-            The tokens, `[B, N, D]`, and what the layers share, each None if there is none: the rotation,
-            `[(h,) H*W, 2*d]`; the sum of the biases, `[(h,) N, N]`; the sum of the terms for the input of each
-            attention layer, `[L, N, D]`.
-        """
-        grid = self.with_objects(grid, images, patch_size, object_index)
-        # under autocast they come narrow out of the patch embedding; timm's float32 table or class token widens them
-        x = x.to(torch.promote_types(x.dtype, images.dtype))
-        rotation = None
-        factors, terms, biases, layer_terms = [], [], [], []
-        for encoding in self.values():
-            factor, term = encoding.embed(x, grid, pos_embed)
-            if factor is not None:
-                factors.append(1 + encoding.gated(factor - 1) if encoding.gate is not None else factor)
-            if term is not None:
-                terms.append(encoding.gated(term).to(x.dtype))
-            if encoding.overrides('rotation'):
-                rotation = encoding.rotation(grid)
-            if encoding.overrides('position_bias'):
-                biases.append(encoding.gated(encoding.position_bias(grid)))
-            if encoding.overrides('layer_embed'):
-                layer_terms.append(encoding.gated(encoding.layer_embed(grid)).to(x.dtype))
-        for factor in factors:
-            x = x * factor
-        if terms:
-            term = reduce(operator.add, terms)
-            mixers = [encoding for encoding in self.values() if encoding.overrides('mix')]
-            x = mixers[0].mix(x, term) if mixers else x + term
-        return (
-            x, rotation,
-            reduce(operator.add, biases) if biases else None,
-            reduce(operator.add, layer_terms) if layer_terms else None,
-        )
-
-    def position_vectors(self, x, grid, pos_embed, images, patch_size, object_index) -> Optional[torch.Tensor]:
-        """What `forward`, which takes the same arguments, adds to the tokens, `[(B,) N, D]`; None if nothing."""
-        grid = self.with_objects(grid, images, patch_size, object_index)
-        found = [(encoding, encoding.embed(x, grid, pos_embed)[1]) for encoding in self.values()]
-        terms = [encoding.gated(term) for encoding, term in found if term is not None]
-        return reduce(operator.add, terms) if terms else None
-
-    def with_objects(self, grid, images, patch_size, object_index) -> Grid:
-        """The grid with its objects, if an encoding asks for them."""
-        finders = [encoding for encoding in self.values() if encoding.finds_objects]
-        if object_index is not None:
-            _check_objects(object_index, len(images), grid, bool(finders))
-            return replace(grid, objects=object_index)
-        return replace(grid, objects=finders[0].find_objects(images, grid, patch_size)) if finders else grid
-
-
-class _Position(NamedTuple):
-    """What the layers of one forward pass share."""
-    grid: Grid
-    rotation: Optional[torch.Tensor]
-    bias: Optional[torch.Tensor]
-    terms: List[Optional[torch.Tensor]]  # for the input of each attention layer, [(B,) N, D]
 
 
 class VisionTransformerPosEnc(VisionTransformer):
@@ -175,6 +91,10 @@ class VisionTransformerPosEnc(VisionTransformer):
         Raises:
             ValueError: If arguments do not fit together.
         """
+        if kwargs.pop('use_naflex', False):
+            raise ValueError(
+                'use_naflex=True: this model does not take NaFlex input (patches with coordinates). Leave it out; '
+                'dynamic_img_size=True takes images of any size, one size a batch.')
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         if 'pos_embed' in kwargs:
             raise ValueError("pos_embed= is decided by pos_enc=: use pos_enc='ape' for 'learn', 'nope' for 'none'.")
@@ -213,22 +133,27 @@ class VisionTransformerPosEnc(VisionTransformer):
             dtype=dtype,
             **kwargs,
         )
-        self._set_encodings(parts, ref_grid_size)
+        self._set_encodings(parts, ref_grid_size, device, dtype)
 
     def _set_encodings(
             self,
             parts: Dict[str, Dict[str, Any]],
             ref_grid_size: Optional[Tuple[int, int]] = None,
+            device=None,
+            dtype=None,
     ) -> None:
-        """Give a model that has come out of timm's constructor its encodings.
+        """Give a model that timm's constructor has built its encodings.
 
-        Only then, for timm's constructor draws all else at random, and it would initialise every linear layer inside
-        the blocks anew. The CPU's generator is left as timm leaves it. So models of one seed start from one backbone,
-        and see the same images in the same order, unless an encoding draws while it trains (`cape`).
+        They come last because timm's constructor initializes every linear layer inside the blocks anew. They draw their
+        initial values from a fork of the CPU's random generator, and leave it as timm leaves it. So models of one seed
+        start from one backbone and see the same images in the same order, unless an encoding draws numbers while it
+        trains (`cape`).
 
         Args:
             parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
             ref_grid_size: As in the constructor.
+            device: Device of parameters and buffers.
+            dtype: Their dtype.
         """
         self.take_patch_drop(self.patch_drop)
         if not {'ape', 'auto_ape'} & parts.keys():
@@ -244,12 +169,13 @@ class VisionTransformerPosEnc(VisionTransformer):
             num_prefix_tokens=self.num_prefix_tokens,
             depth=len(self.blocks),
             ref_grid_size=ref_grid_size,
-            **get_device_dtype(self),
+            device=device,
+            dtype=dtype,
         )
         classes = {name: get_encoding(name) for name in parts}
         rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         with torch.random.fork_rng(devices=[]):
-            # other numbers than those that are drawn next, say for a new head
+            # not the numbers that are drawn next, say for a new head
             torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
             self.encodings = SharedEncodings({
                 name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
@@ -257,7 +183,12 @@ class VisionTransformerPosEnc(VisionTransformer):
                 own = [
                     name for name, cls in classes.items()
                     if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
-                block.attn.set_encodings({name: create(name, layer=i, **parts[name]) for name in own}, rotate_half)
+                block.attn.encodings = LayerEncodings(
+                    {name: create(name, layer=i, **parts[name]) for name in own},
+                    layer=i,
+                    rotate_half=rotate_half,
+                    needs_position=bool(own) or self.encodings.act_on_blocks(),
+                )
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
         """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
@@ -272,6 +203,21 @@ class VisionTransformerPosEnc(VisionTransformer):
         """
         checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> 'VisionTransformerPosEnc':
+        """As in torch; warns of gates that are 0 and frozen, behind which an encoding does nothing and never will."""
+        if mode and any(p.requires_grad for p in self.parameters()):
+            gates = {
+                name: encoding.gate.weight
+                for encodings in (self.encodings, *(block.attn.encodings for block in self.blocks))
+                for name, encoding in encodings.items() if encoding.gate is not None}
+            closed = sorted(
+                name for name, w in gates.items() if not w.requires_grad and not w.is_meta and w.item() == 0)
+            if closed:
+                warnings.warn(
+                    f'The gates of {", ".join(closed)} are 0 and frozen, so these encodings do nothing and do not '
+                    f'learn. Unfreeze them; for adapters of peft: modules_to_save={closed}.')
+        return super().train(mode)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
         """What stands before the patches, in this order, each `[1, P, D]`."""
@@ -362,49 +308,61 @@ class VisionTransformerPosEnc(VisionTransformer):
             encoding.set_depth(len(self.blocks))
         return taken
 
-    def _embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor]) -> Tuple[torch.Tensor, '_Position']:
-        """Images to tokens with position, and all that the blocks need to know about it.
+    def embed(
+            self,
+            x: torch.Tensor,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, Position]:
+        """Everything before the blocks. `forward_features` calls it; so may whoever runs the blocks one by one.
 
         Args:
-            x: `[B, C, height, width]`.
-            object_index: As in `forward_features`.
+            x: Images, `[B, C, height, width]`.
+            keep_indices: As for `forward_features`, and so is `object_index`.
 
         Returns:
-            Tokens, `[B, N, D]`, and what the layers share.
+            Tokens, `[B, N, D]`, and what the blocks need to know: `block(tokens, position=position)`.
+
+        Raises:
+            ValueError: As `forward_features`.
         """
-        images, patch_embed = x, self.patch_embed
-        _, _, img_height, img_width = x.shape
-        height, width = _grid_size(
-            img_height, img_width, self.patch_size,
-            img_size=patch_embed.img_size if patch_embed.strict_img_size else None,
-            pad=patch_embed.dynamic_img_pad,
+        grid = _grid(
+            x, self.patch_size, self.num_prefix_tokens,
+            img_size=self.patch_embed.img_size if self.patch_embed.strict_img_size else None,
+            pad=self.patch_embed.dynamic_img_pad,
         )
-        grid = Grid(height, width, self.num_prefix_tokens)
-        x = patch_embed(x)
+        tokens, grid = _keep_patches(
+            self.patch_drop, self._with_prefix_tokens(self.patch_embed(x)), grid, keep_indices)
+        tokens, position = self.encodings(tokens, grid, self._given(x, object_index))
+        return self.norm_pre(self.pos_drop(tokens)), position
+
+    def _with_prefix_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """What the patch embedding returns to tokens without position, `[B, P+H*W, D]`."""
         x = x.flatten(1, -2)  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
-        x, rotation, bias, layer_terms = self.encodings(
-            x, grid, self.pos_embed, images, self.patch_size, object_index)
-        x = self.pos_drop(x)
-        if not isinstance(self.patch_drop, nn.Identity):
-            if not isinstance(self.patch_drop, PatchDropoutWithIndices):
-                raise ValueError(
-                    f'patch_drop is a {type(self.patch_drop).__name__}, which does not tell the encodings what patches '
-                    'are left. Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
-            x, keep_indices = self.patch_drop(x)
-            if keep_indices is not None:
-                grid = replace(grid, keep_indices=keep_indices)
-                rotation = None if rotation is None else grid.keep_rows(rotation)
-                bias = None if bias is None else grid.keep_pairs(bias)
-        terms = [_layer_term(layer_terms, i, grid) for i in range(len(self.blocks))]
-        return self.norm_pre(x), _Position(grid, rotation, bias, terms)
+        return torch.cat([*prefix, x], dim=1)
 
-    def _run_block(self, i: int, x, position: '_Position', attn_mask, is_causal) -> torch.Tensor:
-        args = position.grid, position.rotation, position.bias, position.terms[i], attn_mask, is_causal
-        if self.grad_checkpointing:
-            return checkpoint(self.blocks[i], x, *args)
-        return self.blocks[i](x, *args)
+    def _given(self, images: Optional[torch.Tensor], object_index: Optional[torch.Tensor]) -> Dict[str, Any]:
+        return {
+            'pos_embed': self.pos_embed, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
+
+    def _pos_embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """timm's step between patch embedding and blocks, for code that takes timm's ViT apart."""
+        size = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
+        grid = Grid(*size, self.num_prefix_tokens, device=x.device)
+        x, _ = self.encodings(self._with_prefix_tokens(x), grid, self._given(None, object_index))
+        return self.pos_drop(x)
+
+    def _run_block(self, i: int, x, position: Position, attn_mask, is_causal) -> torch.Tensor:
+        block = self.blocks[i]
+        if not self.grad_checkpointing:
+            return block(x, attn_mask, is_causal, position)
+
+        # Reentrant checkpointing finds gradients of those tensors alone that are arguments themselves.
+        def run(x, attn_mask, *tensors):
+            return block(x, attn_mask, is_causal, position.with_tensors(*tensors))
+
+        return checkpoint(run, x, attn_mask, *position.tensors())
 
     def forward(
             self,
@@ -412,9 +370,10 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             object_index: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Images `[B, C, height, width]` to logits; arguments as for `forward_features`."""
-        return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index))
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index, keep_indices))
 
     def forward_features(
             self,
@@ -422,8 +381,9 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             object_index: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to normalised tokens `[B, N, D]`.
+        """Images `[B, C, height, width]` to normalized tokens `[B, N, D]`.
 
         Args:
             x: Images.
@@ -432,12 +392,14 @@ class VisionTransformerPosEnc(VisionTransformer):
             is_causal: Mask out all later tokens.
             object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`),
                 which derive it from the image if it is not given.
+            keep_indices: Raster indices of the patches to keep, distinct, in any order, int64 `[B, K]`, as for masked
+                autoencoders. Takes the place of patch dropout in this pass. N is then P + K.
 
         Raises:
-            ValueError: If `object_index` has the wrong shape, or no encoding uses it.
+            ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
         """
-        x, position = self._embed(x, object_index)
-        attn_mask = None if attn_mask is None else position.grid.keep_pairs(attn_mask)
+        x, position = self.embed(x, keep_indices, object_index)
+        attn_mask = _keep_mask(attn_mask, position)
         for i in range(len(self.blocks)):
             x = self._run_block(i, x, position, attn_mask, is_causal)
         return self.norm(x)
@@ -455,6 +417,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             object_index: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
         """Features of several blocks in one forward pass; timm's contract.
 
@@ -469,7 +432,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
             attn_mask: As in `forward_features`.
             is_causal: Mask out all later tokens.
-            object_index: As in `forward_features`.
+            object_index: As in `forward_features`, and so is `keep_indices`.
 
         Raises:
             ValueError: If maps are asked for while patches are being dropped.
@@ -477,11 +440,11 @@ class VisionTransformerPosEnc(VisionTransformer):
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        x, position = self._embed(x, object_index)
+        x, position = self.embed(x, keep_indices, object_index)
         grid = position.grid
         if output_fmt == 'NCHW' and grid.keep_indices is not None:
             raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
-        attn_mask = None if attn_mask is None else grid.keep_pairs(attn_mask)
+        attn_mask = _keep_mask(attn_mask, position)
 
         taken = []
         for i in range(max_index + 1 if stop_early else len(self.blocks)):
@@ -534,49 +497,77 @@ def check_ref_grid_size(ref_grid_size: Any) -> None:
         raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
 
 
-def _check_objects(object_index: torch.Tensor, batch: int, grid: Grid, wanted: bool) -> None:
-    if not wanted:
-        raise ValueError("object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
-    shape = [batch, grid.num_patches]
-    integers = isinstance(object_index, torch.Tensor) and not (
-        object_index.is_floating_point() or object_index.is_complex())
-    if not integers or list(object_index.shape) != shape:
-        got = f'{object_index.dtype} {list(object_index.shape)}' if integers or hasattr(object_index, 'dtype') else (
-            type(object_index).__name__)
+# What follows depends on sizes and on what is given, which torch.fx cannot look into.
+
+@torch.fx.wrap
+def _keep_patches(
+        patch_drop: nn.Module,
+        x: torch.Tensor,
+        grid: Grid,
+        keep_indices: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, Grid]:
+    """Drop patches, those that the caller does not keep or else as patch dropout has it."""
+    if keep_indices is not None:
+        _check_keep_indices(keep_indices, x.shape[0], grid)
+        index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
+        index[:, :grid.num_prefix_tokens] = torch.arange(grid.num_prefix_tokens, device=index.device)
+        x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    elif isinstance(patch_drop, PatchDropoutWithIndices):
+        x, keep_indices = patch_drop(x)
+    elif not isinstance(patch_drop, nn.Identity):
         raise ValueError(
-            f"'ope' needs object_index to be a tensor of integers of shape [B, H*W] = {shape}, one for each patch in "
-            f'raster order, got {got}.')
+            f'patch_drop is a {type(patch_drop).__name__}, which does not tell the encodings which patches are left. '
+            'Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
+    return x, grid if keep_indices is None else replace(grid, keep_indices=keep_indices)
 
 
-@register_notrace_function
+def _check_keep_indices(keep_indices: torch.Tensor, batch: int, grid: Grid) -> None:
+    is_tensor = isinstance(keep_indices, torch.Tensor)
+    if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or len(keep_indices) != batch:
+        got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
+        raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
+    if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return  # a look at the values would make a GPU wait
+    if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= grid.num_patches):
+        raise ValueError(
+            f'keep_indices must be from 0 to H*W - 1 = {grid.num_patches - 1}, got {keep_indices.min().item()} to '
+            f'{keep_indices.max().item()}. Prefix tokens do not count.')
+    ordered = keep_indices.sort(dim=1).values
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')
+
+
 @torch.fx.wrap
-def _layer_term(terms: Optional[torch.Tensor], layer: int, grid: Grid) -> Optional[torch.Tensor]:
-    return None if terms is None else grid.keep_tokens(terms[layer])
+def _keep_mask(attn_mask: Optional[torch.Tensor], position: Position) -> Optional[torch.Tensor]:
+    """Entries of the tokens that are there."""
+    return None if attn_mask is None else position.grid.keep_pairs(attn_mask)
 
 
-@register_notrace_function
 @torch.fx.wrap
-def _grid_size(
-        height: int,
-        width: int,
+def _grid(
+        images: torch.Tensor,
         patch_size: Tuple[int, int],
+        num_prefix_tokens: int,
         img_size: Optional[Tuple[int, int]],
         pad: bool,
-) -> Tuple[int, int]:
-    """(H, W) of an image; `img_size` is the only one allowed, None for any. Symbolic sizes stay symbolic."""
+) -> Grid:
+    """The whole grid of images. `img_size` is the only size allowed, None for any. Symbolic sizes stay symbolic."""
+    if isinstance(images, dict):
+        raise ValueError(
+            f'The model takes images [B, C, height, width], not NaFlex input (a dict of {", ".join(images)}).')
+    height, width = images.shape[-2:]
     if img_size is not None and (height != img_size[0] or width != img_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
             'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
-    if pad:
-        # not -(-height // patch_size[0]): ONNX rounds the quotient of integers towards zero
-        return (height + patch_size[0] - 1) // patch_size[0], (width + patch_size[1] - 1) // patch_size[1]
-    # a model grafted onto one of timm's may be made for a size that is not divided; the rest is left out, as there
-    if img_size is None and (height % patch_size[0] or width % patch_size[1]):
+    # A model grafted onto one of timm's may be made for a size that is not divided. The rest is left out, as there.
+    if not pad and img_size is None and (height % patch_size[0] or width % patch_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
-    return height // patch_size[0], width // patch_size[1]
+    if pad:
+        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1  # to round up; ONNX has no other way
+    return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
 
 
 def _cfg(**kwargs) -> Dict[str, Any]:
@@ -611,19 +602,22 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
     out_indices = take_out_indices(kwargs)
-    with checkpoints.readable_errors(variant):
+    filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size)
+    with checkpoints.reading_errors(variant) as reading:
         return build_model_with_cfg(
-            VisionTransformerPosEnc,
+            reading.begins_after(VisionTransformerPosEnc),
             variant,
             pretrained,
-            pretrained_filter_fn=partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size),
+            pretrained_filter_fn=reading.ends_before(filter_fn),
             feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,
         )
 
 
-# Entrypoints: {size}_{encoding}, and {size}_{encoding}_ape for the encodings that add nothing to the tokens themselves,
-# to which a learned table there is a supplement. E.g. vit_small_sape2_k, vit_small_sape2_k_ape, vit_base_rope2d.
+# Entrypoints:
+#   {size}_{encoding}       e.g. vit_small_sape2_k, vit_base_rope2d
+#   {size}_{encoding}_ape   the same with timm's learned table, for encodings that add nothing to the tokens themselves
+#   {size}_pos_enc          for any set of encodings, given by pos_enc=
 SIZES = {
     'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
     'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
@@ -636,13 +630,14 @@ def _entrypoints() -> Dict[str, Tuple[str, str]]:
     """Size and `pos_enc` of each model name."""
     names = {}
     for size in SIZES:
+        names[f'{size}_pos_enc'] = size, 'ape'
         for encoding in list_encodings(aliases=True):
             cls = get_encoding(encoding)
             if not cls.fits(SIZES[size]['embed_dim'], SIZES[size]['num_heads']):
                 continue
             if cls.alone:
                 names[f'{size}_{encoding}'] = size, encoding
-            if not cls.overrides('embed') and encoding not in ('nope', 'lape'):
+            if cls.supplements_ape and (cls.per_layer or not cls.overrides('embed')):
                 names[f'{size}_{encoding}_ape'] = size, f'{encoding}+ape'
     return names
 
@@ -653,15 +648,31 @@ default_cfgs = generate_default_cfgs({
 })
 
 
+def _warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
+    """Warn if a model gets a name that states an encoding which it does not have."""
+    given = kwargs.get('pos_enc', named)
+    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then it was warned about when it was made
+    if is_loaded or not isinstance(given, str):
+        return
+    lacking = {*parse_pos_enc(named)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
+    if lacking:
+        warnings.warn(
+            f'{name} is created with pos_enc={given!r}, so it has no {" and no ".join(sorted(lacking))} as its name '
+            f'says. For a name that says nothing use {size}_pos_enc.', stacklevel=3)
+
+
 def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
     def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+        if name != f'{size}_pos_enc':
+            _warn_of_misnomer(name, size, pos_enc, kwargs)
         model_args = dict(patch_size=16, pos_enc=pos_enc, **SIZES[size])
         return _create_vit(name, pretrained=pretrained, **dict(model_args, **kwargs))
 
     width, depth, heads = SIZES[size].values()
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__doc__ = (
-        f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`.\n\n'
+        f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`'
+        f'{" unless another is given" if name == f"{size}_pos_enc" else ""}.\n\n'
         f'Any argument of `VisionTransformerPosEnc` and of `timm.create_model` may be given.')
     return entrypoint
 

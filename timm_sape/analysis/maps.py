@@ -19,8 +19,17 @@ from ..grid import Grid
 from ..vit_pos_enc import VisionTransformerPosEnc
 from .inputs import patch_size_of
 
-__all__ = ['LayerMaps', 'PositionMaps', 'attention_distance', 'position_maps', 'record_calls', 'similarity']
-
+__all__ = [
+    'KNOWN',
+    'LayerMaps',
+    'PositionMaps',
+    'attention_distance',
+    'logits_of',
+    'position_maps',
+    'record_calls',
+    'similarity',
+    'watched_module',
+]
 
 KNOWN = (PosEncAttention, Attention, AttentionRope, EvaAttention, RelPosAttention)
 
@@ -90,19 +99,21 @@ def position_maps(
     chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
 
     ours = isinstance(model, VisionTransformerPosEnc)
-    watched = [attentions[i] for i in chosen] + ([model.encodings] if ours else [])
+    watched = [watched_module(attentions[i]) for i in chosen] + ([model.encodings] if ours else [])
     with record_calls(watched) as calls:
         model(images, **kwargs)
 
     found = []
     for i in chosen:
-        args, arguments = calls[attentions[i]]
-        content, position = _logits(attentions[i], args, arguments)
-        own = args[4][..., args[1].num_prefix_tokens:, :] if ours and args[4] is not None else None
+        args, arguments = calls[watched_module(attentions[i])]
+        content, position = logits_of(attentions[i], args, arguments)
+        terms = args[4].layer_terms if ours else None  # LayerEncodings is called with q, k, v, x and position
+        own = None if terms is None else terms[i][..., args[4].grid.num_prefix_tokens:, :]
         found.append(LayerMaps(i, content, position, (content + position).softmax(dim=-1), own))
     if ours:
-        args, _ = calls[model.encodings]
-        grid, vectors = args[1], model.encodings.position_vectors(*args)
+        (x, grid, given), _ = calls[model.encodings]
+        terms = list(model.encodings.terms(x, grid, given))
+        vectors = sum(terms) if terms else None
     else:
         grid = _grid(model, images)
         vectors = getattr(model, 'pos_embed', None)
@@ -145,10 +156,25 @@ def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
     return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
 
 
-def _logits(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
+def watched_module(attn: nn.Module) -> nn.Module:
+    """The module whose call says what the logits of an attention layer are made of."""
+    return attn.encodings if isinstance(attn, PosEncAttention) else attn
+
+
+def logits_of(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
+    """What content says in an attention layer, and what position adds to it.
+
+    Args:
+        attn: The layer, one of `KNOWN`.
+        args: What `watched_module(attn)` was called with.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Both `[B, h, N, N]`.
+    """
     if isinstance(attn, PosEncAttention):
-        given = {key: value for key, value in kwargs.items() if key not in ('attn_mask', 'is_causal')}
-        return attn.logits(*args, **given)
+        q, k, _, x, position = args
+        return attn.encodings.logits(q, k, x, position, kwargs['scale'])
     x, *rest = args
     batch, num_tokens, _ = x.shape
     if getattr(attn, 'qkv', None) is not None:

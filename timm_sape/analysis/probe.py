@@ -22,17 +22,16 @@ import torch.nn as nn
 from .. import ops
 from ..attention import PosEncAttention
 from ..encodings import get_encoding
+from ..encodings.sape2 import SemanticAwarePositionEncoding
 from ..vit_pos_enc import VisionTransformerPosEnc
 from .inputs import patch_size_of
-from .maps import KNOWN, _logits, record_calls
+from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import shuffle_patches
 
 __all__ = ['ProbeRow', 'awaken_encodings', 'probe']
 
 EXACT = 1e-9  # a relative change below it is rounding of float64
 VISIBLE = 1e-6  # one above it is none
-MIRRORED = ('nope', 'alibi2d')
-CHIRAL = ('rope1d', 'rope2d', 'rope_dinov3', 'mrope', 'rpe2d')
 
 
 class ProbeRow(NamedTuple):
@@ -139,7 +138,7 @@ def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
     attn = getattr(model.blocks[0], 'attn', None) if hasattr(model, 'blocks') else None
-    with record_calls([attn] if isinstance(attn, KNOWN) else []) as calls:
+    with record_calls([watched_module(attn)] if isinstance(attn, KNOWN) else []) as calls:
         features = model.forward_features(images)
     found = {'class logits': model.forward_head(features)}
     num_patches = math.prod(size // patch for size, patch in zip(images.shape[2:], patch_size_of(model)))
@@ -147,13 +146,12 @@ def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
     if features.ndim == 3 and features.shape[1] == p + num_patches:  # [B, N, D]
         found['features'] = features[:, p:]
     for args, kwargs in calls.values():
-        content, position = _logits(attn, args, kwargs)
+        content, position = logits_of(attn, args, kwargs)
         found['first layer, attention logits'] = (content + position)[..., p:, p:]
-        if isinstance(attn, PosEncAttention):
-            x, grid, _, _, pos = args
-            q, k, _ = attn._qkv(x if pos is None else x + pos)
-            for encoding in attn.acting_on('distances')[:1]:
-                for axis, codes in zip('xy', encoding.distances(q, k, grid, 'torch')):
+        for encoding in attn.encodings.values() if isinstance(attn, PosEncAttention) else ():
+            if isinstance(encoding, SemanticAwarePositionEncoding):
+                q, k, _, _, where = args
+                for axis, codes in zip('xy', encoding.codes(q, k, where.grid)):
                     found[f'first layer, {axis} bias'] = ops.pairwise_distance(codes)  # [B, h, H*W, H*W]
     return found
 
@@ -175,7 +173,8 @@ def _expected(model: nn.Module, move: str, what: str) -> str:
     encodings = [get_encoding(name) for name in names]
     if names == ['nope']:
         return '0'
-    on_tokens = any(cls.overrides('embed') or cls.overrides('layer_embed') for cls in encodings)
+    on_tokens = any(
+        cls.overrides('embed') and not cls.per_layer or cls.overrides('layer_embed') for cls in encodings)
     if what.endswith('bias'):
         if move == 'patches permuted' or on_tokens:
             return ''
@@ -185,9 +184,9 @@ def _expected(model: nn.Module, move: str, what: str) -> str:
             return '0'
         return 'changes' if on_tokens else ''
     if move == 'patches mirrored' and what != 'first layer, attention logits':
-        if all(name in MIRRORED for name in names):
+        if all(cls.sees_mirror is False for cls in encodings):
             return '0'
-        return 'changes' if any(name in CHIRAL for name in names) else ''
+        return 'changes' if any(cls.sees_mirror for cls in encodings) else ''
     if move == 'patches permuted' and what == 'class logits':
         return 'changes'
     return ''

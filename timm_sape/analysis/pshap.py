@@ -1,8 +1,8 @@
 """Position-SHAP: how much of a model's decisions comes from where things are.
 
-By the closed form for two players, the image and the position encoding (Bruintjes and van Gemert, 'Learning to
-Adapt to Position Bias in Vision Transformer Classifiers'). They estimate the same numbers by Kernel SHAP, at some 5,000
-times the cost of a validation pass; here it is 18 times.
+Shapley values of two players, the image and the position encoding (Bruintjes and van Gemert, 'Learning to Adapt to
+Position Bias in Vision Transformer Classifiers'). The authors estimate them by Kernel SHAP, at about 5,000 times the
+cost of a validation pass. For two players there is a closed form, which costs 18 passes.
 """
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
 
 @dataclass
 class PositionShap:
-    """What `position_shap` finds, one entry for each image, `[n]`."""
+    """The result of `position_shap`, one entry per image, `[n]`."""
     position: torch.Tensor
-    """phi_PE, what position contributes to the logit of the true class."""
+    """phi_PE, the contribution of position to the logit of the true class."""
     image: torch.Tensor
-    """phi_img, what the image contributes."""
+    """phi_img, the contribution of the image."""
     correct: torch.Tensor
     """Whether the model classifies the image correctly."""
     labels: torch.Tensor
@@ -39,7 +39,7 @@ class PositionShap:
 
     @property
     def value(self) -> float:
-        """P-SHAP of the model, the mean over images that it classifies correctly; NaN if there is none."""
+        """P-SHAP of the model, the mean over the images that it classifies correctly; NaN if there are none."""
         return self.values[self.correct].nanmean().item()
 
 
@@ -49,12 +49,12 @@ def attributions(
         position_only: torch.Tensor,
         neither: torch.Tensor,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Shapley values of two players, exactly; they add up to `both - neither`.
+    """Exact Shapley values of two players. They add up to `both - neither`.
 
     Args:
         both: f(x, p), the logit with the image and its positions, any shape.
-        image_only: f(x, p~), positions taken away.
-        position_only: f(x_b, p), the image taken away.
+        image_only: f(x, p~), without positions.
+        position_only: f(x_b, p), without the image.
         neither: f(x_b, p~).
 
     Returns:
@@ -66,15 +66,15 @@ def attributions(
 
 
 def shuffle_patches(images: torch.Tensor, patch_size: Tuple[int, int], order: torch.Tensor) -> torch.Tensor:
-    """Let patches change places.
+    """Shuffle the patches of images.
 
-    To a model that cuts an image into patches, this is the same as letting positions change places: which token has
-    which position is all that changes, whatever the encoding does with it.
+    For a model that cuts an image into patches, this is the same as shuffling positions, with any encoding: all that
+    changes is which token has which position.
 
     Args:
         images: `[B, C, height, width]`.
         patch_size: Height and width of a patch, in pixels.
-        order: Which patch comes to each place, in raster order, `[B, H*W]`.
+        order: For each place in raster order, the patch that goes there, `[B, H*W]`.
 
     Raises:
         ValueError: If patches do not divide the image.
@@ -96,7 +96,7 @@ def shuffle_patches(images: torch.Tensor, patch_size: Tuple[int, int], order: to
 def _positions_per_layer(model: VisionTransformerPosEnc, seeds: Optional[torch.Tensor]) -> Iterator[None]:
     """Let each layer see positions in an order of its own, drawn from the seed of each image `[B]`; None for no change.
 
-    A layer takes `Grid.keep_indices` for where the tokens stand. All patches are kept here, in another order.
+    `Grid.keep_indices` says where the tokens are. All patches are kept here, in another order.
     """
     if seeds is None:
         yield
@@ -104,13 +104,11 @@ def _positions_per_layer(model: VisionTransformerPosEnc, seeds: Optional[torch.T
 
     def shuffle(layer: int):
         def hook(module, args):
-            x, grid, rotation, bias, pos, *rest = args
+            x, attn_mask, is_causal, position = args
+            grid = position.grid
             orders = [_order(seed.item() + 7919 * (layer + 1), grid.num_patches) for seed in seeds]
             grid = replace(grid, keep_indices=torch.stack(orders).to(x.device))
-            rotation = None if rotation is None else grid.keep_rows(rotation)
-            bias = None if bias is None else grid.keep_pairs(bias)
-            pos = None if pos is None else grid.keep_tokens(pos)
-            return x, grid, rotation, bias, pos, *rest
+            return x, attn_mask, is_causal, model.encodings.position(x, grid)
         return hook
 
     with ExitStack() as stack:
@@ -124,7 +122,7 @@ def _order(seed: int, num_patches: int) -> torch.Tensor:
 
 
 class _Logits:
-    """Logits of images with their positions, or with positions in the order of a seed for each image."""
+    """Logits of images with their positions, or with positions shuffled by a seed for each image."""
 
     def __init__(self, model: nn.Module, batch_size: int, per_layer: bool) -> None:
         self.model = model
@@ -138,7 +136,7 @@ class _Logits:
             index: torch.Tensor,
             seeds: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Logits of `images[index]`, in the order of `seeds`, one for each entry of `index`."""
+        """Logits of `images[index]`, shuffled by `seeds`, one for each entry of `index`."""
         logits = []
         for start in range(0, len(index), self.batch_size):
             part = images[index[start:start + self.batch_size].to(images.device)]
@@ -152,11 +150,12 @@ class _Logits:
         orders = torch.stack([_order(s.item(), height * width) for s in seeds]).to(images.device)
         shuffled = shuffle_patches(images, self.patch_size, orders)
         if isinstance(self.model, VisionTransformerPosEnc):
-            # Objects are found in the image as it is, and then are a part of the positions, of which each token gets
-            # another: not its own object, but that which is at the place where it comes to.
-            grid = self.model.encodings.with_objects(Grid(height, width), images, self.patch_size, None)
-            if grid.objects is not None:
-                return self.model(shuffled, object_index=grid.objects).float()
+            # Objects are found in the image as it is. They are a part of the positions then, and exchanged with them: a
+            # token gets the object of the place that it comes to, not its own.
+            for encoding in self.model.encodings.values():
+                if 'object_index' in encoding.asks_for:
+                    objects = encoding.find_objects(images, Grid(height, width), self.patch_size)
+                    return self.model(shuffled, object_index=objects).float()
         return self.model(shuffled).float()
 
 
@@ -174,29 +173,28 @@ def position_shap(
 ) -> PositionShap:
     """Position-SHAP of a model, for any encoding.
 
-    Images are taken 2 * `background` at a time. One half is explained against the other as background: the image is
-    taken away by putting a background image in its place, and position by a permutation of the positions over the
-    tokens, one for each background image, drawn independently. What the background alone gives is computed once for all
-    images of a half. What is left over at the end, if it is less, is halved likewise; a single image is left out.
+    Images are processed 2 * `background` at a time. Each half is explained with the other half as background: to remove
+    the image, a background image takes its place; to remove position, the positions of the tokens are permuted, with
+    another permutation for each background image. The logits of the background alone are computed once for all images
+    of a half. A smaller rest at the end is halved too; a single image is left out.
 
-    Any encoding can be permuted, as it is patches that are exchanged. (The authors permute tables of the encodings; for
-    biases their code permutes the head dim instead.) All layers see one permutation, so a token has one position. With
-    `per_layer` each layer draws its own, as the authors do with rotations; the encodings of tokens are at the start and
-    have one as well.
+    Permuting patches works for any encoding. (The authors permute tables of the encodings; for biases their code
+    permutes the head dim instead.) All layers see the same permutation, so that a token has one position. With
+    `per_layer` each layer draws its own, as the authors do for rotations, and encodings of the tokens have one too.
 
     Args:
         model: One of ours, or any timm ViT whose patches do not overlap; in eval mode.
         batches: Images `[B, C, height, width]` and labels `[B]`.
-        background: Images in the background, 1 or more; the authors have 16.
+        background: Images in the background, 1 or more; the authors use 16.
         batch_size: Images in a forward pass.
-        per_layer: Let each layer see another permutation. For our models.
+        per_layer: Use another permutation in each layer. For our models only.
         seed: Of the permutations.
         device: Where the model is.
-        progress: Shown before the progress bar, on what takes over two seconds. Default: no bar.
+        progress: Label of a progress bar, shown after two seconds. Default: no bar.
 
     Raises:
-        ValueError: If the model has no patches that could be exchanged, images have no label or one that it does not
-            know, or there are fewer than two.
+        ValueError: If the model does not cut images into patches, a label is missing or unknown to the model, or there
+            are fewer than two images.
     """
     if per_layer and not isinstance(model, VisionTransformerPosEnc):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
@@ -227,7 +225,7 @@ def position_shap(
 
 
 def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-    """Images and labels, `size` at a time, the rest at the end if it is two or more."""
+    """Images and labels, `size` at a time, then the rest if it is two or more."""
     images, labels = [], []
     for some_images, some_labels in batches:
         images.extend(some_images)
@@ -240,7 +238,7 @@ def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _explain(logits, images, labels, seeds, both, background_position, background_neither):
-    """phi_PE, phi_img, whether it is correct, and labels, of n images against b background images."""
+    """phi_PE, phi_img, correctness and labels of n images, against b background images."""
     n, b = len(images), len(seeds)
     labels = labels.to(both.device)
     each = torch.arange(n).repeat_interleave(b)

@@ -13,7 +13,9 @@ from .registry import register_encoding
 
 @register_encoding('alibi2d')
 class LinearBiasEncoding2d(OffsetBiasEncoding):
-    """2D-ALiBi: logits between patches get -m_i * distance, with the slope m_i = 2^(-8i/h) for head i = 1 ... h.
+    """ALiBi with distances in the plane (2D-ALiBi).
+
+    Logits between patches get -m_i * distance, with the slope m_i = 2^(-8i/h) for head i = 1 ... h.
 
     Where h is no power of two, the slopes are those of the next lower one, followed by every second slope of the next
     higher one, as in ALiBi. Prefix tokens are at no distance: their bias is 0.
@@ -24,6 +26,7 @@ class LinearBiasEncoding2d(OffsetBiasEncoding):
     Raises:
         ValueError: If it is neither.
     """
+    sees_mirror = False
     paper = 'https://arxiv.org/abs/2311.00566'
 
     def __init__(self, *, distance: str = 'euclidean', **host) -> None:

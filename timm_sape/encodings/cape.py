@@ -6,7 +6,7 @@ relative positions. 2-D in that the waves have directions all around the circle.
 addition per token entry, and in training a table for each image.
 """
 import math
-from typing import Optional, Tuple
+from typing import Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,9 @@ from .registry import register_encoding
 
 @register_encoding('cape')
 class ContinuousAugmentedPositionEncoding(FixedEncoding):
-    """CAPE2d: tokens t become sqrt(D) * t + [cos(pi w.p), sin(pi w.p)], where w_k = rho_k * (cos k, sin k), k < D/2.
+    """Continuous augmented (CAPE2d).
+
+    Tokens t become sqrt(D) * t + [cos(pi w.p), sin(pi w.p)], where w_k = rho_k * (cos k, sin k), k < D/2.
 
     rho goes from 1 to 10 in equal ratios, and p = (y, x) from -1 to 1 along each axis, whatever the grid; where an axis
     has one patch alone, p is 0. Only in training, and anew for each image, p becomes (p + global shift + local shift) *
@@ -97,16 +99,13 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
             position = position * (math.log(self.max_scale) * draw(1, 1)).exp()
         return position
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        factor = x.new_full((grid.num_patches, 1), self.dim ** 0.5)
-        factor = F.pad(factor, (0, 0, grid.num_prefix_tokens, 0), value=1.0)  # [N, 1]
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         if self.training and (self.max_global_shift > 0 or self.max_local_shift > 0 or self.max_scale > 1):
             table = self._waves(self._augmented(grid, x.shape[0], x.device, self.table.dtype))  # [B, H*W, D]
-        else:
-            table = self.table_for(grid)  # [H*W, D]
-        return factor, grid.pad_tokens(table)  # [(B,) N, D]
+            return grid.pad_tokens(grid.gather(table[:, None])[:, 0])  # [B, N, D]
+        return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]
+
+    def mix(self, x: torch.Tensor, term: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        p = grid.num_prefix_tokens
+        factor = F.pad(x.new_full((x.shape[1] - p, 1), self.dim ** 0.5), (0, 0, p, 0), value=1.0)  # [N, 1]
+        return x * factor, term

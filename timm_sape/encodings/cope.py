@@ -15,7 +15,9 @@ from .registry import register_encoding
 
 @register_encoding('cope')
 class ContextualPositionEncoding(ReferenceGridEncoding):
-    """CoPE: logits get z_i[p_ij] / sqrt(d), z_i[p] = q_i.e[p], where p_ij sums sigmoid(q_i.k_m / sqrt(d)) over m >= j.
+    """Contextual (CoPE).
+
+    Logits get z_i[p_ij] / sqrt(d), z_i[p] = q_i.e[p], where p_ij sums sigmoid(q_i.k_m / sqrt(d)) over m >= j.
 
     Computed in float32 at least. The table starts at zero and has no weight decay. The authors use as many positions as
     tokens, which makes z itself N x N; here `npos` is a keyword, and further positions count as the last one. On a grid
@@ -50,7 +52,7 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
         ref = self.rescaling(grid)
         scale = self.head_dim ** -0.5
-        return scale * ops.recomputed_contextual_bias(
+        return scale * ops.contextual_bias(
             q, k, self.table, grid,
             gate_scale=scale,
             between=self.direction == 'between',

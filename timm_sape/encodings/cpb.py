@@ -5,17 +5,18 @@ pair (dy, dx), squeezed by a logarithm so that offsets beyond the trained ones a
 MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per head and layer, whatever the batch.
 """
 import math
+from collections import OrderedDict
+from functools import reduce
 from typing import Optional, Tuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from timm.layers import Mlp
 
 from .. import ops
 from ..grid import Grid
 from .base import ReferenceGridEncoding
 from .checks import is_integer, is_number
+from .layers import WideLinear
 from .registry import register_encoding
 from .rpb import between_patches
 
@@ -24,7 +25,9 @@ MODES = ('swin', 'cr')
 
 @register_encoding('cpb')
 class ContinuousPositionBias(ReferenceGridEncoding):
-    """Logits get b(f(p_i - p_j)), with b(f) = 16 sigmoid(fc2(relu(fc1(f)))), fc2 without a bias.
+    """Log-spaced continuous bias of Swin V2.
+
+    Logits get b(f(p_i - p_j)), with b(f) = 16 sigmoid(fc2(relu(fc1(f)))), fc2 without a bias.
 
     Along each axis f(delta) = sign(delta) * log2(1 + |s|) / log2(8), where s is 8 * delta / (W0 - 1) for the trained
     grid H0 x W0. (An axis of one patch, on which timm's `RelPosMlp` gives NaN, counts as one of two.)
@@ -70,17 +73,13 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         if not is_number(drop) or not 0 <= drop < 1:
             raise ValueError(f"'cpb' needs drop of at least 0 and less than 1, got {drop!r}.")
         self.mode = mode
-        self.mlp = Mlp(
-            2,
-            hidden_features=hidden,
-            out_features=self.num_heads,
-            act_layer=nn.ReLU,
-            bias=(True, mode == 'cr'),
-            drop=(drop, 0.),
-            device=device,
-            dtype=dtype,
-        )
-        self.reset_parameters()
+        dd = {'device': device, 'dtype': dtype}
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=WideLinear(2, hidden, **dd),
+            act=nn.ReLU(),
+            drop1=nn.Dropout(drop),
+            fc2=WideLinear(hidden, self.num_heads, bias=mode == 'cr', **dd),
+        ))
 
     def reset_parameters(self) -> None:
         self.mlp.fc1.reset_parameters()
@@ -90,18 +89,16 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         return self.ref_grid_size if self.mode == 'swin' else None
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
-        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
-        with ops.no_autocast(fc1.weight):
-            parameters = (fc1.weight, fc1.bias, fc2.weight, *([] if fc2.bias is None else [fc2.bias]))
-            weight1, bias1, *layer2 = ops.upcast(*parameters)
-            offsets = self._squeezed_offsets(grid, weight1.device, weight1.dtype)
-            hidden = self.mlp.drop1(self.mlp.act(F.linear(offsets, weight1, bias1)))
-            values = F.linear(hidden, *layer2)  # [(2H-1)*(2W-1), h]
+        # Not the weights' device: a library may load the weights of a layer in its own call only.
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters()), torch.float32)
+        offsets = self._squeezed_offsets(grid, grid.device, dtype)
+        with ops.no_autocast(offsets):
+            values = self.mlp(offsets)  # [(2H-1)*(2W-1), h]
             if self.mode == 'swin':
                 values = 16 * values.sigmoid()
-        return grid.pad_prefix(between_patches(values, grid))  # [h, N, N]
+        return grid.between_tokens(between_patches(values, grid))  # [(B,) h, N, N]
 
-    def _squeezed_offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    def _squeezed_offsets(self, grid: Grid, device: Optional[torch.device], dtype: torch.dtype) -> torch.Tensor:
         """f of each offset, row by row, `[(2H-1)*(2W-1), 2]`."""
         axes = []
         for size, ref in zip(grid.size, self.ref_grid_size):

@@ -162,28 +162,31 @@ class ImageRelativePositionEncoding(PositionEncoding):
 
 @register_encoding('irpe_k')
 class ImageRelativePositionEncodingK(ImageRelativePositionEncoding):
-    """iRPE on keys."""
+    """Image relative, on keys (iRPE)."""
     on = 'k'
     adds = 'L * 50 * d'
 
 
 @register_encoding('irpe_q')
 class ImageRelativePositionEncodingQ(ImageRelativePositionEncoding):
-    """iRPE on queries."""
+    """Image relative, on queries (iRPE)."""
     on = 'q'
     adds = 'L * 50 * d'
 
 
 @register_encoding('irpe_qk')
 class ImageRelativePositionEncodingQK(ImageRelativePositionEncoding):
-    """iRPE on queries and keys."""
+    """Image relative, on queries and keys (iRPE)."""
     on = 'qk'
     adds = 'L * 100 * d'
 
 
 @register_encoding('irpe_qkv')
 class ImageRelativePositionEncodingQKV(ImageRelativePositionEncoding):
-    """iRPE on queries, keys and values. Values need the probabilities, so attention is computed explicitly."""
+    """Image relative, on queries, keys and values (iRPE).
+
+    Values need the probabilities, so attention is computed explicitly.
+    """
     on = 'qkv'
     adds = 'L * 150 * d'
 

@@ -9,18 +9,19 @@ from typing import Tuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 
-from .. import ops
 from ..grid import Grid
 from .base import ResizedEncoding, fill_trunc_normal
+from .layers import WideLayerNorm
 from .registry import register_encoding
 
 
 @register_encoding('lape')
 class LayerAdaptivePositionEncoding(ResizedEncoding):
-    """The attention of layer l sees LN1(x) + p_l, where p_l = LN_l(p_(l-1)) and p_0 is the table.
+    """Layer-adaptive absolute (LaPE).
+
+    The attention of layer l sees LN1(x) + p_l, where p_l = LN_l(p_(l-1)) and p_0 is the table.
 
     Tokens themselves get nothing, so neither the residual path nor an MLP sees p. The table starts as a truncated
     normal distribution with std .02 and has rows for the prefix tokens too. LN_l are norms of its own (eps 1e-6), which
@@ -29,6 +30,8 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
     On another grid the rows of the patches are resampled as those of 'ape', before the first norm.
     """
     per_layer = False
+    supplements_ape = False
+    excludes = {'ape': "it is 'ape' handed from layer to layer instead of added once"}
     adds = '(H*W + P + 2 * L) * D'
     resolution = 'the table is resampled (bicubic, antialiased)'
     paper = 'https://arxiv.org/abs/2212.05262'
@@ -38,7 +41,7 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
         dd = {'device': device, 'dtype': dtype}
         height, width = self.grid_size
         self.table = nn.Parameter(torch.empty(1, self.num_prefix_tokens + height * width, self.dim, **dd))
-        self.norms = nn.ModuleList(nn.LayerNorm(self.dim, eps=1e-6, **dd) for _ in range(depth))
+        self.norms = nn.ModuleList(WideLayerNorm(self.dim, eps=1e-6, **dd) for _ in range(depth))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -65,9 +68,8 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
         return resample_abs_pos_embed(table, new_size=new_size, old_size=old_size, num_prefix_tokens=p)
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
-        table, tables = self.resized('table', grid), []
+        table, terms = self.resized('table', grid), []
         for norm in self.norms:
-            table, weight, bias = ops.upcast(table, norm.weight, norm.bias)
-            table = F.layer_norm(table, (self.dim,), weight, bias, norm.eps)  # [1, N, D]
-            tables.append(table)
-        return torch.cat(tables)  # [L, N, D]
+            table = norm(table)  # [1, P+H*W, D]
+            terms.append(grid.keep_tokens(table[0]))
+        return torch.stack(terms)  # [L, (B,) N, D]

@@ -23,7 +23,9 @@ UNSEEN = 1.0  # in the table, where all biases are 0 or less
 
 @register_encoding('lookhere')
 class DirectedAttentionEncoding(OffsetBiasEncoding):
-    """LookHere-90: logits get -2 * f * m * Euclidean distance within the head's field of view, and -inf outside of it.
+    """Directed attention (LookHere-90).
+
+    Logits get -2 * f * m * Euclidean distance within the head's field of view, and -inf outside of it.
 
     f goes from 1.5 in the first layer to .5 in the last. Heads come in groups of four. The first groups see the
     quarters between two axes (corners: up left, up right, down left, down right); as many groups, or one less, those
@@ -37,7 +39,7 @@ class DirectedAttentionEncoding(OffsetBiasEncoding):
     and columns, whatever becomes of distances. There is no `auto_lookhere`: 0 * -inf is no neutral start.
 
     Raises:
-        ValueError: If the number of heads is neither 6 nor a multiple of 4.
+        ValueError: If the number of heads is neither 6 nor a multiple of 4. Hence there is no `vit_tiny_lookhere`.
     """
     per_layer = True  # f is
     gate_init = None

@@ -16,7 +16,9 @@ from .registry import register_encoding
 
 @register_encoding('mrope')
 class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
-    """M-RoPE: pair k < d/2, the channels k and k + d/2, turns by 10000^(-2k/d) times 0, y, x, 0, y, x, ...
+    """Multimodal rotary (M-RoPE).
+
+    Pair k < d/2, the channels k and k + d/2, turns by 10000^(-2k/d) times 0, y, x, 0, y, x, ...
 
     Angles are those of timm's layer, computed here since that hands out their sines and cosines, and a gate acts on the
     angles.
@@ -34,6 +36,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
     """
     rotate_half = True
     relative = True
+    sees_mirror = True
     resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2409.12191'
 

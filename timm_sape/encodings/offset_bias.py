@@ -41,15 +41,15 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
 
     @staticmethod
     def spread(table: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Biases by offset `[h, 2H-1, 2W-1]` to biases between tokens `[h, N, N]`, by the prefix rule."""
-        if torch.jit.is_tracing():  # which bakes strides in, also where sizes may change
-            return grid.pad_prefix(between_patches(table.flatten(1).T, grid).transpose(1, 2))
-        # The biases of the patch at (y, x) are the window that begins at offset (-y, -x): the first window is the last
-        # patch's. `unfold` would do, were it not for symbolic sizes.
+        """Biases by offset `[h, 2H-1, 2W-1]` to biases between tokens `[(B,) h, N, N]`."""
+        if torch.jit.is_tracing():  # tracing would fix the strides, even where sizes may change
+            return grid.between_tokens(between_patches(table.flatten(1).T, grid).transpose(1, 2))
+        # The biases of the patch at (y, x) are the window that begins at offset (-y, -x), so the first window belongs
+        # to the last patch. Not `unfold`, which fails on symbolic sizes.
         head, row, column = table.stride()
         windows = table.as_strided((table.shape[0], *grid.size, *grid.size), (head, row, column, row, column))
         rows = windows.flip(1, 2)  # [h, H, W, H, W]
-        return grid.pad_prefix(rows.flatten(3, 4).flatten(1, 2))  # [h, N, N]
+        return grid.between_tokens(rows.flatten(3, 4).flatten(1, 2))  # [(B,) h, N, N]
 
 
 def per_head(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

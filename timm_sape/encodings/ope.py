@@ -20,7 +20,9 @@ from .registry import register_encoding
 
 @register_encoding('ope')
 class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
-    """The patch at (y, x) of object o gets [wave(o), wave(x), wave(y)] of D/2, D/4 and D/4 channels.
+    """Object-based (OPE).
+
+    The patch at (y, x) of object o gets [wave(o), wave(x), wave(y)] of D/2, D/4 and D/4 channels.
 
     In C channels, wave(p) is [sin(p w), cos(p w)] with w_k = 10000^(-2k/C), k < C/2. Prefix tokens get nothing.
 
@@ -35,9 +37,10 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
         std: Standard deviation, likewise; positive.
 
     Raises:
-        ValueError: If a value is none of these, the embed dim is not a multiple of 8, or, in the forward pass, the
-            image has another number of channels.
+        ValueError: If a value is none of these or the embed dim is not a multiple of 8; in the forward pass, if the
+            image has another number of channels, `object_index` has another shape, or there is neither of them.
     """
+    asks_for = ('images', 'patch_size', 'object_index')
     resolution = 'coordinates go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2410.06405'
 
@@ -72,15 +75,34 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
             self,
             x: torch.Tensor,
             grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        assert grid.objects is not None, "'ope' needs grid.objects, which find_objects tells."
+            images: Optional[torch.Tensor],
+            patch_size: Tuple[int, int],
+            object_index: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        if object_index is not None:
+            _check(object_index, [x.shape[0], grid.num_patches])  # not len(x): export would fix the batch size
+        elif images is not None:
+            object_index = self.find_objects(images, grid, patch_size)
+        else:
+            raise ValueError(
+                "'ope' finds objects in the images, and there are only tokens. Call model(images) or "
+                'model.embed(images), or pass object_index=.')
         table = self.table_for(grid)  # [H*W, D/2]
-        objects = _waves(grid.objects.to(table), self.dim // 2)  # [B, H*W, D/2]
+        objects = _waves(object_index.to(table), self.dim // 2)  # [B, H*W, D/2]
         table = torch.cat([objects, table.expand_as(objects)], dim=-1)  # [B, H*W, D]
-        return None, grid.pad_tokens(table)  # [B, N, D]
+        return grid.pad_tokens(grid.gather(table[:, None])[:, 0])  # [B, N, D]
 
     def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
+        """The object that each patch of the whole grid belongs to.
+
+        Args:
+            images: `[B, C, height, width]`, as the model gets them.
+            grid: The grid.
+            patch_size: Height and width of a patch in pixels.
+
+        Returns:
+            int64 `[B, H*W]`.
+        """
         levels = self._levels(images.detach(), grid, patch_size)  # [B, H*W, C]
         place = grid.coordinates(levels.device, levels.dtype)  # [H*W, 2]
         is_near = _steps(place) <= 1  # [H*W, H*W]
@@ -113,6 +135,16 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
                 f"'ope' has a {name} of {len(values)} channels, but the image has {num_channels}. "
                 f"Create the model with pos_enc_kwargs={{'ope': {{'{name}': ...}}}} of as many, or a single number.")
         return values
+
+
+def _check(object_index: torch.Tensor, shape: List[int]) -> None:
+    is_tensor = isinstance(object_index, torch.Tensor)
+    if not is_tensor or object_index.dtype.is_floating_point or object_index.dtype.is_complex or (
+            list(object_index.shape) != shape):
+        got = f'{object_index.dtype} {list(object_index.shape)}' if is_tensor else type(object_index).__name__
+        raise ValueError(
+            f"'ope' needs object_index to be a tensor of integers of shape [B, H*W] = {shape}, one for each patch in "
+            f'raster order, got {got}.')
 
 
 def _waves(position: torch.Tensor, num_channels: int) -> torch.Tensor:

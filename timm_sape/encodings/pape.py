@@ -27,7 +27,9 @@ UNIT, WEIGHT = 16.0, 512.0
 
 @register_encoding('pape')
 class ParabolicPositionEncoding(CoordinateEncoding):
-    """Logits get sum over m of -a_im (u_im - u_jm)^2 + b_im (u_im - u_jm), with u_jm = w_p[m].(y_j, x_j).
+    """Parabolic (PaPE).
+
+    Logits get sum over m of -a_im (u_im - u_jm)^2 + b_im (u_im - u_jm), with u_jm = w_p[m].(y_j, x_j).
 
     For each head, a_i = softplus(w_a x_i) and b_i = w_b x_i, with x_i the normed token that q and k are made of. The
     authors' code divides the bias by sqrt(d) along with q.k; here it is added as it stands. So that it starts from the

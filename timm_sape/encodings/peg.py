@@ -15,7 +15,9 @@ from .registry import register_encoding
 
 @register_encoding('peg')
 class ConditionalPositionEncoding(PositionEncoding):
-    """After the first block: x + conv(x), where conv is depthwise, k x k, with a bias, on the grid of the patches.
+    """Conditional, by a convolution (PEG).
+
+    After the first block: x + conv(x), where conv is depthwise, k x k, with a bias, on the grid of the patches.
 
     Beyond the border there are zeros, and in the place of a dropped patch as well. Prefix tokens get nothing. The
     convolution starts as torch's do, its weights and biases uniform within +-1/k (Twins starts it otherwise: normal
@@ -42,8 +44,9 @@ class ConditionalPositionEncoding(PositionEncoding):
     def reset_parameters(self) -> None:
         self.conv.reset_parameters()
 
-    def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         patches = grid.scatter(x[:, None, grid.num_prefix_tokens:])[:, 0]  # [B, H*W, D]
-        maps = self.conv(patches.transpose(1, 2).unflatten(2, grid.size))  # [B, D, H, W]
+        maps = patches.transpose(1, 2).unflatten(2, grid.size)  # [B, D, H, W]
+        maps = self.conv(maps.contiguous())  # opacus' gradients of a convolution are wrong if its input is not
         patches = maps.flatten(2).transpose(1, 2)  # [B, H*W, D]
         return grid.pad_tokens(grid.gather(patches[:, None])[:, 0])  # [B, N, D]

@@ -3,16 +3,21 @@
 Lets a model weigh content against position channel by channel, whichever encodings of the tokens stand beside it. It
 knows no position itself. Costs two multiplications per token entry.
 """
+from typing import Tuple
+
 import torch
 import torch.nn as nn
 
+from ..grid import Grid
 from .base import PositionEncoding
 from .registry import register_encoding
 
 
 @register_encoding('pemix')
 class PositionMixer(PositionEncoding):
-    """Tokens x and the sum of all their position terms, pe, become x * w_x + pe * w_pe, both weights in R^D.
+    """Mixer of tokens and positions (PEmixer).
+
+    Tokens x and the sum of all their position terms, pe, become x * w_x + pe * w_pe, both weights in R^D.
 
     Both start as ones, which is plain addition, and have no weight decay. Prefix tokens are weighed like all others.
     This is the authors' mixer without norms. There is no `auto_pemix`, as it contributes nothing that could be faded
@@ -35,5 +40,5 @@ class PositionMixer(PositionEncoding):
         nn.init.ones_(self.weight_x)
         nn.init.ones_(self.weight_pe)
 
-    def mix(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight_x + term * self.weight_pe).to(x.dtype)  # [B, N, D]
+    def mix(self, x: torch.Tensor, term: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight_x, term * self.weight_pe

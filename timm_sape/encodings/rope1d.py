@@ -12,7 +12,9 @@ from .registry import register_encoding
 
 @register_encoding('rope1d')
 class RotaryEncoding1d(FixedRotaryEncoding, CoordinateEncoding):
-    """RoPE: pair k < d/2 of patch n of the raster turns by n * 10000^(-2k/d). Prefix tokens are not counted.
+    """Rotary along the raster (RoPE).
+
+    Pair k < d/2 of patch n of the raster turns by n * 10000^(-2k/d). Prefix tokens are not counted.
 
     Args:
         resolution: On a grid of N patches other than the N0 trained on, 'extrapolate' goes on counting, 'rescale'
@@ -22,6 +24,7 @@ class RotaryEncoding1d(FixedRotaryEncoding, CoordinateEncoding):
         ValueError: If it is neither, or the head dim is odd.
     """
     relative = True
+    sees_mirror = True
     resolution = 'the raster index goes on, or `rescale`'
     paper = 'https://arxiv.org/abs/2104.09864'
 

@@ -11,12 +11,15 @@ from .registry import register_encoding
 
 @register_encoding('rope2d')
 class AxialRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
-    """RoPE-Axial: channel pair t < d/4 turns by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
+    """Axial 2-D rotary (RoPE-Axial).
+
+    Channel pair t < d/4 turns by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
 
     Raises:
         ValueError: If the head dim is not a multiple of 4.
     """
     relative = True
+    sees_mirror = True
     resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2403.13298'
 

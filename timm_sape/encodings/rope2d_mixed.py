@@ -13,7 +13,9 @@ from .registry import register_encoding
 
 @register_encoding('rope2d_mixed')
 class MixedRotaryEncoding(RotaryEncoding, CoordinateEncoding):
-    """RoPE-Mixed: pair t of head h turns by x * freqs[0, h, t] + y * freqs[1, h, t], learned in each layer.
+    """Mixed 2-D rotary (RoPE-Mixed).
+
+    Pair t of head h turns by x * freqs[0, h, t] + y * freqs[1, h, t], learned in each layer.
 
     The frequencies start as 10^(-4t/d) in a random direction per head, and in the one at right angles to it. Angles are
     computed in float32 at least. The frequencies have no weight decay.

@@ -16,7 +16,9 @@ from .registry import register_encoding
 
 @register_encoding('rope_dinov3')
 class NormalizedRotaryEncoding(FixedRotaryEncoding):
-    """DINOv3's RoPE: pair k < d/4 turns by 2 pi y / base^(4k/d), pair d/4 + k by 2 pi x / base^(4k/d).
+    """Axial rotary of DINOv3.
+
+    Pair k < d/4 turns by 2 pi y / base^(4k/d), pair d/4 + k by 2 pi x / base^(4k/d).
 
     Pair t is the channels t and t + d/2. y is 2 (i + 1/2) / H - 1 for row i, x likewise, so both lie between -1 and 1.
 
@@ -41,6 +43,7 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     """
     rotate_half = True
     relative = True
+    sees_mirror = True
     resolution = 'nothing to do: positions go from -1 to 1'
     paper = 'https://arxiv.org/abs/2508.10104'
 
@@ -79,9 +82,9 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return self._turn(self._positions(grid, device, dtype))
 
-    def rotation(self, grid: Grid) -> torch.Tensor:
+    def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         if not self.training or not self.augments:
-            return super().rotation(grid)
+            return super().rotation_of_grid(grid)
         position = self._augmented(self._positions(grid, self.table.device, self.table.dtype))
         return rotation_table(self.gated(self._turn(position)), self.rotate_half)
 

@@ -17,7 +17,9 @@ from .registry import register_encoding
 
 @register_encoding('rpb')
 class RelativePositionBias(ResizedEncoding):
-    """Swin's table: logits get table[p_i - p_j], with a row for each offset from (1-H, 1-W) to (H-1, W-1).
+    """Relative position bias of Swin.
+
+    Logits get table[p_i - p_j], with a row for each offset from (1-H, 1-W) to (H-1, W-1).
 
     The rows stand in the order of timm's `RelPosBias`, dy first. They start as a truncated normal distribution with std
     .02 and have no weight decay. timm's layer serves windows: it takes one prefix token at most, whose pairs have
@@ -54,7 +56,7 @@ class RelativePositionBias(ResizedEncoding):
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
         (table,) = ops.upcast(self.resized('table', grid))
-        return grid.pad_prefix(between_patches(table, grid))  # [h, N, N]
+        return grid.between_tokens(between_patches(table, grid))  # [(B,) h, N, N]
 
 
 def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -17,7 +17,9 @@ STARTS = 2 ** -1, 2 ** -0.5  # left and right slope of the first head
 
 @register_encoding('rpe2d')
 class RelativePositionEncoding2d(OffsetBiasEncoding):
-    """2D-RPE: the logit of patch i for patch j gets -r_left * distance, or -r_right * distance if j > i in the raster.
+    """Manhattan distance with two slopes (2D-RPE).
+
+    The logit of patch i for patch j gets -r_left * distance, or -r_right * distance if j > i in the raster.
 
     The slopes of head i = 0 ... h-1 are r_left = 2^-1 * 2^(-8i/h) and r_right = 2^-0.5 * 2^(-8i/h). The paper's text
     has no sign; its code subtracts, as ALiBi does. The code also sets the special tokens at a large distance from all
@@ -32,6 +34,7 @@ class RelativePositionEncoding2d(OffsetBiasEncoding):
     Raises:
         ValueError: If a value is none of these.
     """
+    sees_mirror = True
     paper = 'https://arxiv.org/abs/2410.06405'
 
     def __init__(self, *, slopes: str = 'paper', diagonal: bool = False, **host) -> None:

@@ -9,8 +9,7 @@ image the bias is zero. It supplements a position encoding rather than replacing
 
 Cost: distances of N x N codes of length W and of length H, on top of attention.
 """
-from functools import partial
-from typing import Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -133,36 +132,26 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
                 fill_trunc_normal(getattr(self, name), self.table_std)
 
 
+    def codes(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The codes of the patches along x and along y, `[B, h, N-P, W]` and `[B, h, N-P, H]`, in float32 or wider."""
+        return ops.axis_codes(q, k, self.table_x, self.table_y, grid, **self._options(grid))
+
+    def _options(self, grid: Grid) -> Dict[str, Any]:
+        return {'mode': self.mode, 'gate_scale': self.gate_scale, 'ref_grid_size': self.rescaling(grid)}
+
+
 class SemanticAwarePositionEncoding(SemanticAwareEncoding):
     """SaPE2: logits get bias_scale * (b^x + b^y), see `timm_sape.functional.sape2_bias` for the equations."""
     family = 'sape2'
 
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
-        codes_x, codes_y = self._codes(ops.axis_codes, q, k, grid)
-        bias = ops.distance_bias(codes_x, codes_y, grid)
+        bias = ops.sape2_bias(q, k, self.table_x, self.table_y, grid, **self._options(grid))
         return self._gain(bias).view(-1, 1, 1) * bias  # [B, h, N, N]
 
-    def distances(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            grid: Grid,
-            backend: str,
-    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        codes_x, codes_y = self._codes(partial(ops.recomputed_axis_codes, backend=backend), q, k, grid)
-        return codes_x, codes_y, self._gain(codes_x)
-
-    def code_widths(self, grid: Grid) -> Tuple[int, int]:
-        return tuple(max(len(self.mode) * size, len(table) - 1) for size, table in (
-            (grid.width, self.table_x), (grid.height, self.table_y)))
-
-    def _codes(self, function, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
-        return function(
-            q, k, self.table_x, self.table_y, grid,
-            mode=self.mode,
-            gate_scale=self.gate_scale,
-            ref_grid_size=self.rescaling(grid),
-        )
+    def attend(self, q, k, v, rotated_q, rotated_k, mask, grid: Grid, **options) -> torch.Tensor:
+        return ops.sape2_attention(
+            q, k, v, self.table_x, self.table_y, grid, **self._options(grid),
+            bias_scale=self.gated(self._gain(ops.upcast(q)[0])), rotated=(rotated_q, rotated_k), mask=mask, **options)
 
     def _gain(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(like.dtype)
@@ -170,17 +159,26 @@ class SemanticAwarePositionEncoding(SemanticAwareEncoding):
 
 @register_encoding('sape2_q')
 class SemanticAwarePositionEncodingQ(SemanticAwarePositionEncoding):
-    """SaPE2(Q): embeddings are multiplied with the queries."""
+    """2-D semantic-aware, on queries (SaPE2(Q)).
+
+    Embeddings are multiplied with the queries.
+    """
     mode = 'q'
 
 
 @register_encoding('sape2_k', aliases=('sape2',))
 class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
-    """SaPE2(K): embeddings are multiplied with the keys; the gates are of q.k still. The paper's best, so `sape2`."""
+    """2-D semantic-aware, on keys (SaPE2(K)).
+
+    Embeddings are multiplied with the keys; the gates are of q.k still. The paper's best, so `sape2`.
+    """
     mode = 'k'
 
 
 @register_encoding('sape2_qk')
 class SemanticAwarePositionEncodingQK(SemanticAwarePositionEncoding):
-    """SaPE2 on both Q and K, which the paper names (5.3) but does not define: here their codes are concatenated."""
+    """2-D semantic-aware, on queries and keys (SaPE2(QK)).
+
+    SaPE2 on both Q and K, which the paper names (5.3) but does not define: here their codes are concatenated.
+    """
     mode = 'qk'

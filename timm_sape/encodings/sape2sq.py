@@ -38,12 +38,7 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         with ops.no_autocast(q):
-            codes = torch.cat(ops.axis_codes(
-                q, k, self.table_x, self.table_y, grid,
-                mode=self.mode,
-                gate_scale=self.gate_scale,
-                ref_grid_size=self.rescaling(grid),
-            ), dim=-1)  # [B, h, N-P, W+H]
+            codes = torch.cat(self.codes(q, k, grid), dim=-1)  # [B, h, N-P, W+H]
             codes = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance
             gain = codes.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(codes.dtype)
             gain = self.gated(gain).view(-1, 1, 1)  # [h|1, 1, 1]

@@ -17,7 +17,9 @@ from .registry import register_encoding
 
 @register_encoding('shaw')
 class RelativePositionRepresentations(PositionEncoding):
-    """Logits get q_i.(table_y[clip(y_j - y_i)] + table_x[clip(x_j - x_i)]) / sqrt(d), clipped to -clip ... clip.
+    """Relative vectors of Shaw.
+
+    Logits get q_i.(table_y[clip(y_j - y_i)] + table_x[clip(x_j - x_i)]) / sqrt(d), clipped to -clip ... clip.
 
     The heads share a table, each layer has its own. Tables start as a normal distribution with std 1/sqrt(d) and have
     no weight decay. Keys alone have such vectors; those for values, which the paper finds to add little, are left out.

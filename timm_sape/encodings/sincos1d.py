@@ -3,8 +3,6 @@
 Nothing about it is 2-D: neighbours in a column are W positions apart, however near they are in the image. Costs one
 addition per token entry.
 """
-from typing import Optional, Tuple
-
 import torch
 
 from ..grid import Grid
@@ -14,7 +12,9 @@ from .registry import register_encoding
 
 @register_encoding('sincos1d')
 class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
-    """Patch n of the raster gets sin(n * w_k) in channel 2k and cos(n * w_k) in channel 2k + 1, w_k = 10000^(-2k/D).
+    """Sinusoidal along the raster.
+
+    Patch n of the raster gets sin(n * w_k) in channel 2k and cos(n * w_k) in channel 2k + 1, w_k = 10000^(-2k/D).
 
     Prefix tokens are not counted and get nothing.
 
@@ -43,10 +43,5 @@ class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
         angles = index[:, None] * 10000 ** (-2 * k / self.dim)  # [H*W, D/2]
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)  # [H*W, D]
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        return None, grid.pad_tokens(self.table_for(grid))  # [N, D]
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]

@@ -2,8 +2,6 @@
 
 2-D in that one half of the channels encodes x and the other y. Costs one addition per token entry.
 """
-from typing import Optional, Tuple
-
 import torch
 
 from ..grid import Grid
@@ -13,7 +11,9 @@ from .registry import register_encoding
 
 @register_encoding('sincos2d')
 class SinusoidalPositionEncoding2d(FixedEncoding, CoordinateEncoding):
-    """The patch at (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)], D/4 channels each, w_k = 10000^(-k/(D/4)).
+    """Sinusoidal in x and y.
+
+    The patch at (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)], D/4 channels each, w_k = 10000^(-k/(D/4)).
 
     Prefix tokens get nothing.
 
@@ -36,10 +36,5 @@ class SinusoidalPositionEncoding2d(FixedEncoding, CoordinateEncoding):
         y, x = (c[:, None] * frequencies for c in self.coordinates(grid, device, dtype).unbind(-1))  # [H*W, D/4]
         return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)  # [H*W, D]
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        return None, grid.pad_tokens(self.table_for(grid))  # [N, D]
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]

@@ -22,7 +22,9 @@ THRESHOLDS = tuple(math.isqrt(64 * 2 ** k - 1) + 1 for k in range(8))
 
 @register_encoding('t5')
 class BucketedRelativePositionBias(PositionEncoding):
-    """Logits get table_y[bucket(y_j - y_i)] + table_x[bucket(x_j - x_i)].
+    """Relative bias of T5, in x and y.
+
+    Logits get table_y[bucket(y_j - y_i)] + table_x[bucket(x_j - x_i)].
 
     Of the 32 buckets, 16 are for distances forward (j behind i), 16 for the others. In each half 0 to 7 have one each,
     a distance m of 8 and more has 8 + floor(8 * log(m / 8) / log(128 / 8)), 15 at most: 12, 16, 23, 32, 46, 64 and 91
@@ -59,11 +61,11 @@ class BucketedRelativePositionBias(PositionEncoding):
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
         if self.distance == 'raster':
-            return grid.pad_prefix(_along(self.table, grid.num_patches))  # [h, N, N]
+            return grid.between_tokens(_along(self.table, grid.num_patches))  # [(B,) h, N, N]
         along_y = _along(self.table_y, grid.height)[:, :, None, :, None]  # [h, H, 1, H, 1]
         along_x = _along(self.table_x, grid.width)[:, None, :, None, :]  # [h, 1, W, 1, W]
         bias = (along_y + along_x).reshape(-1, grid.num_patches, grid.num_patches)
-        return grid.pad_prefix(bias)  # [h, N, N]
+        return grid.between_tokens(bias)  # [(B,) h, N, N]
 
 
 def _along(table: torch.Tensor, size: int) -> torch.Tensor:

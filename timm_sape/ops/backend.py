@@ -8,9 +8,10 @@ from typing import Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-from .limits import LIMITS, MIN_CAPABILITY, shared_memory
+from .transforms import is_transformed
+from .triton_limits import LIMITS, MIN_CAPABILITY, shared_memory
 
-__all__ = ['BACKENDS', 'choose_backend', 'is_transformed', 'using_backend']
+__all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
 BACKENDS = ('reference', 'torch', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
@@ -69,14 +70,6 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
     return (
         'its kernels do not run on this device: they want an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
         'Python starts'), 0
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work. Custom operators take no part in the former, and
-    behind them the latter finds derivatives of zero, without a word. (Where Dynamo traces, it is right or raises.)"""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_reference: str) -> str:

@@ -11,12 +11,17 @@ distance of less than tol times s_i + s_j is rounding and counts as 0.
 For float32 q.k and grad.v are float64, too, before they are rounded: the kernels form them in blocks of other shapes,
 and were they to differ in the last digit of a logit of 10^4, the probabilities of a row would not sum to 1.
 """
+from functools import partial
 from typing import Dict, List, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+
+from .distances import distance_attention, register_flops
+from .double_backward import differentiable_gradients
+from .triton_common import dense_rows, padded
 
 __all__ = ['triton_distance_attention']
 
@@ -80,10 +85,6 @@ def backward_parts(head_dim: int, code: int, itemsize: int) -> List[Part]:
     for keys, launch in zip((False, True), launches):
         parts += [Part(blocks, keys, False, *(letter in what for letter in 'txy')) for what, blocks in launch]
     return parts
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit
@@ -336,7 +337,7 @@ def _prepare(codes: torch.Tensor, num_tokens: int, wide: bool) -> Tuple[torch.Te
         norm = w.norm(dim=-1, keepdim=True)
         w = w - w.mean(dim=-2, keepdim=True)
         w = w * (w.norm(dim=-1, keepdim=True) > 64 * torch.finfo(w.dtype).eps * norm)
-    w = F.pad(w, (0, _padded(w.shape[-1]) - w.shape[-1], num_tokens - w.shape[-2], 0)).contiguous()
+    w = F.pad(w, (0, padded(w.shape[-1]) - w.shape[-1], num_tokens - w.shape[-2], 0)).contiguous()
     return w, (w.double() if wide else w).square().sum(dim=-1)
 
 
@@ -352,7 +353,7 @@ def _constants(
     narrow_x, narrow_y = (c.shape[-1] if c.shape[-1] <= NARROW else 0 for c in (codes_x, codes_y))
     return {
         'HEAD_DIM': q.shape[-1],
-        'D': _padded(q.shape[-1]),
+        'D': padded(q.shape[-1]),
         'CX': wx.shape[-1],
         'CY': wy.shape[-1],
         'NARROW_X': narrow_x,
@@ -364,12 +365,6 @@ def _constants(
         # fused here and not there, a product and a sum would differ in the last digit, see above
         'enable_fp_fusion': q.element_size() <= 2,
     }
-
-
-def _dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
-    """As the kernels read them: channels side by side, and the rows of a head near enough to count in 32 bits."""
-    return [
-        t if t.stride(-1) == 1 and t.shape[-2] * t.stride(-2) < 2 ** 31 else t.contiguous() for t in tensors]
 
 
 def _launch(kernel, blocks: Blocks, tensors, codes_x, scale: float, constants) -> None:
@@ -397,7 +392,7 @@ def _attention(
     They are kept apart: in the logarithm of their product the sum would lose its digits to logits of 10^4.
     """
     batch, num_heads, num_tokens, _ = q.shape
-    q, k, v = _dense_rows(q, k, v)
+    q, k, v = dense_rows(q, k, v)
     (wx, sx), (wy, sy) = (_prepare(c, num_tokens, q.dtype == torch.float32) for c in (codes_x, codes_y))
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     top, total = (wx.new_empty(batch, num_heads, num_tokens) for _ in range(2))
@@ -431,7 +426,7 @@ def _attention_backward(
         scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, num_heads, num_tokens, _ = q.shape
-    q, k, v = _dense_rows(q, k, v)
+    q, k, v = dense_rows(q, k, v)
     grad = grad.contiguous()
     (wx, sx), (wy, sy) = (_prepare(c, num_tokens, q.dtype == torch.float32) for c in (codes_x, codes_y))
     narrow = q.element_size() <= 2
@@ -469,10 +464,14 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward_formula(ctx, grad, *_):
+    if torch.is_grad_enabled():  # the caller wants to differentiate the result again
+        inputs = ctx.saved_tensors[3:]
+        return (*differentiable_gradients(partial(distance_attention, ctx.scale), inputs, (grad,)), None)
     return (*_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
 
 
 _attention.register_autograd(_backward_formula, setup_context=_setup_context)
+register_flops(_attention, _attention_backward)
 
 
 def triton_distance_attention(
@@ -482,11 +481,11 @@ def triton_distance_attention(
         codes_x: torch.Tensor,
         codes_y: torch.Tensor,
         bias_scale: torch.Tensor,
-        *,
         scale: float,
 ) -> torch.Tensor:
-    """`distances.distance_attention` on a GPU, or under Triton's interpreter (`TRITON_INTERPRET=1`).
+    """`torch_distances.torch_distance_attention` on a GPU, or in Triton's interpreter (`TRITON_INTERPRET=1`).
 
-    Args and result are the same. q, k and v have one dtype; `limits` says how wide they and the codes may be.
+    Arguments and result are the same. q, k and v have one dtype; `triton_limits` says how wide they and the codes may
+    be.
     """
     return _attention(q, k, v, codes_x, codes_y, bias_scale, scale)[0]

@@ -1,4 +1,4 @@
-"""`codes` as Triton kernels: a program computes gates, suffix sums and look-ups of one line of patches.
+"""`torch_codes` as Triton kernels: a program computes gates, suffix sums and look-ups of one line of patches.
 
 A line is a row of the grid, for the codes along x, or a column. Its C x C gates, positions and weights live in
 registers; backward they are computed again. What lies at the integer positions, the products of the sources with the
@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import empty_codes, register_pair, sources_of, wide
-from .contextual import without_autocast
-from .distances_triton import _dense_rows, _padded
+from .codes import empty_codes, register_pair, sources_of
+from .precision import wide, without_autocast
+from .triton_common import dense_rows, padded
 
 __all__ = ['triton_axis_codes']
 
@@ -148,12 +148,12 @@ def _backward_tokens(
 
 def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
     """Padded sizes: channels of a head, patches of a line, cells. D is C at least: of a smaller one kernels spill."""
-    return {'D': max(_padded(head_dim), _padded(length)), 'C': _padded(length), 'M': _padded(npos - 1)}
+    return {'D': max(padded(head_dim), padded(length)), 'C': padded(length), 'M': padded(npos - 1)}
 
 
 def warps_for(length: int, itemsize: int) -> int:
     """Warps of a program, for a line of so many patches and bytes of q; `.ci/check_spills.py` compiles them."""
-    return {16: 4, 32: 4 if itemsize <= 2 else 8, 64: 8}[_padded(length)]
+    return {16: 4, 32: 4 if itemsize <= 2 else 8, 64: 8}[padded(length)]
 
 
 def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Dict[str, object], Dict[str, object]]:
@@ -183,7 +183,7 @@ def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> No
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
 @without_autocast
-def _axis_codes(
+def triton_axis_codes(
         q: torch.Tensor,
         k: torch.Tensor,
         table_x: torch.Tensor,
@@ -195,7 +195,7 @@ def _axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    q, k = _dense_rows(q, k)
+    q, k = dense_rows(q, k)
     codes = empty_codes(q, height, width, mode)
     tables = torch.cat(wide(table_x, table_y)).to(codes[0].dtype)
     z = _values(sources_of(mode, q, k), tables)
@@ -207,7 +207,7 @@ def _axis_codes(
 
 @torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=())
 @without_autocast
-def _axis_codes_backward(
+def triton_axis_codes_backward(
         grad_x: torch.Tensor,
         grad_y: torch.Tensor,
         q: torch.Tensor,
@@ -221,7 +221,7 @@ def _axis_codes_backward(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dense_q, dense_k = _dense_rows(q, k)
+    dense_q, dense_k = dense_rows(q, k)
     tables = torch.cat(wide(table_x, table_y)).to(grad_x.dtype)
     sources = sources_of(mode, dense_q, dense_k)
     z = _values(sources, tables)
@@ -245,5 +245,4 @@ def _axis_codes_backward(
         grads, (q, k, table_x, table_y)))
 
 
-register_pair(_axis_codes, _axis_codes_backward)
-triton_axis_codes = _axis_codes
+register_pair(triton_axis_codes, triton_axis_codes_backward)

@@ -3,22 +3,25 @@
 Plain autograd would store gates, positions, cells (in 64 bits), weights and both values of each of the N x N entries.
 What is left is the bias itself, which the attention kernel takes as a mask.
 """
-from typing import Optional, Tuple, Union
+from functools import partial
+from typing import Optional, Tuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ..grid import Grid
-from .backend import is_transformed
 from .chunks import chunks
-from .codes import _cells, _gates, wide
-from .contextual import _suffix_sum, contextual_bias, without_autocast
+from .counting import cells, gates_of, suffix_sum
+from .double_backward import differentiable_gradients
+from .precision import wide, without_autocast
+from .reference import contextual_bias
 
-__all__ = ['recomputed_contextual_bias']
+__all__ = ['torch_contextual_bias']
 
 
 def _positions(gates: torch.Tensor, between: bool, shrink: float) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """Positions, and, where they are differences, the signs that these had."""
-    pos, sign = _suffix_sum(gates), None
+    pos, sign = suffix_sum(gates), None
     if between:
         pos = pos - pos.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         sign = pos.sign()
@@ -28,7 +31,7 @@ def _positions(gates: torch.Tensor, between: bool, shrink: float) -> Tuple[torch
 
 @torch.library.custom_op('timm_sape::contextual_bias', mutates_args=())
 @without_autocast
-def _contextual_bias(
+def torch_contextual_bias(
         q: torch.Tensor,
         k: torch.Tensor,
         table: torch.Tensor,
@@ -41,21 +44,21 @@ def _contextual_bias(
     bias = q.new_empty(*q.shape[:-1], num_tokens, dtype=torch.promote_types(q.dtype, torch.float32))
     for chunk in chunks(*q.shape[:2], num_tokens ** 2):
         q_, k_ = wide(q[chunk], k[chunk])
-        pos, _ = _positions(_gates(q_, k_, gate_scale), between, shrink)
-        cell, weight = _cells(pos, table.shape[0])
+        pos, _ = _positions(gates_of(q_, k_, gate_scale), between, shrink)
+        cell, weight = cells(pos, table.shape[0])
         z = q_ @ table.T  # [..., npos]
         bias[chunk] = z.gather(-1, cell).lerp_(z[..., 1:].gather(-1, cell), weight)
     return bias
 
 
-@_contextual_bias.register_fake
+@torch_contextual_bias.register_fake
 def _(q, k, table, gate_scale, between, shrink):
     return q.new_empty(*q.shape[:-1], q.shape[-2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op('timm_sape::contextual_bias_backward', mutates_args=())
 @without_autocast
-def _contextual_bias_backward(
+def torch_contextual_bias_backward(
         grad: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -70,9 +73,9 @@ def _contextual_bias_backward(
     grad_table = torch.zeros_like(table)
     for chunk in chunks(*q.shape[:2], num_tokens ** 2):
         q_, k_, g = wide(q[chunk], k[chunk], grad[chunk])
-        gates = _gates(q_, k_, gate_scale)
+        gates = gates_of(q_, k_, gate_scale)
         pos, sign = _positions(gates, between, shrink)
-        cell, weight = _cells(pos, npos)
+        cell, weight = cells(pos, npos)
         z = q_ @ table.T
         grad_pos = z[..., 1:].gather(-1, cell).sub_(z.gather(-1, cell)).mul_(g).masked_fill_(pos > npos - 1, 0)
         grad_z = torch.zeros_like(z)
@@ -90,7 +93,7 @@ def _contextual_bias_backward(
     return grad_q, grad_k, grad_table.to(dtype)
 
 
-@_contextual_bias_backward.register_fake
+@torch_contextual_bias_backward.register_fake
 def _(grad, q, k, table, gate_scale, between, shrink):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table))
 
@@ -100,35 +103,32 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.args = inputs[3:]
 
 
+def _reference(gate_scale, between, shrink, q, k, table):
+    grid = Grid(1, q.shape[2])  # the order of the raster is all that counts
+    return contextual_bias(
+        q, k, table, grid, gate_scale=gate_scale, between=between, ref_num_patches=shrink * q.shape[2])
+
+
 def _backward(ctx, grad):
-    return (*_contextual_bias_backward(grad, *ctx.saved_tensors, *ctx.args), *(None for _ in ctx.args))
+    if torch.is_grad_enabled():  # the caller wants to differentiate the result again
+        grads = differentiable_gradients(partial(_reference, *ctx.args), ctx.saved_tensors, (grad,))
+        return (*grads, *(None for _ in ctx.args))
+    return (*torch_contextual_bias_backward(grad, *ctx.saved_tensors, *ctx.args), *(None for _ in ctx.args))
 
 
-_contextual_bias.register_autograd(_backward, setup_context=_setup_context)
+torch_contextual_bias.register_autograd(_backward, setup_context=_setup_context)
 
 
-def recomputed_contextual_bias(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table: torch.Tensor,
-        grid: Grid,
-        *,
-        gate_scale: Union[float, torch.Tensor],
-        between: bool = False,
-        ref_num_patches: Optional[int] = None,
-) -> torch.Tensor:
-    """`contextual_bias`, arguments and result, by an operator of its own wherever that can do it.
+@register_flop_formula(torch_contextual_bias._opoverload.overloadpacket)
+def _(q_shape, k_shape, table_shape, *args, out_shape=None, **kwargs) -> int:
+    return _flops(q_shape, table_shape)
 
-    It cannot where patches are dropped, gates have a learned scale, sizes are symbolic, the table is wider than q, or
-    torch.func is at work; and a graph that is exported has none of our operators in it.
-    """
-    special = (
-        grid.keep_indices is not None or isinstance(gate_scale, torch.Tensor) or type(grid.num_patches) is not int
-        or table.dtype.itemsize > max(q.dtype.itemsize, 4) or is_transformed() or torch.compiler.is_exporting()
-        or torch.jit.is_tracing())
-    if special:
-        return contextual_bias(
-            q, k, table, grid, gate_scale=gate_scale, between=between, ref_num_patches=ref_num_patches)
-    p = grid.num_prefix_tokens
-    shrink = 1.0 if ref_num_patches is None else ref_num_patches / grid.num_patches
-    return grid.pad_prefix(_contextual_bias(q[:, :, p:], k[:, :, p:], table, gate_scale, between, shrink))
+
+@register_flop_formula(torch_contextual_bias_backward._opoverload.overloadpacket)
+def _(grad_shape, q_shape, k_shape, table_shape, *args, out_shape=None, **kwargs) -> int:
+    return 3 * _flops(q_shape, table_shape)  # both products once more, and two for the gradients of each
+
+
+def _flops(q_shape, table_shape) -> int:
+    batch, num_heads, num_patches, dim = q_shape
+    return 2 * batch * num_heads * num_patches * dim * (num_patches + table_shape[0])

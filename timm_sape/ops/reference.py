@@ -1,67 +1,17 @@
-"""Positions counted by content: the gates, sums, look-ups and distances of CoPE and SaPE2, in plain PyTorch.
+"""The reference: gates, sums, look-ups and distances of CoPE and SaPE2 in plain PyTorch.
 
-Everything runs in the dtype of `upcast`, also under autocast: a suffix sum in bfloat16 is off by .02 positions at a
-width of 14 and by .12 at 64.
+Autograd differentiates it, any number of times, and so do torch.func and forward mode. It stores everything N x N.
 """
-import functools
-from contextlib import nullcontext
-from typing import Callable, ContextManager, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import torch
 
 from ..grid import Grid
+from .counting import interpolate, suffix_sum
+from .precision import no_autocast, upcast
+from .transforms import is_forward_mode
 
-__all__ = ['axis_codes', 'contextual_bias', 'no_autocast', 'pairwise_distance', 'upcast']
-
-
-def upcast(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Bring tensors to their widest dtype, float32 at least."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(tensor.to(dtype) for tensor in tensors)
-
-
-def no_autocast(tensor: torch.Tensor) -> ContextManager:
-    """Switch autocast off where it is on; a no-op elsewhere, so that exported graphs stay free of it."""
-    device_type = tensor.device.type
-    if device_type != 'meta' and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-def without_autocast(function: Callable) -> Callable:
-    """Decorates an operator's implementation: in a compiled graph autocast is on around it, whatever the caller did."""
-    @functools.wraps(function)
-    def wrapped(tensor, *args):
-        with no_autocast(tensor):
-            return function(tensor, *args)
-
-    return wrapped
-
-
-def _suffix_sum(gates: torch.Tensor) -> torch.Tensor:
-    """p_m = sum of g_j over j >= m, along the last dim."""
-    return gates.flip(-1).cumsum(-1).flip(-1)
-
-
-def _interpolate(z: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    """Look fractional positions up in values at integer ones, linearly interpolated.
-
-    The cell of p is [floor(p), floor(p) + 1]. With floor and ceil instead, as printed in the papers, the gradient with
-    respect to an integer position would be zero; here it is the slope to the right.
-
-    Args:
-        z: Values at the positions 0 ... npos-1, `[..., npos]`, npos >= 2.
-        pos: Positions, at most npos-1 count, `[..., M]`.
-
-    Returns:
-        `[..., M]`.
-    """
-    npos = z.shape[-1]
-    pos = pos.clamp(max=npos - 1)
-    cell = pos.detach().long().clamp(0, npos - 2)  # NaN becomes some integer, and comes out as NaN all the same
-    return torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), pos - cell)
+__all__ = ['axis_codes', 'contextual_bias', 'pairwise_distance']
 
 
 def contextual_bias(
@@ -95,12 +45,12 @@ def contextual_bias(
         gates = torch.sigmoid(gate_scale * (q @ k.transpose(-2, -1)))  # [B, h, H*W, H*W]
         if grid.keep_indices is not None:
             gates = gates * _is_kept(grid, gates)[:, None, None, :]
-        pos = _suffix_sum(gates)
+        pos = suffix_sum(gates)
         if between:
             pos = (pos - pos.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).abs()
         if ref_num_patches is not None:
             pos = pos * (ref_num_patches / grid.num_patches)
-        bias = _interpolate(q @ table.T, pos)  # [B, h, H*W, H*W]
+        bias = interpolate(q @ table.T, pos)  # [B, h, H*W, H*W]
         if grid.keep_indices is not None:
             bias = grid.gather(grid.gather(bias).transpose(-2, -1)).transpose(-2, -1)
         return grid.pad_prefix(bias)
@@ -154,8 +104,8 @@ def axis_codes(
             kept = _is_kept(grid, q).reshape(batch, 1, height, width)
             gates_x = gates_x * kept[:, :, :, None, :]
             gates_y = gates_y * kept.transpose(-2, -1)[:, :, :, None, :]
-        pos_x = _suffix_sum(gates_x).flatten(2, 3)  # [B, h, H*W, W]
-        pos_y = _suffix_sum(gates_y).transpose(2, 3).flatten(2, 3)  # [B, h, H*W, H]
+        pos_x = suffix_sum(gates_x).flatten(2, 3)  # [B, h, H*W, W]
+        pos_y = suffix_sum(gates_y).transpose(2, 3).flatten(2, 3)  # [B, h, H*W, H]
         sources = {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
         codes = []
         for pos, table, size, ref in (
@@ -163,7 +113,7 @@ def axis_codes(
                 (pos_y, table_y, height, ref_grid_size and ref_grid_size[0]),
         ):
             shrink = 1.0 if ref is None else ref / size
-            code = torch.cat([_interpolate(s @ table.T, pos * shrink) for s in sources], dim=-1)
+            code = torch.cat([interpolate(s @ table.T, pos * shrink) for s in sources], dim=-1)
             codes.append(grid.gather(code * shrink ** 0.5))
         return codes[0], codes[1]
 
@@ -182,7 +132,7 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
         `[..., N, N]`.
     """
     with no_autocast(codes):
-        if torch.onnx.is_in_onnx_export():  # ONNX has no cdist
+        if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, and cdist no forward mode
             distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
         else:
             distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')

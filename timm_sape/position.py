@@ -1,0 +1,330 @@
+"""Where position meets the tokens and attention: the encodings of a whole model, and those of one layer.
+
+A host model needs two things from here:
+
+    tokens, position = model.encodings(tokens, grid, given)     after its patch embedding, once patches are dropped
+    out = attn.encodings(q, k, v, x, position, scale=...)       in each layer, between q, k, v and the projection
+
+and, around each attention layer, `add_before` and `add_after`. For an example see `attention.py`, where timm's
+attention layer and block are the host.
+"""
+import operator
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+from . import ops
+from .encodings import PositionEncoding
+from .grid import Grid
+
+__all__ = ['LayerEncodings', 'Position', 'SharedEncodings']
+
+
+@dataclass(frozen=True, eq=False)
+class Position:
+    """What the layers of one forward pass share. Everything in it is for the tokens that are there.
+
+    Args:
+        grid: The grid.
+        rotation: Table of the rotation that all layers share, `[(B, 1,| h,) N-P, 2*d]`.
+        bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
+        layer_terms: What is added to the input of each attention layer, `[L, (B,) N, D]`.
+    """
+    grid: Grid
+    rotation: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    layer_terms: Optional[torch.Tensor] = None
+
+    def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
+        return self.rotation, self.bias, self.layer_terms
+
+    def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'Position':
+        """The same position made of other tensors, in the order of `tensors()`."""
+        return Position(self.grid, *tensors)
+
+    def to(self, *args, **kwargs) -> 'Position':
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
+        moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
+        return replace(self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs))
+
+
+# torch.fx cannot trace what follows, which depends on sizes and on what is there. `torch.fx.wrap` makes each call a
+# single node, whoever traces.
+
+@torch.fx.wrap
+def _call(module: nn.Module, method: str, *args, **kwargs) -> Any:
+    return getattr(module, method)(*args, **kwargs)
+
+
+class SharedEncodings(nn.ModuleDict):
+    """The encodings that a whole model shares."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            given: Mapping[str, Any],
+    ) -> Tuple[torch.Tensor, Position]:
+        """Add position to the tokens, and find out what the layers share.
+
+        Args:
+            x: Tokens without position, prefix tokens first, `[B, N, D]`.
+            grid: The grid.
+            given: What encodings may ask for: `pos_embed`, timm's table or None; `images`, `[B, C, height, width]`;
+                `patch_size`, height and width of a patch in pixels; `object_index`, the object that each patch belongs
+                to, `[B, H*W]`, or None.
+
+        Returns:
+            The tokens, `[B, N, D]`, and what the layers share.
+
+        Raises:
+            ValueError: If an `object_index` is given and no encoding asks for it.
+        """
+        return _call(self, '_forward', x, grid, given)
+
+    def _forward(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> Tuple[torch.Tensor, Position]:
+        return self.embed(x, grid, given), self.position(x, grid)
+
+    def terms(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+        """What each encoding adds to the tokens. Arguments as for `forward`."""
+        for encoding in self.acting_on('embed'):
+            asked = {name: given[name] for name in encoding.asks_for}
+            yield encoding(x, grid=grid, hook='embed', **asked)
+
+    def acting_on(self, hook: str) -> List[PositionEncoding]:
+        """The encodings that override a hook."""
+        return [encoding for encoding in self.values() if encoding.overrides(hook)]
+
+    def act_on_blocks(self) -> bool:
+        """Whether any of them acts on more than the tokens before the first block."""
+        return any(self.acting_on(hook) for hook in ('rotation', 'position_bias', 'layer_embed'))
+
+    def embed(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> torch.Tensor:
+        """The tokens with position. Arguments as for `forward`."""
+        if given['object_index'] is not None and not any('object_index' in e.asks_for for e in self.values()):
+            raise ValueError(
+                "object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
+        # Under autocast the patch embedding returns a narrow dtype. In timm's models the float32 table or class token
+        # widens it again; here that must not depend on the encoding.
+        if given['images'] is not None:
+            x = x.to(torch.promote_types(x.dtype, given['images'].dtype))
+        terms = [term.to(x.dtype) for term in self.terms(x, grid, given)]
+        if not terms:
+            return x
+        term = reduce(operator.add, terms)
+        dtype = x.dtype
+        for encoding in self.acting_on('mix'):
+            x, term = encoding(x, term, grid=grid, hook='mix')
+        return (x + term).to(dtype)
+
+    def position(self, x: torch.Tensor, grid: Grid) -> Position:
+        """What the layers share on this grid. Of the tokens x, `[B, N, D]`, only the device matters."""
+        found: Dict[str, List[torch.Tensor]] = {
+            hook: [encoding(x, grid=grid, hook=hook) for encoding in self.acting_on(hook)]
+            for hook in ('rotation', 'position_bias', 'layer_embed')}
+        rotation, biases, layer_terms = found.values()
+        return Position(
+            grid,
+            rotation[0] if rotation else None,  # parse_pos_enc refuses two
+            reduce(operator.add, biases) if biases else None,
+            reduce(operator.add, layer_terms) if layer_terms else None,
+        )
+
+
+class LayerEncodings(nn.ModuleDict):
+    """The encodings of one attention layer, and attention with them.
+
+    Args:
+        encodings: Those of this layer alone, by name.
+        layer: Index of the layer, from 0.
+        rotate_half: The layout of the rotation, whether it is shared by all layers or belongs to this one.
+        needs_position: Whether attention depends on `Position`: by these encodings, or by ones that all layers share.
+    """
+
+    def __init__(
+            self,
+            encodings: Optional[Dict[str, PositionEncoding]] = None,
+            *,
+            layer: int = 0,
+            rotate_half: bool = False,
+            needs_position: bool = False,
+    ) -> None:
+        super().__init__(encodings or {})
+        self.layer = layer
+        self.rotate_half = rotate_half
+        self.needs_position = needs_position
+        self._names = {
+            hook: tuple(name for name, encoding in self.items() if encoding.overrides(hook))
+            for hook in (*PositionEncoding.HOOKS, 'attend')}
+
+    def acting_on(self, hook: str) -> List[PositionEncoding]:
+        """The encodings of this layer that override a hook."""
+        return [self[name] for name in self._names[hook]]
+
+    def forward(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            x: torch.Tensor,
+            position: Optional[Position],
+            *,
+            scale: float,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+            dropout_p: float = 0.0,
+            fused: bool = True,
+    ) -> torch.Tensor:
+        """Attention with everything that position does in it.
+
+        Args:
+            q: Queries after q_norm, before any rotation, unscaled, prefix tokens first, `[B, h, N, d]`.
+            k: Keys, likewise.
+            v: Values, `[B, h, N, d]`.
+            x: The tokens that q and k are made of, `[B, N, D]`.
+            position: What the layers share. None only if the layer does not need it.
+            scale: Factor of q.k.
+            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
+                `[B, h, N, N]`.
+            is_causal: Mask out all later tokens.
+            dropout_p: Dropout rate of the probabilities.
+            fused: False for an explicit softmax.
+
+        Returns:
+            `[B, h, N, d]`, before the projection.
+        """
+        return _call(
+            self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,
+            dropout_p=dropout_p, fused=fused)
+
+    def add_before(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+        """The normed tokens before the attention layer, with what encodings add there, `[B, N, D]`."""
+        return _call(self, '_add_before', x, position)
+
+    def add_after(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+        """The tokens after the block, with what encodings of this layer add there, `[B, N, D]`."""
+        return _call(self, '_add_after', x, position)
+
+    def logits(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            x: torch.Tensor,
+            position: Position,
+            scale: float,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """What the softmax gets, in two parts, to look at. `forward` does not call it.
+
+        Args:
+            q: As for `forward`, and so are all others.
+
+        Returns:
+            What content says, scale * q.k, and what position adds to that: biases as they are, products as their
+            products, rotations as scale * (Rq.Rk - q.k). Both `[B, h, N, N]`.
+        """
+        content = scale * q @ k.transpose(-2, -1)
+        total = torch.zeros_like(content)
+        bias = self._bias(q, k, position)
+        if bias is not None:
+            total = total + bias
+        for encoding in self.acting_on('channels'):
+            a, b = encoding(q, k, x, grid=position.grid, scale=scale, hook='channels')
+            total = total + scale * a @ b.transpose(-2, -1)
+        rotated_q, rotated_k = self._rotated(q, k, position)
+        if rotated_q is not q:
+            total = total + (scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
+        return content, total
+
+    def _attend(
+            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, fused,
+    ) -> torch.Tensor:
+        self._check(position)
+        if position is None:
+            mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
+            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+
+        grid, values = position.grid, self.acting_on('values')
+        attending = [] if values else self.acting_on('attend')[:1]
+        rotated_q, rotated_k = self._rotated(q, k, position)
+        channels = [
+            encoding(q, k, x, grid=grid, scale=scale, hook='channels') for encoding in self.acting_on('channels')]
+        if channels:
+            rotated_q = torch.cat([rotated_q, *(a for a, _ in channels)], dim=-1)  # [B, h, N, d+C]
+            rotated_k = torch.cat([rotated_k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
+        mask = ops.merge_masks(self._bias(q, k, position, attending), attn_mask, is_causal, x.shape[1], x.device)
+
+        if attending:
+            return attending[0](
+                q, k, v, rotated_q, rotated_k, mask=mask, grid=grid, scale=scale, dropout_p=dropout_p, fused=fused,
+                hook='attend')
+        if not values:
+            return ops.attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+        attn = F.dropout(ops.probabilities(rotated_q, rotated_k, mask, scale=scale), dropout_p)  # [B, h, N, N]
+        out = attn.to(v.dtype) @ v
+        for encoding in values:
+            out = out + encoding(attn, grid=grid, hook='values').to(v.dtype)
+        return out
+
+    def _add_before(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+        self._check(position)
+        if position is None or position.layer_terms is None:
+            return x
+        return x + position.layer_terms[self.layer].to(x.dtype)
+
+    def _add_after(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+        for encoding in self.acting_on('embed'):
+            x = x + encoding(x, grid=position.grid, hook='embed').to(x.dtype)
+        return x
+
+    def _bias(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            position: Position,
+            without: List[PositionEncoding] = (),
+    ) -> Optional[torch.Tensor]:
+        """The sum of all biases, None if there is none."""
+        # Geometry is rounded to the dtype of q, as everywhere in timm. What depends on content stays wide.
+        biases = [] if position.bias is None else [position.bias.to(q.dtype)]
+        for encoding in self.acting_on('position_bias'):
+            biases.append(encoding(q, grid=position.grid, hook='position_bias').to(q.dtype))
+        for encoding in self.acting_on('content_bias'):
+            if encoding not in without:
+                biases.append(encoding(q, k, grid=position.grid, hook='content_bias'))
+        return reduce(operator.add, biases) if biases else None
+
+    def _rotated(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            position: Position,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        table = position.rotation
+        for encoding in self.acting_on('rotation'):
+            table = encoding(q, grid=position.grid, hook='rotation')
+        if table is None:
+            return q, k
+        p = position.grid.num_prefix_tokens
+        return tuple(
+            torch.cat([t[:, :, :p], apply_rot_embed_cat(t[:, :, p:], table, half=self.rotate_half)], dim=2)
+            for t in (q, k))
+
+    def _check(self, position: Optional[Position]) -> None:
+        """
+        Raises:
+            ValueError: If there is no position where one is needed, or something else stands in its place.
+        """
+        if position is not None and not isinstance(position, Position):
+            raise ValueError(
+                f'position must be what model.embed() returns beside the tokens, got {type(position).__name__}. Masks '
+                'are passed as attn_mask=.')
+        if position is None and self.needs_position:
+            raise ValueError(
+                'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '
+                'Call model(images), model.forward_features(images) or model.forward_intermediates(images); to run '
+                'blocks one by one: tokens, position = model.embed(images), then block(tokens, position=position).')
