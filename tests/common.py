@@ -82,7 +82,7 @@ class Maker:
         defaults['pos_enc_kwargs'] = {name: KEYWORDS[name] for name in parts if name in KEYWORDS}
         # Any entrypoint does, pos_enc= overrides its encoding. Patches are pooled because the logits of a class token
         # say nothing about the last layer's bias, which is zero in its row.
-        model = timm.create_model('test_vit_nope', **{**defaults, **kwargs, **self.fixed}).eval()
+        model = timm.create_model('test_vit_pos_enc', **{**defaults, **kwargs, **self.fixed}).eval()
         model = awaken(model) if awake else model
         if self.edit is not None:
             self.edit(model)
@@ -141,17 +141,20 @@ class ToyShared(PositionEncoding):
         distance = self._compute(self._own_grid(), self.distance.device).to(self.distance.dtype)
         self.register_buffer('distance', distance, persistent=False)
 
-    def embed(self, x, grid, pos_embed):
+    def embed(self, x, grid):
         y, _ = grid.coordinates(x.device, x.dtype).unbind(-1)
         term = torch.outer((0.3 * y).cos(), torch.arange(self.dim, device=x.device, dtype=x.dtype).cos())  # [H*W, D]
-        return self.factor, nn.functional.pad(term, (0, 0, grid.num_prefix_tokens, 0))
+        return grid.keep_tokens(grid.pad_tokens(term))
+
+    def mix(self, x, term, grid):
+        return x * self.factor, term
 
     def position_bias(self, grid):
         if grid.matches(self.grid_size):
             distance = self.distance
         else:
             distance = self._compute(grid, self.distance.device).to(self.distance.dtype)
-        return grid.pad_prefix(-self.slope[..., None] * distance)  # [h, N, N]
+        return grid.between_tokens(-self.slope[..., None] * distance)  # [(B,) h, N, N]
 
 
 class ToyLayer(PositionEncoding):
@@ -171,7 +174,7 @@ class ToyLayer(PositionEncoding):
 
     def position_bias(self, grid):
         rows = self._rows(grid)
-        return grid.pad_prefix((rows @ rows.transpose(-2, -1))[0])  # [N, N]
+        return grid.between_tokens((rows @ rows.transpose(-2, -1))[0])  # [(B, 1,) N, N]
 
     def values(self, attn, grid):
         rows = grid.keep_rows(self._rows(grid))

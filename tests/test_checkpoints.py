@@ -25,7 +25,7 @@ def tiny(pos_enc, size=A, **kwargs):
     kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return randomise(timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs))
+        return randomise(timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs))
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def from_file(pos_enc, path, size=A, declared=A, overlay=None, **kwargs):
         overlay['input_size'] = (3, *declared)
     kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
     return timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
+        'test_vit_pos_enc', pos_enc=pos_enc, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
 
 
 def from_dir(path, **kwargs):
@@ -198,7 +198,7 @@ BROKEN = {
 @pytest.mark.parametrize('name', BROKEN)
 def test_file_that_cannot_be_read(name, tmp_path):
     BROKEN[name](tmp_path / name)
-    with pytest.raises(ValueError, match="checkpoint.*'test_vit_nope'.*(truncated|no checkpoint)"):
+    with pytest.raises(ValueError, match="checkpoint.*'test_vit_pos_enc'.*(truncated|no checkpoint)"):
         from_file('ape', tmp_path / name)
 
 
@@ -212,7 +212,7 @@ def test_file_without_weights(content, tmp_path):
 def test_truncated_local_dir(tmp_path):
     save_dir(tiny('ape'), tmp_path)
     write_cut(tmp_path / 'model.safetensors', 0.5)
-    with pytest.raises(ValueError, match="Cannot read the checkpoint for 'test_vit_nope'.*truncated"):
+    with pytest.raises(ValueError, match="Cannot read the checkpoint for 'test_vit_pos_enc'.*truncated"):
         from_dir(tmp_path)
 
 
@@ -295,7 +295,7 @@ def test_local_dir_declares_its_grid(tmp_path):
 def test_local_dir_of_another_encoding(saved, wanted, pretrained, tmp_path):
     save_dir(tiny(saved), tmp_path)
     wanted_says = '+'.join(sorted(wanted.split('+')))
-    says = re.escape(f"The saved model 'test_vit_nope' was trained with pos_enc {saved}, which cannot be changed to "
+    says = re.escape(f"The saved model 'test_vit_pos_enc' was trained with pos_enc {saved}, which cannot be changed to "
                      f'{wanted_says} ')
     with pytest.raises(ValueError, match=says):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=pretrained, pos_enc=wanted)
@@ -337,7 +337,7 @@ def test_local_dir_with_another_file(tmp_path):
 @pytest.mark.parametrize('name,typed,canonical', [
     ('test_vit_sape2_ape', None, 'ape+sape2_k'),
     ('test_vit_sape2', None, 'sape2_k'),
-    ('test_vit_nope', 'sape2+ape', 'ape+sape2_k'),
+    ('test_vit_pos_enc', 'sape2+ape', 'ape+sape2_k'),
     ('test_vit_sape2_k', 'ape+sape2_k', 'ape+sape2_k'),
     ('test_vit_ape', 'sape2+rope2d+cope+ape', 'ape+cope+rope2d+sape2_k'),
     ('test_vit_ape', 'nope', 'nope'),
@@ -482,7 +482,7 @@ def test_train_and_resume(pos_enc, foreach, tmp_path):
     assert ema.module.ref_grid_size == model.ref_grid_size == (None if pos_enc == 'rope2d_mixed' else (3, 5))
 
     saver = CheckpointSaver(
-        model, optimizer, args=argparse.Namespace(model='test_vit_nope'), model_ema=ema,
+        model, optimizer, args=argparse.Namespace(model='test_vit_pos_enc'), model_ema=ema,
         checkpoint_dir=tmp_path, recovery_dir=tmp_path)
     saver.save_checkpoint(4, metric=0.5)
     path = tmp_path / 'last.pth.tar'
@@ -578,7 +578,7 @@ def test_fitting_checkpoint_loads_on_every_road(pos_enc, tmp_path):
         load(model, path)
         assert_equal(model.state_dict(), snapshot(saved))
     model = timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=A, patch_size=8, num_classes=10, checkpoint_path=path).eval()
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=A, patch_size=8, num_classes=10, checkpoint_path=path).eval()
     assert torch.equal(logits(model), logits(saved))
 
 
@@ -725,7 +725,7 @@ def test_failing_load_leaves_nothing_behind(tmp_path):
 
     def state():
         return (
-            timm.models.get_pretrained_cfg('test_vit_nope').to_dict(), timm.list_models('*'),
+            timm.models.get_pretrained_cfg('test_vit_pos_enc').to_dict(), timm.list_models('*'),
             timm_sape.list_encodings(aliases=True), torch.get_default_dtype(), torch.is_grad_enabled())
 
     before = copy.deepcopy(state())
@@ -783,7 +783,7 @@ def on_grid(pos_enc, grid, **kwargs):
     """A model whose encodings weigh something, always the same."""
     torch.manual_seed(0)
     model = timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=(8 * grid[0], 8 * grid[1]), patch_size=8, num_classes=3, **kwargs)
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(8 * grid[0], 8 * grid[1]), patch_size=8, num_classes=3, **kwargs)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -840,5 +840,5 @@ def test_rescaling_a_bare_file_asks_for_the_grid(tmp_path):
         pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}},
         pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth')))
     with pytest.raises(ValueError, match=r'give ref_grid_size=\(H, W\)'):
-        timm.create_model('test_vit_nope', **kwargs)
-    assert timm.create_model('test_vit_nope', ref_grid_size=(3, 5), **kwargs).ref_grid_size == (3, 5)
+        timm.create_model('test_vit_pos_enc', **kwargs)
+    assert timm.create_model('test_vit_pos_enc', ref_grid_size=(3, 5), **kwargs).ref_grid_size == (3, 5)

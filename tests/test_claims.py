@@ -76,8 +76,8 @@ def test_separation_where_there_is_nothing_to_compare():
 
 @pytest.mark.parametrize('scores, mask, text', [
     ((1, 5, 5), torch.zeros(1, 4), r'got \[1, 5, 5\] and \[1, 4\]\. Leave prefix tokens out'),
-    ((5, 5), torch.zeros(5), 'wants scores'),
-    ((2, 3, 4, 5), torch.zeros(2, 5), 'wants scores'),
+    ((5, 5), torch.zeros(5), 'needs scores'),
+    ((2, 3, 4, 5), torch.zeros(2, 5), 'needs scores'),
     ((1, 2, 2), torch.tensor([[2, 0]]), r'1 \(foreground\), 0 \(background\) or -1'),
     ((1, 2, 2), torch.tensor([[0.9, 0.1]]), r'1 \(foreground\), 0 \(background\) or -1'),
 ])
@@ -152,8 +152,7 @@ def test_shifts_command(spots, tmp_path, capsys):
     folder = str(tmp_path / 'model')
     command = ['shifts', folder, '--data-dir', str(spots), '--workers', '0']
     assert main([*command, '--by', '0', '2', '--output', str(tmp_path / 'shifts.csv')]) == 0
-    table = (tmp_path / 'shifts.csv').read_text().splitlines()
-    rows = list(csv.DictReader(line for line in table if not line.startswith('#')))
+    rows = list(csv.DictReader((tmp_path / 'shifts.csv').read_text().splitlines()))
     assert [(row['shift'], row['fill']) for row in rows] == [('0', 'reflect'), ('2', 'reflect')]
     assert rows[0]['same'] == '100.0' and '4 images of' in capsys.readouterr().out
     for args, text in (
@@ -259,9 +258,9 @@ def test_foreground_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'foreground.py', 'measure', runs, '--data-dir', digits, '--output', tmp_path / 'a.csv',
                '--images', '40')
     assert done.returncode == 0, done.stderr
-    notes, *lines = (tmp_path / 'a.csv').read_text().splitlines()
-    assert notes.startswith('# 40 images, of 64 patches ') and 'torch' in notes
-    rows = list(csv.DictReader(lines))
+    rows = list(csv.DictReader((tmp_path / 'a.csv').read_text().splitlines()))
+    notes, = {row['notes'] for row in rows}
+    assert notes.startswith('40 images, of 64 patches ') and 'torch' in notes
     found = {(row['model'], row['seed'], row['state'], row['score'], row['mask']): row for row in rows}
     # content and keys of all; position and logits of all but APE; distance of SaPE2
     assert len(found) == len(rows) == 2 * (2 + 2 * 2 * (2 + 5 + 5 + 4))
@@ -289,7 +288,7 @@ def test_claims_example(digits, runs, tmp_path):
                '--shifts', '4', '--num-images', '30', '--models', 'RoPE', 'K')
     assert done.returncode == 0, done.stderr
     sizes, moved = (
-        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').read_text().splitlines()[1:]))
+        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').read_text().splitlines()))
         for name in ('resolutions', 'shifts'))
     assert {(row['model'], row['policy']) for row in sizes} == {
         ('APE', 'own'), ('K', 'own'), ('RoPE', 'extrapolate'), ('RoPE', 'rescale')}
@@ -320,7 +319,7 @@ def test_claims_example(digits, runs, tmp_path):
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'it has APE, K'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'no/a.csv'], 'there is no folder no'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
-    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'is there already'),
+    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'exists; name a new folder'),
 ])
 def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -15,13 +15,18 @@ def hooks(name):
     return {hook for hook in timm_sape.PositionEncoding.HOOKS if timm_sape.get_encoding(name).overrides(hook)}
 
 
+def embeds(name):
+    """Whether it adds to the tokens before the first block."""
+    return 'embed' in hooks(name) and not timm_sape.get_encoding(name).per_layer
+
+
 def refusal(a, b):
     """The reason not to combine two encodings, None if there is none."""
     if {a, b} == {'ape', 'lape'}:
-        return "'lape' is 'ape' carried from layer to layer"
+        return "'lape' cannot stand beside 'ape': it is 'ape' handed from layer to layer"
     if 'rotation' in hooks(a) & hooks(b):
         return 'two rotations'
-    if 'mix' in hooks(a) | hooks(b) and 'embed' not in hooks(a) | hooks(b):
+    if 'mix' in hooks(a) | hooks(b) and not embeds(a) and not embeds(b):
         return 'mixes tokens with positions but has none for the tokens'
     return None
 
@@ -29,7 +34,7 @@ def refusal(a, b):
 def build(pos_enc):
     torch.manual_seed(0)
     return awaken(timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=(2 * PATCH, 3 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(2 * PATCH, 3 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
         num_heads=4, mlp_ratio=1, num_classes=3, reg_tokens=1, global_pool='avg', fc_norm=False))
 
 
@@ -92,7 +97,7 @@ def test_entrypoints_of_every_encoding():
         for size, (dim, heads) in {
                 'vit_tiny': (192, 3), 'vit_small': (384, 6), 'vit_base': (768, 12), 'test_vit': (64, 4)}.items():
             fits = cls.fits(dim, heads)
-            with_ape = fits and name != 'nope' and refusal(name, 'ape') is None and 'embed' not in hooks(name)
+            with_ape = fits and name != 'nope' and refusal(name, 'ape') is None and not embeds(name)
             assert timm.is_model(f'{size}_{name}') == (fits and cls.alone)
             assert timm.is_model(f'{size}_{name}_ape') == with_ape
             for model in timm.list_models(f'{size}_{name}') + timm.list_models(f'{size}_{name}_ape'):
@@ -126,5 +131,5 @@ def test_what_the_last_layer_says_to_the_class_token(name):
 
 @pytest.mark.parametrize('pos_enc', ['ape', 'rope2d', 'sape2_k', 'cope', 'ope', 'irpe_qkv'])
 def test_empty_batch(pos_enc):
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, img_size=32, patch_size=8, num_classes=7)
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=32, patch_size=8, num_classes=7)
     assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 7)

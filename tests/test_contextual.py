@@ -716,7 +716,7 @@ GRID = (3, 5)
 
 def build(pos_enc, **kwargs):
     torch.manual_seed(0)
-    return timm.create_model('test_vit_nope', pos_enc=pos_enc, **{
+    return timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **{
         'img_size': (GRID[0] * PATCH, GRID[1] * PATCH), 'patch_size': PATCH, 'num_classes': 3,
         'global_pool': 'avg', 'fc_norm': False, **kwargs})  # a class token would see nothing of the last layer's bias
 

@@ -35,6 +35,7 @@ import timm_sape
 from timm_sape import Grid, PositionEncoding, ReferenceGridEncoding, ResizedEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
 from timm_sape.ops.backend import using_backend
+from timm_sape.position import LayerEncodings, SharedEncodings
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
 
 CONTRACTS = {}
@@ -107,16 +108,17 @@ def rotated(x, table, num_prefix_tokens, rotate_half):
     return torch.cat([x[:, :, :num_prefix_tokens], patches], dim=2)
 
 
-def attention_by_hand(attn, x, grid, rotation, bias, pos, mask=None):
+def attention_by_hand(attn, x, position, mask=None):
     """One layer without dropout, in plain steps, the prefix rule enforced."""
-    x = x if pos is None else x + pos
+    grid, rotation = position.grid, position.rotation
+    x = x if position.layer_terms is None else x + position.layer_terms[attn.encodings.layer]
     B, N, _ = x.shape
     q, k, v = attn.qkv(x).view(B, N, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4)
     q, k = attn.q_norm(q), attn.k_norm(k)
     p = grid.num_prefix_tokens
     patch = torch.arange(N) >= p
     total = torch.zeros(B, attn.num_heads, N, N)
-    total = total if bias is None else total.where(~(patch[:, None] & patch), total + bias)
+    total = total if position.bias is None else total.where(~(patch[:, None] & patch), total + position.bias)
     for encoding in attn.encodings.values():
         own = torch.zeros(())
         if encoding.overrides('position_bias'):
@@ -132,7 +134,7 @@ def attention_by_hand(attn, x, grid, rotation, bias, pos, mask=None):
             own = torch.zeros(()).where(~(patch[:, None] & patch), own)
         total = total + own
     if rotation is not None:
-        q, k = rotated(q, rotation, p, attn.rotate_half), rotated(k, rotation, p, attn.rotate_half)
+        q, k = (rotated(t, rotation, p, attn.encodings.rotate_half) for t in (q, k))
     logits = q @ k.transpose(-2, -1) / attn.head_dim ** 0.5 + total
     if mask is not None:
         logits = logits.masked_fill(~mask, float('-inf')) if mask.dtype == torch.bool else logits + mask
@@ -148,14 +150,13 @@ def check_layers(model, x, mask=None, **kwargs):
     """Compare each attention layer of a forward pass with `attention_by_hand`; `mask` is what `kwargs` amount to."""
     calls = []
     handles = [
-        block.attn.register_forward_hook(lambda module, args, out: calls.append((module, args, out)))
-        for block in model.blocks]
+        block.attn.register_forward_hook(lambda *call: calls.append(call), with_kwargs=True) for block in model.blocks]
     model(x, **kwargs)
     for handle in handles:
         handle.remove()
     assert len(calls) == len(model.blocks)
-    for attn, args, out in calls:
-        same(out, attention_by_hand(attn, *args, mask), 'attention')
+    for attn, args, arguments, out in calls:
+        same(out, attention_by_hand(attn, *args, arguments['position'], mask), 'attention')
 
 
 # Prefix tokens and pooling
@@ -286,7 +287,7 @@ def attention_dropout(make):
 def silence_after_blocks(model):
     """Take out what encodings add between blocks, for contracts that look at blocks which do nothing."""
     for encoding in model.position_encodings().values():
-        if encoding.overrides('after_block'):
+        if encoding.overrides('embed') and encoding.per_layer:
             for p in encoding.parameters():
                 p.data.zero_()
 
@@ -373,7 +374,7 @@ def rectangular(make):
     tokens = model.forward_intermediates(x, output_fmt='NLC', intermediates_only=True)
     for i, j in {(0, width - 1), (height - 1, 0), (height // 2, width // 2)}:
         same(maps[-1][:, :, i, j], tokens[-1][:, i * width + j], 'raster order')
-        if any(encoding.finds_objects for encoding in model.encodings.values()):
+        if any('images' in encoding.asks_for for encoding in model.encodings.values()):
             continue  # what a patch is next to says where it belongs
         changed = x.clone()
         changed[:, :, i * PATCH:(i + 1) * PATCH, j * PATCH:(j + 1) * PATCH] += 1
@@ -566,13 +567,42 @@ def patch_dropout(make):
     # A dropped patch is a masked one, where no content of it is counted.
     looks = [
         encoding.overrides(hook) for encoding in model.position_encodings().values()
-        for hook in ('content_bias', 'channels', 'after_block')]
+        for hook in ('content_bias', 'channels')]
+    looks += [encoding.overrides('embed') and encoding.per_layer for encoding in model.position_encodings().values()]
     if not any(looks):
         kept = torch.zeros(2, 5 + num_patches, dtype=torch.bool).scatter(1, 5 + index, True)
         kept[:, :5] = True
         masked = make().forward_features(x, attn_mask=kept[:, None, None])
         masked = torch.cat([masked[:, :5], masked[:, 5:].gather(1, index[:, :, None].expand(-1, -1, 32))], dim=1)
         same(features, masked, 'dropped patches')
+
+
+@contract(grids=GRIDS[:2])
+def keep_indices(make):
+    """Patches that the caller keeps are those that patch dropout would have left, on every entrance to the model."""
+    x = make.images()
+    index = draw(make, make.grid[0] * make.grid[1] // 2)
+    model, dropping = make(), make(patch_drop_rate=0.5)
+    dropping.patch_drop = Keep(index)
+    expected = dropping.forward_features(x)
+    features = model.forward_features(x, keep_indices=index)
+    same(features, expected, 'features of kept patches', tol=1e-6)
+    same(model(x, keep_indices=index), model.forward_head(expected), 'logits of kept patches', tol=1e-6)
+    final, maps = model.forward_intermediates(x, keep_indices=index, output_fmt='NLC')
+    same(final, expected, 'intermediates of kept patches', tol=1e-6)
+    assert maps[0].shape == (2, index.shape[1], 32)
+    tokens, position = model.embed(x, index)
+    for block in model.blocks:
+        tokens = block(tokens, position=position)
+    same(model.norm(tokens), expected, 'blocks called one by one', tol=1e-6)
+    gradients(model, model(x, keep_indices=index).square().sum())
+    same(make(patch_drop_rate=0.5).train()(x, keep_indices=index), model(x, keep_indices=index), 'in place of dropout')
+    for wrong, says in (
+            (index[:1], r'int64 \[B, K\] = \[2, K\]'), (index.float(), 'int64'), ([[0]], 'got list'),
+            (index + make.grid[0] * make.grid[1], 'from 0 to'), (index - 99, 'from 0 to'),
+            (index[:, :1].expand(-1, 2), 'same patch twice')):
+        with pytest.raises(ValueError, match=says):
+            model(x, keep_indices=wrong)
 
 
 @contract(grids=GRIDS[:2])
@@ -592,6 +622,94 @@ def patch_dropout_mask(make):
         same(model(x, attn_mask=mask), plain(x, attn_mask=mask), f'mask {list(shape)} under patch dropout')
         additive = torch.randn(shape, generator=generator)
         same(model(x, attn_mask=additive), plain(x, attn_mask=additive), f'mask {list(shape)} under patch dropout')
+
+
+# Calls
+
+def watch_calls(model, x):
+    """Parameters that are read while no module that owns them is being called, by name."""
+    owners = {}
+    for name, module in model.named_modules():
+        for key, p in module.named_parameters(recurse=False):
+            owners[id(p)] = name, key, module
+    inside, outside = [], set()
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if id(leaf) in owners and owners[id(leaf)][2] not in inside:
+                    is_look = getattr(function, '__name__', '') == '__get__'  # .shape, .dtype, .device
+                    if not is_look and function not in (torch.Tensor.size, torch.Tensor.dim):
+                        outside.add('.'.join(owners[id(leaf)][:2]))
+            return function(*args, **(kwargs or {}))
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(lambda module, args: inside.append(module)))
+        handles.append(module.register_forward_hook(lambda module, args, out: inside.remove(module)))
+    with Watch():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return outside
+
+
+@contract(grids=ONE_GRID)
+def own_call(make):
+    """Parameters of encodings are used inside their own module's call alone, where hooks that load or move them fire.
+
+    `pos_embed`, which belongs to the model, is used inside the model's.
+    """
+    model, x = make(), make.images()
+    outside = watch_calls(model, x)
+    assert not outside, f'read outside of its own call: {sorted(outside)}'
+
+    # What accelerate's offloading amounts to: parameters are there while their module is called, and NaN else.
+    expected = model(x)
+    handles = []
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        values = {name: p.detach().clone() for name, p in own.items()}
+        if not values or isinstance(module, VisionTransformer):
+            continue
+
+        def load(module, args, own=own, values=values):
+            for name, p in own.items():
+                p.data = values[name].clone()
+
+        def unload(module, args, out, own=own):
+            for p in own.values():
+                p.data = torch.full_like(p, float('nan'))
+
+        unload(module, (), None)
+        handles += [module.register_forward_pre_hook(load), module.register_forward_hook(unload)]
+    same(model(x), expected, 'parameters that are there in their call alone', tol=1e-6)
+
+
+@contract(grids=GRIDS[:2])
+def blocks_alone(make):
+    """Blocks called as timm calls them work where position is in the tokens already, and say what to do elsewhere."""
+    model, x = make(), make.images()
+    tokens, position = model.embed(x)
+    acts = position.rotation is not None or position.bias is not None or position.layer_terms is not None
+    acts |= any(len(block.attn.encodings) for block in model.blocks)
+    mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    if acts:
+        for wrong in (
+                lambda: model.blocks(tokens), lambda: model.blocks[0](tokens), lambda: model.blocks[0](tokens, mask),
+                lambda: model.blocks[0].attn(tokens)):
+            with pytest.raises(ValueError, match='position=position'):
+                wrong()
+    else:
+        same(model.norm(model.blocks(tokens)), model.forward_features(x), 'blocks as a sequence', tol=1e-6)
+        expected = model.blocks[0](tokens, mask, position=position)
+        same(model.blocks[0](tokens, mask), expected, 'block with a mask', tol=1e-6)
+        differ(expected, model.blocks[0](tokens), 'mask')
+    for wrong in (mask, position.grid):
+        with pytest.raises(ValueError, match='Masks are passed as attn_mask='):
+            model.blocks[0](tokens, position=wrong)
+    if not any('images' in encoding.asks_for for encoding in model.encodings.values()):
+        same(model.norm_pre(model._pos_embed(model.patch_embed(x))), tokens, "timm's steps", tol=1e-6)
 
 
 # Features
@@ -1230,18 +1348,18 @@ def broken_model(contract, match, raises=AssertionError, pos_enc='ape+sape2_k'):
 class CountsPrefix(PositionEncoding):
     per_layer = False
 
-    def embed(self, x, grid, pos_embed):
-        return None, torch.outer(torch.arange(x.shape[1], dtype=x.dtype), torch.ones(self.dim).cumsum(0)).sin()
+    def embed(self, x, grid):
+        return torch.outer(torch.arange(x.shape[1], dtype=x.dtype), torch.ones(self.dim).cumsum(0)).sin()
 
 
-@broken_encoding('class_token', 'must match the size', RuntimeError)
+@broken_encoding('class_token', 'does not broadcast to', ValueError)
 class ForgetsPrefix(PositionEncoding):
     def position_bias(self, grid):
         position = grid.coordinates(dtype=torch.float32)
         return -torch.cdist(position, position)
 
 
-@broken_encoding('register_tokens', 'must match the size', RuntimeError)
+@broken_encoding('register_tokens', 'does not broadcast to', ValueError)
 class ExpectsClassToken(PositionEncoding):
     def position_bias(self, grid):
         bias = -grid.coordinates(dtype=torch.float32).sum(-1)
@@ -1259,11 +1377,11 @@ class BiasesPrefix(PositionEncoding):
 
 @broken_code('prefix_rule', 'attention: differs', pos_enc='rope2d')
 def rotates_prefix(patch):
-    def rotate(self, x, table, grid):
-        table = torch.cat([table[-grid.num_prefix_tokens:], table])
-        return apply_rot_embed_cat(x, table)
+    def rotated(self, q, k, position):
+        table = torch.cat([position.rotation[-position.grid.num_prefix_tokens:], position.rotation])
+        return apply_rot_embed_cat(q, table), apply_rot_embed_cat(k, table)
 
-    patch.setattr(PosEncAttention, '_rotate', rotate)
+    patch.setattr(LayerEncodings, '_rotated', rotated)
 
 
 @broken_code('pooling', "pooling 'avg': differs")
@@ -1284,12 +1402,14 @@ def forgets_query_norm(model):
 @broken_code('qk_norm', 'attention: differs')
 def biases_before_norm(patch):
     class Attention(PosEncAttention):
-        def forward(self, x, grid, *args, **kwargs):
+        def forward(self, x, attn_mask, is_causal, position):
             qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-            bias = self.encodings['sape2_k'].content_bias(qkv[0], qkv[1], grid)
-            with pytest.MonkeyPatch.context() as within, using_backend('reference'):
-                within.setattr(self.encodings['sape2_k'], 'content_bias', lambda q, k, grid: bias, raising=False)
-                return super().forward(x, grid, *args, **kwargs)
+            encoding, attend = self.encodings['sape2_k'], self.encodings['sape2_k'].attend
+            with pytest.MonkeyPatch.context() as within:
+                within.setattr(
+                    encoding, 'attend', lambda q, k, *args, **kwargs: attend(qkv[0], qkv[1], *args, **kwargs),
+                    raising=False)
+                return super().forward(x, position=position)
 
     patch.setattr(vit_pos_enc, 'PosEncAttention', Attention)
 
@@ -1326,8 +1446,8 @@ def keeps_path(model):
 
 @broken_code('layer_scale', 'no gradient for .*ls1.gamma')
 def forgets_layer_scale(patch):
-    def forward(self, x, grid, rotation=None, bias=None, pos=None, attn_mask=None, is_causal=False):
-        x = x + self.attn(self.norm1(x), grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
+    def forward(self, x, attn_mask=None, is_causal=False, position=None):
+        x = x + self.attn(self.norm1(x), attn_mask, is_causal, position)
         return x + self.ls2(self.mlp(self.norm2(x)))
 
     patch.setattr(PosEncBlock, 'forward', forward)
@@ -1336,7 +1456,12 @@ def forgets_layer_scale(patch):
 @broken_code('attn_mask', 'attention: differs')
 def bias_replaces_mask(patch):
     merge_masks = ops.merge_masks
-    patch.setattr(ops, 'merge_masks', lambda bias, *args: merge_masks(bias, *args) if bias is None else bias)
+
+    def broken(bias, *args):
+        return merge_masks(bias, *args) if bias is None else bias
+
+    patch.setattr(ops, 'merge_masks', broken)
+    patch.setattr(ops.sape2, 'merge_masks', broken)
 
 
 @broken_code('attn_mask', 'attention: differs', pos_enc='nope')
@@ -1349,7 +1474,7 @@ def causal_replaces_mask(patch):
     patch.setattr(ops, 'merge_masks', merge_masks)
 
 
-@broken_encoding('rectangular', 'must match the size', RuntimeError)
+@broken_encoding('rectangular', 'does not broadcast to', ValueError)
 class AssumesSquare(PositionEncoding):
     per_layer = False
 
@@ -1383,8 +1508,8 @@ class TransposesGrid(PositionEncoding):
         return grid.pad_prefix(-torch.cdist(position, position))
 
 
-@broken_encoding('dynamic_img_size', 'must match the size', RuntimeError)
-@broken_encoding('set_input_size', 'must match the size', RuntimeError)
+@broken_encoding('dynamic_img_size', 'does not broadcast to', ValueError)
+@broken_encoding('set_input_size', 'does not broadcast to', ValueError)
 class OwnGridOnly(PositionEncoding):
     def __init__(self, **host):
         super().__init__(**host)
@@ -1413,7 +1538,8 @@ def pads_on_the_left(model):
 
 @broken_code('dynamic_img_pad', 'must match the size', RuntimeError)
 def rounds_grid_down(patch):
-    patch.setattr(vit_pos_enc, '_grid_size', lambda h, w, patch_size, **_: (h // patch_size[0], w // patch_size[1]))
+    patch.setattr(vit_pos_enc, '_grid', lambda images, patch_size, num_prefix_tokens, **_: Grid(
+        images.shape[2] // patch_size[0], images.shape[3] // patch_size[1], num_prefix_tokens))
 
 
 class Scaled(ReferenceGridEncoding):
@@ -1453,7 +1579,7 @@ class IgnoresKeepIndices(PositionEncoding):
         return grid.pad_prefix(-(i[:, None] - i).abs())
 
 
-@broken_encoding('patch_dropout', 'must match the size', RuntimeError)
+@broken_encoding('patch_dropout', 'does not broadcast to', ValueError)
 class ExpectsAllPatches(PositionEncoding):
     def content_bias(self, q, k, grid):
         position = grid.coordinates(dtype=torch.float32)
@@ -1466,6 +1592,43 @@ def rotates_by_order(patch):
         return table if self.keep_indices is None else table[..., :self.keep_indices.shape[1], :]
 
     patch.setattr(Grid, 'keep_rows', keep_rows)
+
+
+@broken_code('keep_indices', 'features of kept patches: differs', pos_enc='ape')
+def keeps_the_next_patch(patch):
+    keep = vit_pos_enc._keep_patches
+
+    def keep_patches(patch_drop, x, grid, keep_indices):
+        return keep(patch_drop, x, grid, keep_indices if keep_indices is None else keep_indices.roll(1, 1))
+
+    patch.setattr(vit_pos_enc, '_keep_patches', keep_patches)
+
+
+@broken_encoding('own_call', 'read outside of its own call: .*slope')
+class ReadsAnotherModule(PositionEncoding):
+    """Its linear layer is never called."""
+
+    def __init__(self, **host):
+        super().__init__(**host)
+        self.slope = nn.Linear(1, self.num_heads)
+
+    def position_bias(self, grid):
+        position = grid.coordinates(dtype=torch.float32)
+        slope = self.slope.weight + self.slope.bias[:, None]
+        return grid.between_tokens(-slope[..., None] * torch.cdist(position, position))
+
+
+@broken_code('own_call', 'read outside of its own call: .*table', pos_enc='shaw')
+def calls_the_method(patch):
+    def bias(self, q, k, position, without=()):
+        return self['shaw'].content_bias(q, k, position.grid)
+
+    patch.setattr(LayerEncodings, '_bias', bias)
+
+
+@broken_code('blocks_alone', 'DID NOT RAISE', pytest.fail.Exception, pos_enc='rope2d')
+def needs_no_position(patch):
+    patch.setattr(SharedEncodings, 'act_on_blocks', lambda self: False)
 
 
 @broken_code('patch_dropout_mask', 'mask .* under patch dropout: differs', pos_enc='ape')
@@ -1574,7 +1737,7 @@ def forgets_fix_init(patch):
 def draws_before_backbone(patch):
     parse = vit_pos_enc.parse_pos_enc
 
-    def parse_and_draw(pos_enc, pos_enc_kwargs):
+    def parse_and_draw(pos_enc, pos_enc_kwargs=None):
         torch.rand(0 if pos_enc == 'nope' else 1)
         return parse(pos_enc, pos_enc_kwargs)
 
@@ -1620,7 +1783,7 @@ def forgets_encodings(patch):
 @broken_code('fused_attention_switch', 'logits without fused attention: differs')
 def scales_twice(patch):
     probabilities = ops.probabilities
-    patch.setattr(ops, 'probabilities', lambda q, k, mask, scale: probabilities(q, k, mask, scale=scale ** 2))
+    patch.setattr(ops.attention, 'probabilities', lambda q, k, mask, scale: probabilities(q, k, mask, scale=scale ** 2))
 
 
 @broken_encoding('float32_bias', 'bias is torch.bfloat16')
@@ -1645,8 +1808,8 @@ class LosesDigits(PositionEncoding):
 class FixedDtype(PositionEncoding):
     per_layer = False
 
-    def embed(self, x, grid, pos_embed):
-        return None, x @ torch.eye(self.dim)
+    def embed(self, x, grid):
+        return x @ torch.eye(self.dim)
 
 
 @broken_encoding('deepcopy', 'copy: differs')

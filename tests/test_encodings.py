@@ -723,7 +723,7 @@ def test_rotation_refuses_head_dims(name, head_dim):
 
 def built(pos_enc, **kwargs):
     torch.manual_seed(0)
-    return timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs)
+    return timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs)
 
 
 @pytest.mark.parametrize('name', SAPE2)

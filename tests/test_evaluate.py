@@ -280,7 +280,7 @@ def make(pos_enc, seed=0, **kwargs):
     sizes = dict(num_classes=CLASSES, img_size=48, patch_size=PATCH)
     if pos_enc is None:
         return awaken(timm.create_model('test_vit', **{**sizes, **kwargs}))
-    return awaken(timm.create_model('test_vit_nope', pos_enc=pos_enc, **{**sizes, **kwargs}))
+    return awaken(timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **{**sizes, **kwargs}))
 
 
 @pytest.fixture(scope='module')
@@ -568,7 +568,7 @@ def test_a_file_that_came_in_between_is_kept(tmp_path):
     ('a.csv', files.FIGURES, 'must end in .png or .svg or .pdf'),
     ('none/a.csv', files.TABLES, 'there is no directory .*none to write a.csv to'),
     ('folder.csv', files.TABLES, 'folder.csv is a directory; name a file'),
-    ('a.pdf', files.FIGURES, 'a.pdf wants matplotlib: pip install matplotlib, or leave it out'),
+    ('a.pdf', files.FIGURES, r"a.pdf needs matplotlib: pip install 'timm-sape\[lab\]', or leave it out"),
 ])
 def test_outputs_are_checked(name, suffixes, text, tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'find_spec', lambda name: None)
@@ -588,9 +588,10 @@ def main(monkeypatch):
 
 
 def read_csv(path):
-    notes, *lines = path.read_text().splitlines()
-    assert notes.startswith('# ') and 'batch 8, float32' in notes and 'torch' in notes
-    return list(csv.DictReader(lines))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    notes, = {row['notes'] for row in rows}
+    assert 'batch 8, float32' in notes and 'torch' in notes
+    return rows
 
 
 def test_sweep_command(main, images, folders, tmp_path, capsys):
@@ -639,7 +640,7 @@ def test_names_without_weights_are_pointed_out(main, images, capsys):
     args = ['--data-dir', str(images), '--num-images', '3', '--batch-size', '8', '--workers', '0']
     assert main(['compare', 'test_vit_rope2d', *args]) == 0
     assert capsys.readouterr().err == (
-        'timm-sape: test_vit_rope2d has no pretrained weights: its speed means something, its accuracy does not\n')
+        'timm-sape: test_vit_rope2d has no pretrained weights and runs with random ones; ignore its accuracy\n')
 
 
 @pytest.mark.parametrize('args, text', [
@@ -782,7 +783,7 @@ def test_sizes_that_are_none(sizes, main, capsys):
     with pytest.raises(SystemExit) as e:
         main(['sweep', 'model', '--data-dir', 'data', f'--sizes={sizes}'])
     assert e.value.code == 2
-    assert 'is no size; write e.g. 224, or 224x448 for height x width' in capsys.readouterr().err
+    assert 'is not a size; write e.g. 224, or 224x448 for height x width' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('command', ['sweep', 'compare'])

@@ -58,9 +58,9 @@ def test_example(digits, tmp_path):
     assert changes.keys() == {'sape2_k', 'nope'} and float(largest) > 0.1
     assert all(float(change) < 1e-5 for change in changes.values())
 
-    notes, *lines = (tmp_path / 'out' / 'x.csv').read_text().splitlines()
-    assert notes.startswith('# 320 images and 12 epochs for the base, 192 and 4 for each; ') and 'torch' in notes
-    rows = list(csv.DictReader(lines))
+    rows = list(csv.DictReader((tmp_path / 'out' / 'x.csv').read_text().splitlines()))
+    notes, = {row['notes'] for row in rows}
+    assert notes.startswith('320 images and 12 epochs for the base, 192 and 4 for each; ') and 'torch' in notes
     assert [(row['graft'], row['seed']) for row in rows] == [
         (name, seed) for seed in '01' for name in ('none', 'sape2_k', 'nope')]
     top1 = {name: [float(row['top1']) for row in rows if row['graft'] == name] for name in ('none', 'sape2_k', 'nope')}

@@ -18,7 +18,7 @@ REFUSED = [name for name in timm_sape.list_encodings() if timm_sape.get_encoding
 def build(pos_enc, awake=True, **kwargs):
     torch.manual_seed(0)
     model = timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=(3 * PATCH, 5 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(3 * PATCH, 5 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
         num_heads=4, num_classes=3, reg_tokens=1, global_pool='avg', fc_norm=False, **kwargs).double().eval()
     return awaken(model) if awake else model
 

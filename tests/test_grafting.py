@@ -320,7 +320,7 @@ def test_encodings_that_are_refused(name):
     if name in ('ape', 'nope'):  # nothing to add
         assert timm_sape.graft('test_vit', name, depth=2).pos_enc == 'ape'
         return
-    with pytest.raises(ValueError, match='no neutral form|is .ape. carried from layer to layer'):
+    with pytest.raises(ValueError, match='no neutral form|is .ape. handed from layer to layer'):
         timm_sape.graft('test_vit', name, depth=2)
 
 
@@ -344,7 +344,7 @@ def test_changed_models_are_refused():
 @pytest.mark.parametrize('kwargs, message', [
     ({}, 'vit_graft needs a base'),
     (dict(base='test_vit'), 'vit_graft needs a base and encodings'),
-    (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "is no model of timm. Did you mean 'vit_small_patch16_224'"),
+    (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "not a model of timm. Did you mean 'vit_small_patch16_224'"),
     (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base has 'ape' by itself"),
     (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "'cpb' is of the base"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is no part of"),
@@ -352,9 +352,9 @@ def test_changed_models_are_refused():
     (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),
     (dict(base='test_vit', pos_enc='rope2d+rope2d_mixed'), 'two rotations'),
     (dict(base='test_vit_relpos', pos_enc='auto_cpb'), "'auto_cpb' cannot be grafted: the base has 'cpb' by itself"),
-    (dict(base='test_vit_ape', pos_enc='rope2d'), 'is no model of timm. Did you mean'),
+    (dict(base='test_vit_ape', pos_enc='rope2d'), 'is not a model of timm. Did you mean'),
     (dict(base='local-dir:x', pos_enc='rope2d'), 'It must be an architecture; timm_sape.graft takes saved models'),
-    (dict(base=5, pos_enc='rope2d'), 'base=5 is no model of timm'),
+    (dict(base=5, pos_enc='rope2d'), 'base=5 is not a model of timm'),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs='x'), 'pos_enc_kwargs must map parts to their keywords'),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': 5}), 'pos_enc_kwargs must map parts to their'),
     (dict(base='test_vit', pos_enc='cope', pos_enc_kwargs={'cope': {'npos': 3}, 'auto_cope': {}}), 'under two names'),

@@ -95,10 +95,10 @@ def test_shrink_to_corner(corner, size, mode):
 
 
 @pytest.mark.parametrize('image, corner, text', [
-    (random_image(0), 'top', "unknown corner 'top'; choose of bottom-left"),
-    (torch.zeros(3, 8, 8), 'top-left', 'wants a PIL image, got Tensor; leave'),
+    (random_image(0), 'top', "unknown corner 'top'; choose from bottom-left"),
+    (torch.zeros(3, 8, 8), 'top-left', 'needs a PIL image, got Tensor; use'),
     (random_image(0).convert('P'), 'top-left', r"got P; use image.convert\('RGB'\)"),
-    (random_image(0, 1, 8), 'top-left', 'an image of 1 x 8 pixels has no half; give 2 x 2'),
+    (random_image(0, 1, 8), 'top-left', 'an image of 1 x 8 pixels cannot be halved; use at least 2 x 2'),
 ])
 def test_shrink_to_corner_says_what_is_wrong(image, corner, text):
     with pytest.raises(ValueError, match=text):
@@ -178,7 +178,7 @@ def test_corners_are_balanced_in_each_class_of_a_folder(num_images):
 
 
 @pytest.mark.parametrize('keywords, text', [
-    (dict(position_classes=('airplane', 'plane')), "unknown position class 'plane'; choose of airplane, "),
+    (dict(position_classes=('airplane', 'plane')), "unknown position class 'plane'; choose from airplane, "),
     (dict(position_classes=(0, 10)), 'unknown position class 10'),
     (dict(position_classes=(0, -1)), 'unknown position class -1'),
     (dict(position_classes=(0, 'airplane')), 'must be two different classes'),
@@ -246,7 +246,7 @@ def test_writing_refuses_and_force_replaces(tmp_path):
     folder.mkdir()
     write_position_dataset(position_splits(), folder)  # an empty one is taken
     before = tree(folder)
-    with pytest.raises(ValueError, match='data is there; --force'):
+    with pytest.raises(ValueError, match='data exists; --force'):
         write_position_dataset(position_splits(seed=1), folder)
     assert tree(folder) == before
     write_position_dataset(position_splits(seed=1), folder, force=True)
@@ -282,7 +282,7 @@ def test_a_folder_that_was_filled_meanwhile(tmp_path):
 @pytest.mark.parametrize('force', [False, True])
 def test_force_replaces_nothing_of_others(force, tmp_path):
     (tmp_path / 'train').mkdir()
-    with pytest.raises(ValueError, match='is no CIFAR-10-Position; name another directory'):
+    with pytest.raises(ValueError, match='is not a CIFAR-10-Position; name another directory'):
         write_position_dataset(position_splits(), tmp_path, force=force)
     (tmp_path / 'file').write_text('mine')
     with pytest.raises(ValueError, match='is a file'):
@@ -376,7 +376,7 @@ def test_load_says_what_is_wrong(tmp_path, image_folder):
     with pytest.raises(ValueError, match='has neither cifar-10-batches-py nor train/ and test/'):
         load_cifar10_splits(image_folder / 'train')
     (image_folder / 'train' / 'zebra').mkdir()
-    with pytest.raises(ValueError, match='is no folder of images, SPLIT/CLASS/IMAGE: .*zebra'):
+    with pytest.raises(ValueError, match='is not a folder of images, SPLIT/CLASS/IMAGE: .*zebra'):
         load_cifar10_splits(image_folder)
     (tmp_path / 'cifar-10-batches-py').mkdir()
     with pytest.raises(ValueError, match='is not complete; delete it, then fetch it'):
@@ -420,7 +420,7 @@ def test_command_says_what_is_wrong(args, text, image_folder, tmp_path, capsys):
 def test_command_onto_its_source(image_folder, capsys):
     before = tree(image_folder)
     assert run_data('cifar10-position', '--source', image_folder, '--output', image_folder, '--force') == 2
-    assert 'is no CIFAR-10-Position' in capsys.readouterr().err
+    assert 'is not a CIFAR-10-Position' in capsys.readouterr().err
     assert tree(image_folder) == before
 
 
@@ -487,7 +487,7 @@ def test_rand_augment_posterizes_to_one_bit_at_least(config_str, op_name):
 
 @pytest.mark.parametrize('config_str', ['original', 'rand-x9', 'rand-m1.5', ''])
 def test_rand_augment_says_what_is_wrong(config_str):
-    with pytest.raises(ValueError, match="is no RandAugment that timm knows .*write it like 'rand-m9"):
+    with pytest.raises(ValueError, match="is not a RandAugment of timm .*write it like 'rand-m9"):
         position_preserving_rand_augment(config_str)
 
 

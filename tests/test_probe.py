@@ -17,7 +17,7 @@ MODELS = [
 
 def build(pos_enc):
     torch.manual_seed(0)
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, img_size=(32, 40), patch_size=8, num_classes=10)
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=(32, 40), patch_size=8, num_classes=10)
     awaken_encodings(model)
     return model
 

@@ -19,7 +19,7 @@ EVERY = ['ape', 'rope2d_mixed', 'sape2_k', 'rpb', 'irpe_qkv', 'lape', 'peg', 'op
 
 def build(pos_enc, **kwargs):
     kwargs = dict(img_size=(16, 24), patch_size=8, num_classes=5, drop_rate=0.) | kwargs
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs).double().eval()
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).double().eval()
     with torch.no_grad():
         return awaken(model)
 
@@ -37,8 +37,9 @@ def definition(model, x, y, background, seed=0):
     def f(i, label, permutation):
         image, kwargs = x[i:i + 1], {}
         if permutation is not None:
-            objects = model.encodings.with_objects(timm_sape.Grid(2, 3), image, (8, 8), None).objects
-            kwargs = {} if objects is None else {'object_index': objects}
+            if 'ope' in model.encodings:
+                objects = model.encodings['ope'].find_objects(image, timm_sape.Grid(2, 3), (8, 8))
+                kwargs = {'object_index': objects}
             image = shuffle_patches(image, (8, 8), permutation[None])
         with torch.no_grad():
             return model(image, **kwargs)[0, label].item()
@@ -139,23 +140,21 @@ def test_exchanging_patches_is_exchanging_positions_for_every_encoding(pos_enc, 
     exchanged = model(shuffle_patches(x, (8, 8), order), **kwargs)
 
     def embed(encodings, args, out):
-        tokens, grid, pos_embed, *rest = args
+        tokens, grid, given = args
         p = grid.num_prefix_tokens
         found = []
         for i in range(3):  # tokens in the order of the places, then back
             one = tokens[i:i + 1]
             there = torch.cat([one[:, :p], one[:, p:][:, order[i]]], dim=1)
-            objects = rest[2][i:i + 1] if kwargs else None
-            put = encodings.forward(there, grid, pos_embed, x[i:i + 1], rest[1], objects)
-            found.append(torch.cat([put[0][:, :p], put[0][:, p:][:, place[i]]], dim=1))
-        return torch.cat(found), *out[1:]
+            objects = given['object_index'][i:i + 1] if kwargs else None
+            put = encodings.embed(there, grid, {**given, 'images': x[i:i + 1], 'object_index': objects})
+            found.append(torch.cat([put[:, :p], put[:, p:][:, place[i]]], dim=1))
+        return torch.cat(found), out[1]
 
     def elsewhere(block, args):
-        tokens, grid, rotation, bias, pos, *rest = args
-        grid = replace(grid, keep_indices=place)
-        return (
-            tokens, grid, None if rotation is None else grid.keep_rows(rotation),
-            None if bias is None else grid.keep_pairs(bias), None if pos is None else grid.keep_tokens(pos), *rest)
+        tokens, attn_mask, is_causal, position = args
+        return tokens, attn_mask, is_causal, model.encodings.position(
+            tokens, replace(position.grid, keep_indices=place))
 
     model.encodings.register_forward_hook(embed)
     for block in model.blocks:
@@ -169,10 +168,10 @@ def test_objects_stay_where_they_are():
     model, (x, y) = build('ope'), data(4)
     x[:, :, :8] = 3.
     seen = []
-    model.encodings.register_forward_pre_hook(lambda module, args: seen.append(args[5]))
+    model.encodings.register_forward_pre_hook(lambda module, args: seen.append(args[2]['object_index']))
     position_shap(model, [(x, y)], background=2)
     given = [index for index in seen if index is not None]
-    own = model.encodings.with_objects(timm_sape.Grid(2, 3), x, (8, 8), None).objects
+    own = model.encodings['ope'].find_objects(x, timm_sape.Grid(2, 3), (8, 8))
     assert given and all(any(torch.equal(row, o) for o in own) for index in given for row in index)
 
 

@@ -76,7 +76,7 @@ def test_picture(run):
 
 
 def test_checkpoint(run, quickstart, monkeypatch):
-    """A process that trained nothing loads the model by two roads: the same logits, of the model in the table."""
+    """A process that trained nothing loads the model in two ways: the same logits, of the model in the table."""
     done, folder = run
     monkeypatch.chdir(folder)
     command = re.search(r'timm\.create_model\("(local-dir:\S+)", pretrained=True\)', done.stdout)
@@ -111,8 +111,8 @@ def test_position_bias_is_what_the_model_adds(quickstart, monkeypatch):
         if encoding.overrides('content_bias'):
             torch.nn.init.normal_(encoding.table_x)
             torch.nn.init.normal_(encoding.table_y)
-            content_bias = encoding.content_bias
-            encoding.content_bias = lambda *args, f=content_bias: added.append(f(*args)) or added[-1]
+    bias = timm_sape.ops.sape2._bias
+    monkeypatch.setattr(timm_sape.ops.sape2, '_bias', lambda *args: added.append(bias(*args)) or added[-1])
     inputs = torch.rand(2, 1, 8, 8)
     before = quickstart.predict(model, inputs)
     expected = torch.stack(added).mean(dim=(0, 2)).numpy()

@@ -1,11 +1,16 @@
 """Names: what may be registered and typed, and what a third-party encoding does in a model."""
+import argparse
+import inspect
 import json
+import re
+import shlex
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.utils import ParseKwargs
 
 import timm_sape
 from references import assert_near
@@ -27,7 +32,7 @@ def no_traces():
         assert known == before
 
 
-def build(pos_enc, pos_enc_kwargs=None, model='test_vit_nope', **kwargs):
+def build(pos_enc, pos_enc_kwargs=None, model='test_vit_pos_enc', **kwargs):
     kwargs = {'img_size': 32, 'patch_size': 8, **kwargs}
     return timm.create_model(model, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **kwargs)
 
@@ -55,6 +60,49 @@ def test_created_by_name(name):
     assert type(encoding) is registry.get_encoding(name)
     assert type(encoding).__doc__ and type(encoding).adds and type(encoding).resolution  # the documentation's table
     assert f'`{name}`' in registry.encodings_table()
+
+
+@pytest.mark.parametrize('name', list_encodings())
+def test_help(name):
+    """`help` of an encoding begins with its full name and describes each keyword, those of its bases included."""
+    doc = inspect.getdoc(registry.get_encoding(name))
+    title = registry.encoding_title(name)
+    assert 5 < len(title) <= 52 and doc.startswith(f'{title}.') and doc.count('\n\nInherited keywords:\n') <= 1
+    assert [registry.encoding_title(other) for other in list_encodings()].count(title) == 1
+    for keyword in timm_sape.encoding_keywords(name):
+        assert len(re.findall(rf'^    {keyword}: \S', doc, re.MULTILINE)) == 1, keyword
+
+
+def test_help_of_ones_own():
+    class Base(timm_sape.CoordinateEncoding):
+        """Not registered.
+
+        Args:
+            strength: How much,
+                or how little.
+            colour: Overridden below.
+        """
+        def __init__(self, *, strength=1.0, colour='red', **host):
+            super().__init__(**host)
+
+    @register_encoding('mine')
+    class Mine(Base):
+        """My own.
+
+        Args:
+            colour: Of mine.
+        """
+        def __init__(self, *, colour='blue', **host):
+            super().__init__(**host)
+
+    @register_encoding('silent')
+    class Silent(Mine):
+        pass
+
+    assert registry.encoding_title('mine') == 'My own' and registry.encoding_title('silent') == ''
+    assert Mine.__doc__.startswith('My own.\n\nArgs:\n    colour: Of mine.\n\nInherited keywords:\n    resolution: ')
+    assert Mine.__doc__.endswith('\n    strength: How much,\n        or how little.')
+    assert Silent.__doc__ is None and inspect.getdoc(Silent) == Mine.__doc__
 
 
 def test_sape2_is_sape2_k():
@@ -99,10 +147,41 @@ def test_one_name_twice(aliases):
 def test_taken_name_says_by_whom():
     with pytest.raises(ValueError, match=r"'sape2'.*by timm_sape.encodings.sape2.*PositionEncodingK. Choose another"):
         register_encoding('sape2')(type('Mine', (PositionEncoding,), {}))
-    cls = type('Mine', (PositionEncoding,), {})
-    register_encoding('mine')(cls)
+    register_encoding('mine')(type('Mine', (PositionEncoding,), {}))
     with pytest.raises(ValueError, match="'mine' is registered already"):
-        register_encoding('mine')(cls)
+        register_encoding('mine')(type('Other', (PositionEncoding,), {}))
+
+
+def test_a_cell_run_again():
+    """The same class from the same place replaces the one before, as in a notebook; the new one is used."""
+    for _ in range(2):
+        cls = register_encoding('mine', aliases=('too',))(type('Mine', (PositionEncoding,), {}))
+        assert timm_sape.get_encoding('mine') is timm_sape.get_encoding('too') is cls
+
+
+def test_what_authors_forget():
+    """Each in one line: a method that must be defined, the table, tokens that a bias left out."""
+    class Forgetful(timm_sape.FixedEncoding):
+        pass
+
+    with pytest.raises(ValueError, match=r'Forgetful must define compute\(self, grid: .*: The table of a whole grid'):
+        register_encoding('mine')(Forgetful)
+
+    class NoTable(timm_sape.FixedEncoding):
+        def compute(self, grid, device, dtype):
+            return grid.coordinates(device, dtype)
+
+    register_encoding('mine')(NoTable)
+    with pytest.raises(ValueError, match=r"'mine': call self.make_table\(\) at the end of the constructor of NoTable"):
+        build('mine')
+
+    class NoPrefix(PositionEncoding):
+        def position_bias(self, grid):
+            return torch.zeros(grid.num_patches, grid.num_patches)
+
+    register_encoding('yours')(NoPrefix)
+    with pytest.raises(ValueError, match=r"'yours': position_bias returned \[16, 16\].* between_tokens|N = 17"):
+        build('yours')(torch.zeros(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize('name', ['', 'Mine', 'my-own', 'my own', 'ape+mine', '2d', '_mine', 'my.own', 'mine\n'])
@@ -121,7 +200,8 @@ def test_not_an_encoding(cls):
     assert 'mine' not in list_encodings()
 
 
-@pytest.mark.parametrize('hook, per_layer', [('embed', True), ('content_bias', False), ('values', False)])
+@pytest.mark.parametrize('hook, per_layer', [
+    ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False)])
 def test_shared_where_it_cannot_be(hook, per_layer):
     with pytest.raises(ValueError, match=f"'mine' overrides '{hook}', which is called where per_layer={not per_layer}"):
         register_encoding('mine')(type('Mine', (PositionEncoding,), {
@@ -142,6 +222,11 @@ def test_unknown_names(name, text):
     for create in (lambda: create_encoding(name, **HOST), lambda: build(name), lambda: build(f'ape+{name}')):
         with pytest.raises(ValueError, match=text):
             create()
+
+
+def test_unknown_name_says_how_to_import():
+    with pytest.raises(ValueError, match='If it is your own, import its module first; .*: timm-sape .* --import'):
+        registry.get_encoding('my_encoding')
 
 
 @pytest.mark.parametrize('name, keyword, text', [
@@ -261,6 +346,32 @@ def test_conflicts(pos_enc, pos_enc_kwargs, text):
         registry.parse_pos_enc(pos_enc, pos_enc_kwargs)
 
 
+def parsed(*words):
+    """What timm's scripts make of words after `--model-kwargs`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--model-kwargs', nargs='*', action=ParseKwargs)
+    return parser.parse_args(['--model-kwargs', *words]).model_kwargs['pos_enc_kwargs']
+
+
+@pytest.mark.parametrize('text, meant', [
+    ('{sape2_k:{preset:equations}}', {'sape2_k': {'preset': 'equations'}}),
+    ('{sape2_k: {npos: 9, bias_scale: -1e-3}}', {'sape2_k': {'npos': 9, 'bias_scale': -1e-3}}),
+    ('{"rope_dinov3": {"rescale": null}, "irpe_k": {"shared_heads": false}}',
+        {'rope_dinov3': {'rescale': None}, 'irpe_k': {'shared_heads': False}}),
+    ('preset:equations', {'sape2_k': {'preset': 'equations'}}),  # nobody can tell: the example
+    ('{npos:9}', {'sape2_k': {'preset': 'equations'}}),
+    ('{{{', {'sape2_k': {'preset': 'equations'}}),
+])
+def test_keywords_that_lost_their_quotes(text, meant):
+    """The message has the words to type, which timm's parser and a shell understand."""
+    arrived = parsed(f'pos_enc_kwargs={text}')
+    assert arrived == text  # timm did not understand it
+    with pytest.raises(ValueError, match='must map parts to their keywords, got the text') as error:
+        registry.parse_pos_enc('sape2_k', arrived)
+    option, words = shlex.split(re.search('--model-kwargs .*', str(error.value))[0].removesuffix('.'))
+    assert option == '--model-kwargs' and parsed(words) == meant
+
+
 def test_third_party_rotation_conflicts():
     register_encoding('spin')(type('Spin', (PositionEncoding,), {'rotation': lambda self, grid: None}))
     with pytest.raises(ValueError, match='two rotations, spin and rope2d'):
@@ -286,17 +397,24 @@ class Embed(Toy):
     """Tokens of the lower rows are larger; each channel gets its own number."""
     per_layer = False
 
-    def embed(self, x, grid, pos_embed):
+    def embed(self, x, grid):
+        return self.amount * torch.arange(self.dim, dtype=x.dtype)
+
+    def mix(self, x, term, grid):
         y = grid.coordinates(dtype=x.dtype)[:, 0]
         factor = torch.cat([torch.ones(grid.num_prefix_tokens, dtype=x.dtype), 1 + self.amount * y])[:, None]
-        return factor, self.amount * torch.arange(self.dim, dtype=x.dtype)
+        return x * factor, term
 
 
 class FactorOnly(Toy):
+    """Adds zeros, since tokens are mixed only where something is added to them."""
     per_layer = False
 
-    def embed(self, x, grid, pos_embed):
-        return self.amount + 2, None
+    def embed(self, x, grid):
+        return torch.zeros(self.dim, dtype=x.dtype)
+
+    def mix(self, x, term, grid):
+        return x * (self.amount + 2), term
 
 
 class Rotation(Toy):
@@ -365,9 +483,10 @@ def forward_by_hand(model, x, encodings):
     grid = timm_sape.Grid(4, 4, 1)
     tokens = model.patch_embed(x)
     tokens = torch.cat([model.cls_token.expand(len(x), -1, -1), tokens], dim=1)
-    factor, term = encodings[0].embed(tokens, grid, model.pos_embed)
-    tokens = tokens if factor is None else tokens * factor
-    tokens = tokens if term is None else tokens + term
+    term = 0
+    if encodings[0].overrides('embed'):
+        tokens, term = encodings[0].mix(tokens, encodings[0].embed(tokens, grid), grid)
+    tokens = tokens + term
     if model.pos_embed is not None:
         tokens = tokens + model.pos_embed
     for block, encoding in zip(model.blocks, encodings):
@@ -468,7 +587,7 @@ def test_biases_add_up():
 
 
 def test_factors_multiply_and_terms_add():
-    """tokens * prod(factors) + sum(terms), whatever the order of the names: no factor touches a term."""
+    """Mixers act one after the other on tokens and on the sum of terms, whatever the order of the names."""
     for name, cls in {'a_toy': FactorOnly, 'b_toy': Embed, 'z_toy': FactorOnly}.items():
         register_encoding(name)(cls)
     model = build('b_toy+ape+z_toy+a_toy', {'z_toy': {'strength': 0.5}}).double().eval()
@@ -514,7 +633,7 @@ def test_in_every_model(model):
 def test_overrides():
     """A hook counts if the class or a base of it has it."""
     assert [hook for hook in PositionEncoding.HOOKS if per_layer(RotationPerHead).overrides(hook)] == ['rotation']
-    assert [hook for hook in PositionEncoding.HOOKS if Embed.overrides(hook)] == ['embed']
+    assert [hook for hook in PositionEncoding.HOOKS if Embed.overrides(hook)] == ['embed', 'mix']
     assert [hook for hook in PositionEncoding.HOOKS if Toy.overrides(hook)] == []
     assert Embed.acts_on() == ('tokens',)
     assert ContentBias.acts_on() == ('logits, from content',)
