@@ -13,14 +13,22 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed, to_2tuple
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
 from .encodings import CoordinateEncoding, ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
 
 __all__ = [
-    'Reading', 'filter_state_dict', 'misfit', 'reading_errors', 'refuse_misfit', 'refuse_other_encoding', 'unwrap',
+    'Reading',
+    'convert_to_naflex',
+    'convert_to_plain',
+    'filter_state_dict',
+    'misfit',
+    'reading_errors',
+    'refuse_misfit',
+    'refuse_other_encoding',
+    'unwrap',
 ]
 
 # num_classes is that of the file: timm drops a head whose number of classes is not the declared one.
@@ -41,14 +49,13 @@ def filter_state_dict(
 
     Args:
         state_dict: The checkpoint.
-        model: A `VisionTransformerPosEnc`. Its tables take the size of the checkpoint's, where those are never resized.
+        model: A `PosEncModel`. Its tables take the size of the checkpoint's, where those are never resized.
         ref_grid_size: The trained grid, if the user gave one; the checkpoint's own must not differ.
 
     Raises:
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
-    state_dict = from_timm(unwrap(state_dict), model)
-    state_dict = checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
+    state_dict = model.convert_checkpoint(unwrap(state_dict))
     for path, encoding in _encodings_with_grids(model):
         grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size)
         if grid is not None:
@@ -67,6 +74,52 @@ def filter_state_dict(
         raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
     _warn_of_lost_head(state_dict, model, heads)
     return state_dict
+
+
+def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
+    state_dict = from_timm(state_dict, model)
+    return checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
+
+
+def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `NaFlexVitPosEnc`, with patch embedding and table of its sizes.
+
+    It may be of a plain model. Rows that its table has for prefix tokens are added to these tokens.
+    """
+    out = dict(state_dict)
+    if 'patch_embed.proj.weight' in out:
+        rows = out.get('pos_embed')
+        tokens = [name for name in ('cls_token', 'reg_token') if name in out]
+        num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
+        if rows is not None:
+            grid = _grid_of_entries(out, num_prefix_tokens, False) or _grid_of_entries(out, num_prefix_tokens, True)
+            if grid is None:
+                raise ValueError(
+                    f'pos_embed of the checkpoint has {rows.shape[1]} rows, {num_prefix_tokens} prefix tokens included '
+                    'or not, which are no square grid, and nothing says which. Load it into the plain model of its '
+                    'size first.')
+            split = rows.shape[1] - math.prod(grid)
+            at = 0
+            for name in tokens if split else ():
+                out[name] = out[name] + rows[:, at:at + out[name].shape[1]]
+                at += out[name].shape[1]
+            out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
+        for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
+            out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
+    weight, size = out.get('embeds.proj.weight'), model.patch_size
+    if weight is not None and weight.ndim == 4:
+        if weight.shape[2:] != size:
+            weight = resample_patch_embed(weight, list(size))
+        if model.embeds.is_linear:
+            weight = weight.permute(*((0, 2, 3, 1) if model.embeds.channels_last else (0, 1, 2, 3))).flatten(1)
+        out['embeds.proj.weight'] = weight
+    table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
+    if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
+        old, new = tuple(table.shape[1:3]), model.grid_size
+        table = resample_abs_pos_embed(table.flatten(1, 2), new_size=new, old_size=old, num_prefix_tokens=0)
+        out['embeds.pos_embed'] = table.unflatten(1, new)
+    return out
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -118,7 +171,7 @@ def _trained_grid(
         # Saved with 'extrapolate', where the grid did not matter. The config knows the size of the images.
         args = model.pretrained_model_args
         size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-        return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.patch_embed.patch_size))
+        return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
     if is_reference or any(name.startswith(f'{path}.') for name in state_dict):
         fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(
@@ -129,7 +182,7 @@ def _trained_grid(
 
 def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
     """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
-    strides = (s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel))
+    strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
     height, width = (size // stride for size, stride in zip(size, strides))
     return height, width
 
@@ -249,7 +302,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
             hint += fitted
         raise ValueError(
             f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
-            f'{model.patch_embed.grid_size}): {report}. This loading path resizes nothing.{hint} To load it as it is, '
+            f'{model.grid_size}): {report}. This loading path resizes nothing.{hint} To load it as it is, '
             'create the model with the arguments that it was trained with (pos_enc, img_size, patch_size, ...; scripts '
             'take those that have no option of their own by --model-kwargs). To adapt a checkpoint of the same '
             f'encodings to another size, use {PRETRAINED_PATHS}.')
@@ -292,7 +345,7 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
     if len(kernel) == 4:
         found['embed_dim'], own['embed_dim'] = kernel[0], model.embed_dim
         found['patch_size'], own['patch_size'] = _short(kernel[2:]), _short(model.patch_embed.patch_size)
-        grid = _grid_of_entries(entries, model, num_prefix_tokens)
+        grid = _grid_of_entries(entries, num_prefix_tokens, model.no_embed_class)
         if grid is not None:
             strides = [s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel[2:])]
             found['img_size'] = _short([size * stride for size, stride in zip(grid, strides)])
@@ -305,8 +358,8 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
 
 def _grid_of_entries(
         entries: Mapping[str, torch.Tensor],
-        model: nn.Module,
         num_prefix_tokens: int,
+        no_embed_class: bool,
 ) -> Optional[GridSize]:
     """The grid that a checkpoint says or shows, None if it does neither."""
     for key, value in entries.items():
@@ -314,7 +367,7 @@ def _grid_of_entries(
             height, width = (int(size) for size in value.tolist())
             return height, width
     if 'pos_embed' in entries and entries['pos_embed'].ndim == 3:
-        rows = entries['pos_embed'].shape[1] - (0 if model.no_embed_class else num_prefix_tokens)
+        rows = entries['pos_embed'].shape[1] - (0 if no_embed_class else num_prefix_tokens)
         side = math.isqrt(max(rows, 0))
         return (side, side) if side ** 2 == rows > 0 else None
     return None

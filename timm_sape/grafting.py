@@ -60,7 +60,8 @@ from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
 from .conversion import from_timm
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
-from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size, take_out_indices
+from .host import check_ref_grid_size
+from .vit_pos_enc import VisionTransformerPosEnc, take_out_indices
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
 

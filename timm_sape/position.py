@@ -11,7 +11,7 @@ attention layer and block are the host.
 import operator
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -21,8 +21,9 @@ from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from . import ops
 from .encodings import PositionEncoding
 from .grid import Grid
+from .grid_groups import GridGroups
 
-__all__ = ['LayerEncodings', 'Position', 'SharedEncodings']
+__all__ = ['AnyPosition', 'LayerEncodings', 'MixedPosition', 'Position', 'SharedEncodings']
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +35,21 @@ class Position:
         rotation: Table of the rotation that all layers share, `[(B, 1,| h,) N-P, 2*d]`.
         bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
         layer_terms: What is added to the input of each attention layer, `[L, (B,) N, D]`.
+        layer_rotations: Tables of a rotation of the host's own that differs from layer to layer, like `rotation`,
+            `[L, (B,) h, N-P, 2*d]`.
     """
     grid: Grid
     rotation: Optional[torch.Tensor] = None
     bias: Optional[torch.Tensor] = None
     layer_terms: Optional[torch.Tensor] = None
+    layer_rotations: Optional[torch.Tensor] = None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.grid.num_prefix_tokens
 
     def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
-        return self.rotation, self.bias, self.layer_terms
+        return self.rotation, self.bias, self.layer_terms, self.layer_rotations
 
     def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'Position':
         """The same position made of other tensors, in the order of `tensors()`."""
@@ -51,6 +59,62 @@ class Position:
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
         moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
         return replace(self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPosition:
+    """What the layers share where the images of a batch have grids of their own.
+
+    Args:
+        groups: The groups of images of one grid.
+        parts: The position of each group.
+        rotation: The tables of all groups' rotations as one, `[B, 1|h, N-P, 2*d]`; rows of padding are zero.
+    """
+    groups: GridGroups
+    parts: Tuple[Position, ...]
+    rotation: Optional[torch.Tensor] = None
+
+    @classmethod
+    def of(cls, groups: GridGroups, parts: Sequence[Position]) -> 'MixedPosition':
+        position = cls(groups, tuple(parts))
+        if parts[0].rotation is None:
+            return position
+        return replace(position, rotation=position.merge_rotations([part.rotation for part in parts]))
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.parts[0].num_prefix_tokens
+
+    @property
+    def has_bias(self) -> bool:
+        return self.parts[0].bias is not None
+
+    def merge_rotations(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One table for the batch, `[B, 1|h, N-P, 2*d]`, out of one for each group, `[(b, 1|h,) n-P, 2*d]`."""
+        rows = []
+        for table, (b, _), grid in zip(tables, self.groups.shapes, self.groups.grids):
+            table = table[(None,) * (4 - table.ndim)].expand(b, -1, -1, -1)  # [b, 1|h, n-P, 2*d]
+            rows.append(grid.pad_tokens(table).transpose(1, 2))  # [b, n, 1|h, 2*d]
+        return self.groups.merge(rows).transpose(1, 2)[:, :, self.num_prefix_tokens:]
+
+    def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
+        return self.rotation, *(tensor for part in self.parts for tensor in part.tensors())
+
+    def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'MixedPosition':
+        """The same position made of other tensors, in the order of `tensors()`."""
+        rotation, *rest = tensors
+        size = len(rest) // len(self.parts)
+        parts = tuple(part.with_tensors(*rest[i * size:(i + 1) * size]) for i, part in enumerate(self.parts))
+        return MixedPosition(self.groups, parts, rotation)
+
+    def to(self, *args, **kwargs) -> 'MixedPosition':
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
+        rotation = None if self.rotation is None else self.rotation.to(*args, **kwargs)
+        parts = tuple(part.to(*args, **kwargs) for part in self.parts)
+        return MixedPosition(self.groups.to(*args, **kwargs), parts, rotation)
+
+
+AnyPosition = Union[Position, MixedPosition]
 
 
 # torch.fx cannot trace what follows, which depends on sizes and on what is there. `torch.fx.wrap` makes each call a
@@ -161,6 +225,8 @@ class LayerEncodings(nn.ModuleDict):
         self._names = {
             hook: tuple(name for name, encoding in self.items() if encoding.overrides(hook))
             for hook in (*PositionEncoding.HOOKS, 'attend')}
+        self._act_on_logits = any(
+            self._names[hook] for hook in ('position_bias', 'content_bias', 'attend', 'channels', 'values'))
 
     def acting_on(self, hook: str) -> List[PositionEncoding]:
         """The encodings of this layer that override a hook."""
@@ -172,7 +238,7 @@ class LayerEncodings(nn.ModuleDict):
             k: torch.Tensor,
             v: torch.Tensor,
             x: torch.Tensor,
-            position: Optional[Position],
+            position: Optional[AnyPosition],
             *,
             scale: float,
             attn_mask: Optional[torch.Tensor] = None,
@@ -202,11 +268,11 @@ class LayerEncodings(nn.ModuleDict):
             self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,
             dropout_p=dropout_p, fused=fused)
 
-    def add_before(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+    def add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         """The normed tokens before the attention layer, with what encodings add there, `[B, N, D]`."""
         return _call(self, '_add_before', x, position)
 
-    def add_after(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+    def add_after(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         """The tokens after the block, with what encodings of this layer add there, `[B, N, D]`."""
         return _call(self, '_add_after', x, position)
 
@@ -247,6 +313,10 @@ class LayerEncodings(nn.ModuleDict):
         if position is None:
             mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
             return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+        if isinstance(position, MixedPosition):
+            return self._attend_mixed(
+                q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p,
+                fused=fused)
 
         grid, values = position.grid, self.acting_on('values')
         attending = [] if values else self.acting_on('attend')[:1]
@@ -270,16 +340,56 @@ class LayerEncodings(nn.ModuleDict):
             out = out + encoding(attn, grid=grid, hook='values').to(v.dtype)
         return out
 
-    def _add_before(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+    def _attend_mixed(
+            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, fused,
+    ) -> torch.Tensor:
+        if is_causal:
+            raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
+        groups = position.groups
+        if not position.has_bias and not self._act_on_logits:
+            # Rotations and masks are cheap for the whole batch, padding included.
+            q, k = self._rotated(q, k, position)
+            mask = groups.is_token()[:, None, None]  # [B, 1, 1, N]
+            mask = mask | ~mask.any(dim=-1, keepdim=True)  # a row without any key would be NaN
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                mask = mask & attn_mask
+            elif attn_mask is not None:
+                mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
+            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+
+        parts = zip(
+            *(groups.split(t.transpose(1, 2)) for t in (q, k, v)), groups.split(x), position.parts,
+            groups.split_pairs(attn_mask))
+        out = [
+            self._attend(
+                *(t.transpose(1, 2) for t in (q, k, v)), x, part, scale=scale, attn_mask=mask, is_causal=False,
+                dropout_p=dropout_p, fused=fused)
+            for q, k, v, x, part, mask in parts]
+        return groups.merge([part.transpose(1, 2) for part in out]).transpose(1, 2)
+
+    def _add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         self._check(position)
-        if position is None or position.layer_terms is None:
+        if position is None:
+            return x
+        if isinstance(position, MixedPosition):
+            if position.parts[0].layer_terms is None:
+                return x
+            return self._by_group(self._add_before, x, position)
+        if position.layer_terms is None:
             return x
         return x + position.layer_terms[self.layer].to(x.dtype)
 
-    def _add_after(self, x: torch.Tensor, position: Optional[Position]) -> torch.Tensor:
+    def _add_after(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
+        if isinstance(position, MixedPosition):
+            return self._by_group(self._add_after, x, position) if self.acting_on('embed') else x
         for encoding in self.acting_on('embed'):
             x = x + encoding(x, grid=position.grid, hook='embed').to(x.dtype)
         return x
+
+    @staticmethod
+    def _by_group(add: Callable, x: torch.Tensor, position: MixedPosition) -> torch.Tensor:
+        groups = position.groups
+        return groups.merge([add(part, of_part) for part, of_part in zip(groups.split(x), position.parts)])
 
     def _bias(
             self,
@@ -302,24 +412,35 @@ class LayerEncodings(nn.ModuleDict):
             self,
             q: torch.Tensor,
             k: torch.Tensor,
-            position: Position,
+            position: AnyPosition,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        table = position.rotation
-        for encoding in self.acting_on('rotation'):
-            table = encoding(q, grid=position.grid, hook='rotation')
+        table = self._rotation(q, position)
         if table is None:
             return q, k
-        p = position.grid.num_prefix_tokens
+        p = position.num_prefix_tokens
         return tuple(
             torch.cat([t[:, :, :p], apply_rot_embed_cat(t[:, :, p:], table, half=self.rotate_half)], dim=2)
             for t in (q, k))
 
-    def _check(self, position: Optional[Position]) -> None:
+    def _rotation(self, q: torch.Tensor, position: AnyPosition) -> Optional[torch.Tensor]:
+        """Table of the rotation in this layer, `[(B, 1|h,) N-P, 2*d]`."""
+        if isinstance(position, MixedPosition):
+            tables = [self._own_rotation(q, part) for part in position.parts]
+            return position.rotation if tables[0] is None else position.merge_rotations(tables)
+        own = self._own_rotation(q, position)
+        return position.rotation if own is None else own
+
+    def _own_rotation(self, q: torch.Tensor, position: Position) -> Optional[torch.Tensor]:
+        for encoding in self.acting_on('rotation'):
+            return encoding(q, grid=position.grid, hook='rotation')
+        return None if position.layer_rotations is None else position.layer_rotations[self.layer]
+
+    def _check(self, position: Optional[AnyPosition]) -> None:
         """
         Raises:
             ValueError: If there is no position where one is needed, or something else stands in its place.
         """
-        if position is not None and not isinstance(position, Position):
+        if position is not None and not isinstance(position, (Position, MixedPosition)):
             raise ValueError(
                 f'position must be what model.embed() returns beside the tokens, got {type(position).__name__}. Masks '
                 'are passed as attn_mask=.')

@@ -12,41 +12,31 @@ encodings.
 """
 import sys
 import warnings
-from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import PatchDropout, PatchDropoutWithIndices, to_2tuple
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock
-from .encodings import (
-    PositionEncoding,
-    ReferenceGridEncoding,
-    create_encoding,
-    encoding_keywords,
-    get_encoding,
-    is_per_layer,
-    list_encodings,
-    parse_pos_enc,
-)
+from .encodings import encoding_keywords, get_encoding, list_encodings, parse_pos_enc
 from .encodings.checks import is_integer
 from .encodings.registry import AUTO
 from .grid import Grid
-from .position import LayerEncodings, Position, SharedEncodings
+from .host import PosEncModel, check_ref_grid_size, keep_patches
+from .position import Position
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
 
 
-class VisionTransformerPosEnc(VisionTransformer):
+class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
     """timm's Vision Transformer with any set of position encodings.
 
     Its state dict is timm's, plus the encodings' own entries, which carry their names: `encodings.<name>.*` for those
@@ -105,7 +95,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             for part in parts:
                 if name in encoding_keywords(part):
                     raise ValueError(f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}}.')
-        _check_sizes(img_size, patch_size)
+        check_sizes(img_size, patch_size)
         if not 0 <= patch_drop_rate < 1:
             raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate}.')
         for name, value, least in (
@@ -135,89 +125,22 @@ class VisionTransformerPosEnc(VisionTransformer):
         )
         self._set_encodings(parts, ref_grid_size, device, dtype)
 
-    def _set_encodings(
-            self,
-            parts: Dict[str, Dict[str, Any]],
-            ref_grid_size: Optional[Tuple[int, int]] = None,
-            device=None,
-            dtype=None,
-    ) -> None:
-        """Give a model that timm's constructor has built its encodings.
-
-        They come last because timm's constructor initializes every linear layer inside the blocks anew. They draw their
-        initial values from a fork of the CPU's random generator, and leave it as timm leaves it. So models of one seed
-        start from one backbone and see the same images in the same order, unless an encoding draws numbers while it
-        trains (`cape`).
-
-        Args:
-            parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
-            ref_grid_size: As in the constructor.
-            device: Device of parameters and buffers.
-            dtype: Their dtype.
-        """
-        self.take_patch_drop(self.patch_drop)
+    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args) -> None:
         if not {'ape', 'auto_ape'} & parts.keys():
             del self.pos_embed
             self.pos_embed = None
-        self.pos_enc = '+'.join(parts)
-        self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
-        create = partial(
-            create_encoding,
-            dim=self.embed_dim,
-            num_heads=self.blocks[0].attn.num_heads,
-            grid_size=self.patch_embed.grid_size,
-            num_prefix_tokens=self.num_prefix_tokens,
-            depth=len(self.blocks),
-            ref_grid_size=ref_grid_size,
-            device=device,
-            dtype=dtype,
-        )
-        classes = {name: get_encoding(name) for name in parts}
-        rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
-        with torch.random.fork_rng(devices=[]):
-            # not the numbers that are drawn next, say for a new head
-            torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
-            self.encodings = SharedEncodings({
-                name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
-            for i, block in enumerate(self.blocks):
-                own = [
-                    name for name, cls in classes.items()
-                    if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
-                block.attn.encodings = LayerEncodings(
-                    {name: create(name, layer=i, **parts[name]) for name in own},
-                    layer=i,
-                    rotate_half=rotate_half,
-                    needs_position=bool(own) or self.encodings.act_on_blocks(),
-                )
+        super()._set_encodings(parts, *args)
 
-    def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
-        """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
-        if isinstance(patch_drop, PatchDropout):
-            self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        return self.patch_embed.grid_size
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
-        """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
+    @property
+    def kernel_size(self) -> Tuple[int, int]:
+        return self.patch_embed.patch_size
 
-        Raises:
-            ValueError: On such a checkpoint, naming the roads on which it would be adapted.
-        """
-        checkpoints.refuse_misfit(self, state_dict, strict)
-        return super().load_state_dict(state_dict, strict, assign)
-
-    def train(self, mode: bool = True) -> 'VisionTransformerPosEnc':
-        """As in torch; warns of gates that are 0 and frozen, behind which an encoding does nothing and never will."""
-        if mode and any(p.requires_grad for p in self.parameters()):
-            gates = {
-                name: encoding.gate.weight
-                for encodings in (self.encodings, *(block.attn.encodings for block in self.blocks))
-                for name, encoding in encodings.items() if encoding.gate is not None}
-            closed = sorted(
-                name for name, w in gates.items() if not w.requires_grad and not w.is_meta and w.item() == 0)
-            if closed:
-                warnings.warn(
-                    f'The gates of {", ".join(closed)} are 0 and frozen, so these encodings do nothing and do not '
-                    f'learn. Unfreeze them; for adapters of peft: modules_to_save={closed}.')
-        return super().train(mode)
+    def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return checkpoints.convert_to_plain(state_dict, self)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
         """What stands before the patches, in this order, each `[1, P, D]`."""
@@ -230,44 +153,6 @@ class VisionTransformerPosEnc(VisionTransformer):
         Not that of the last kernel of the patch embedding, where a convolutional stem comes before it.
         """
         return self.patch_embed.feat_ratio(as_scalar=False)
-
-    def position_encodings(self) -> Dict[str, PositionEncoding]:
-        """All encodings of the model by their path in it."""
-        return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
-
-    @property
-    def ref_grid_size(self) -> Optional[Tuple[int, int]]:
-        """(H, W) that never-resized encodings were trained on, None without any."""
-        for encoding in self.position_encodings().values():
-            if isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None:
-                return encoding.ref_grid_size
-        return None
-
-    # timm records here what a model was created with, and saves it as `model_args`. Ours adds what is true of the
-    # encodings, in canonical form, however they were spelled and whatever has happened since.
-    @property
-    def _model_args(self) -> Dict[str, Any]:
-        args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
-        if self.ref_grid_size is not None:
-            args['ref_grid_size'] = list(self.ref_grid_size)
-        return args
-
-    @_model_args.setter
-    def _model_args(self, args: Dict[str, Any]) -> None:
-        self._recorded_args = args
-
-    _recorded_args: Dict[str, Any] = {}
-
-    def no_weight_decay(self) -> Set[str]:
-        """Names of parameters without weight decay."""
-        return super().no_weight_decay() | {
-            f'{path}.{name}' for path, encoding in self.position_encodings().items()
-            for name in encoding.no_weight_decay()}
-
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
-        """Regular expressions of parameter groups, for layer-wise learning rates."""
-        matcher = super().group_matcher(coarse)
-        return dict(matcher, stem=matcher['stem'] + r'|encodings\.')
 
     def set_input_size(
             self,
@@ -291,22 +176,10 @@ class VisionTransformerPosEnc(VisionTransformer):
         new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
         _check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
-            _check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
+            check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():
             encoding.set_grid_size(self.patch_embed.grid_size)
-
-    def prune_intermediate_layers(
-            self,
-            indices: Union[int, List[int]] = 1,
-            prune_norm: bool = False,
-            prune_head: bool = True,
-    ) -> List[int]:
-        """Cut the model down to the layers that certain intermediates need; timm's contract."""
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        for encoding in self.encodings.values():
-            encoding.set_depth(len(self.blocks))
-        return taken
 
     def embed(
             self,
@@ -331,7 +204,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             img_size=self.patch_embed.img_size if self.patch_embed.strict_img_size else None,
             pad=self.patch_embed.dynamic_img_pad,
         )
-        tokens, grid = _keep_patches(
+        tokens, grid = keep_patches(
             self.patch_drop, self._with_prefix_tokens(self.patch_embed(x)), grid, keep_indices)
         tokens, position = self.encodings(tokens, grid, self._given(x, object_index))
         return self.norm_pre(self.pos_drop(tokens)), position
@@ -352,17 +225,6 @@ class VisionTransformerPosEnc(VisionTransformer):
         grid = Grid(*size, self.num_prefix_tokens, device=x.device)
         x, _ = self.encodings(self._with_prefix_tokens(x), grid, self._given(None, object_index))
         return self.pos_drop(x)
-
-    def _run_block(self, i: int, x, position: Position, attn_mask, is_causal) -> torch.Tensor:
-        block = self.blocks[i]
-        if not self.grad_checkpointing:
-            return block(x, attn_mask, is_causal, position)
-
-        # Reentrant checkpointing finds gradients of those tensors alone that are arguments themselves.
-        def run(x, attn_mask, *tensors):
-            return block(x, attn_mask, is_causal, position.with_tensors(*tensors))
-
-        return checkpoint(run, x, attn_mask, *position.tensors())
 
     def forward(
             self,
@@ -399,9 +261,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
         """
         x, position = self.embed(x, keep_indices, object_index)
-        attn_mask = _keep_mask(attn_mask, position)
-        for i in range(len(self.blocks)):
-            x = self._run_block(i, x, position, attn_mask, is_causal)
+        x, _ = self._run_blocks(x, position, _keep_mask(attn_mask, position), is_causal)
         return self.norm(x)
 
     def forward_intermediates(
@@ -445,27 +305,11 @@ class VisionTransformerPosEnc(VisionTransformer):
         if output_fmt == 'NCHW' and grid.keep_indices is not None:
             raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
         attn_mask = _keep_mask(attn_mask, position)
-
-        taken = []
-        for i in range(max_index + 1 if stop_early else len(self.blocks)):
-            x = self._run_block(i, x, position, attn_mask, is_causal)
-            if i in take_indices:
-                taken.append(self.norm(x) if norm else x)
-        prefix = [y[:, :grid.num_prefix_tokens] for y in taken] if grid.num_prefix_tokens else None
-        maps = [y[:, grid.num_prefix_tokens:] for y in taken]
-        if output_fmt == 'NCHW':
-            maps = [y.transpose(1, 2).reshape(y.shape[0], -1, *grid.size).contiguous() for y in maps]
-
-        if output_dict:
-            result = {'image_intermediates': maps}
-            if prefix is not None and return_prefix_tokens:
-                result['image_intermediates_prefix'] = prefix
-            if not intermediates_only:
-                result['image_features'] = self.norm(x)
-            return result
-        if prefix is not None and return_prefix_tokens:
-            maps = list(zip(maps, prefix))
-        return maps if intermediates_only else (self.norm(x), maps)
+        x, taken = self._run_blocks(
+            x, position, attn_mask, is_causal, take_indices, max_index + 1 if stop_early else None)
+        return self._collect_intermediates(
+            x, taken, grid.size if output_fmt == 'NCHW' else None, return_prefix_tokens, norm, intermediates_only,
+            output_dict)
 
 
 def _check_integers(**sizes) -> None:
@@ -475,7 +319,7 @@ def _check_integers(**sizes) -> None:
             raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
 
 
-def _check_sizes(img_size, patch_size) -> None:
+def check_sizes(img_size, patch_size) -> None:
     _check_integers(img_size=img_size, patch_size=patch_size)
     img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
@@ -487,55 +331,7 @@ def _check_sizes(img_size, patch_size) -> None:
             'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
 
 
-def check_ref_grid_size(ref_grid_size: Any) -> None:
-    """
-    Raises:
-        ValueError: If it is neither None nor (H, W).
-    """
-    size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
-    if ref_grid_size is not None and (len(size) != 2 or not all(is_integer(s, 1) for s in size)):
-        raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
-
-
 # What follows depends on sizes and on what is given, which torch.fx cannot look into.
-
-@torch.fx.wrap
-def _keep_patches(
-        patch_drop: nn.Module,
-        x: torch.Tensor,
-        grid: Grid,
-        keep_indices: Optional[torch.Tensor],
-) -> Tuple[torch.Tensor, Grid]:
-    """Drop patches, those that the caller does not keep or else as patch dropout has it."""
-    if keep_indices is not None:
-        _check_keep_indices(keep_indices, x.shape[0], grid)
-        index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
-        index[:, :grid.num_prefix_tokens] = torch.arange(grid.num_prefix_tokens, device=index.device)
-        x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
-    elif isinstance(patch_drop, PatchDropoutWithIndices):
-        x, keep_indices = patch_drop(x)
-    elif not isinstance(patch_drop, nn.Identity):
-        raise ValueError(
-            f'patch_drop is a {type(patch_drop).__name__}, which does not tell the encodings which patches are left. '
-            'Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
-    return x, grid if keep_indices is None else replace(grid, keep_indices=keep_indices)
-
-
-def _check_keep_indices(keep_indices: torch.Tensor, batch: int, grid: Grid) -> None:
-    is_tensor = isinstance(keep_indices, torch.Tensor)
-    if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or len(keep_indices) != batch:
-        got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
-        raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
-    if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return  # a look at the values would make a GPU wait
-    if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= grid.num_patches):
-        raise ValueError(
-            f'keep_indices must be from 0 to H*W - 1 = {grid.num_patches - 1}, got {keep_indices.min().item()} to '
-            f'{keep_indices.max().item()}. Prefix tokens do not count.')
-    ordered = keep_indices.sort(dim=1).values
-    if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')
-
 
 @torch.fx.wrap
 def _keep_mask(attn_mask: Optional[torch.Tensor], position: Position) -> Optional[torch.Tensor]:
@@ -570,10 +366,11 @@ def _grid(
     return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
+def base_cfg(size: str, **kwargs) -> Dict[str, Any]:
+    """The pretrained config of an entrypoint of this size, with some entries of its own."""
     return {
         'num_classes': 1000,
-        'input_size': (3, 224, 224),
+        'input_size': (3, 160, 160) if size == 'test_vit' else (3, 224, 224),
         'pool_size': None,
         'crop_pct': 0.9,
         'interpolation': 'bicubic',
@@ -626,7 +423,7 @@ SIZES = {
 }
 
 
-def _entrypoints() -> Dict[str, Tuple[str, str]]:
+def named_encodings() -> Dict[str, Tuple[str, str]]:
     """Size and `pos_enc` of each model name."""
     names = {}
     for size in SIZES:
@@ -643,12 +440,12 @@ def _entrypoints() -> Dict[str, Tuple[str, str]]:
 
 
 default_cfgs = generate_default_cfgs({
-    name: _cfg(input_size=(3, 160, 160)) if size == 'test_vit' else _cfg()
-    for name, (size, _) in _entrypoints().items()
+    name: base_cfg(size)
+    for name, (size, _) in named_encodings().items()
 })
 
 
-def _warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
+def warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
     """Warn if a model gets a name that states an encoding which it does not have."""
     given = kwargs.get('pos_enc', named)
     is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then it was warned about when it was made
@@ -664,7 +461,7 @@ def _warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) 
 def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
     def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
         if name != f'{size}_pos_enc':
-            _warn_of_misnomer(name, size, pos_enc, kwargs)
+            warn_of_misnomer(name, size, pos_enc, kwargs)
         model_args = dict(patch_size=16, pos_enc=pos_enc, **SIZES[size])
         return _create_vit(name, pretrained=pretrained, **dict(model_args, **kwargs))
 
@@ -677,5 +474,5 @@ def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., Vision
     return entrypoint
 
 
-for _name, (_size, _pos_enc) in _entrypoints().items():
+for _name, (_size, _pos_enc) in named_encodings().items():
     setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _size, _pos_enc)))
