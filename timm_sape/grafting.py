@@ -6,9 +6,10 @@ The ViT keeps its weights and its own position encoding (timm's table is `ape`).
 gate at 0, as `auto_<name>`, so that the model above is `ape+auto_sape2_k`. Where an encoding starts from zeros by
 itself its gate stays at 1, because of two zeros in a row neither would ever learn.
 
-Three kinds of models can be grafted:
+Four kinds of models can be grafted:
 
     timm's VisionTransformer, and its distilled one      any `vit_*`, `deit*`, ... of these classes, as it is
+    timm's NaFlexVit, and Eva (DINOv3, EVA-02, ...)      by timm's `use_naflex=True`; they keep their own position
     the rotary ViTs of naver                             converted: their rotation becomes `rope2d` or `rope2d_mixed`
     the relative-position ViTs                           converted: their MLP becomes `cpb` with mode='cr'
 
@@ -17,6 +18,7 @@ folder, a repository on the Hub) is enough to build it again.
 """
 import difflib
 import inspect
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,7 +28,6 @@ import timm
 import torch
 import torch.nn as nn
 from timm.layers import (
-    Attention,
     AttentionRope,
     Mlp,
     PatchDropout,
@@ -51,16 +52,18 @@ from timm.models import (
 )
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaBlock
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 from timm.utils import unwrap_model
 
 from . import checkpoints
-from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
+from .attention import adopt_blocks, unknown_blocks
 from .conversion import from_timm
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
-from .host import check_ref_grid_size
+from .host import PosEncModel, check_ref_grid_size
+from .naflexvit_pos_enc import NaFlexVitPosEnc
 from .vit_pos_enc import VisionTransformerPosEnc, take_out_indices
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
@@ -74,12 +77,12 @@ class VisionTransformerDistilledPosEnc(VisionTransformerPosEnc, VisionTransforme
 
 
 OURS: Dict[Type[nn.Module], Type[nn.Module]] = {
+    NaFlexVit: NaFlexVitPosEnc,
     VisionTransformer: VisionTransformerPosEnc,
     VisionTransformerDistilled: VisionTransformerDistilledPosEnc,
-    Block: PosEncBlock,
-    ResPostBlock: PosEncResPostBlock,
-    Attention: PosEncAttention,
 }
+# Those of timm's Eva class that become a plain ViT, unless use_naflex=True is given.
+NAVER = re.compile(r'vit_\w+_patch16_rope(_mixed)?(_ape)?_224')
 
 Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
 DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
@@ -91,7 +94,7 @@ def graft(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
         **kwargs,
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """Add position encodings to a timm ViT without changing what it computes.
 
     Args:
@@ -104,7 +107,9 @@ def graft(
         kwargs: For `timm.create_model`, if `model` is a name: `pretrained=True`, `num_classes`, `img_size`, ...
 
     Returns:
-        A new model on the same device, in the same dtype and mode, with copies of the weights.
+        A new model on the same device, in the same dtype and mode, with copies of the weights: a
+        `VisionTransformerPosEnc`, or a `NaFlexVitPosEnc` of a base of timm's Eva class, of NaFlexVit, or if
+        `use_naflex=True` is among the keywords.
 
     Raises:
         ValueError: If the model cannot be grafted, or has other parameters or layers than timm gave it; if an encoding
@@ -117,7 +122,7 @@ def graft(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model are for a name; the model given here is made '
             'already.')
     model = unwrap_model(model)
-    if isinstance(model, VisionTransformerPosEnc):
+    if isinstance(model, PosEncModel):
         raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
     _check_kind(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
@@ -139,6 +144,7 @@ def graft(
     others = [
         name for name, module in model.named_modules()
         if name in modules and not any(module.children()) and not isinstance(module, PatchDropout)
+        and name != 'embeds.pos_drop'  # NaFlexVitPosEnc has it in another place
         and repr(module) != repr(modules[name])]
     if report or others:
         report = report or f'{others[0]} is {model.get_submodule(others[0])}, not {modules[others[0]]}'
@@ -149,7 +155,7 @@ def graft(
 
     # what a state dict does not hold
     flags = {name: torch.full_like(p, p.requires_grad, device='cpu') for name, p in model.named_parameters()}
-    flags = from_timm(flags, grafted)
+    flags = _renamed(flags, grafted)
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
@@ -164,7 +170,7 @@ def graft(
 
 
 def _is_ours(
-        model: VisionTransformerPosEnc,
+        model: PosEncModel,
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
 ) -> str:
@@ -178,16 +184,22 @@ def _is_ours(
         'and load its weights by load_state_dict(..., strict=False).')
 
 
-def _added(model: VisionTransformerPosEnc) -> List[str]:
+def _added(model: PosEncModel) -> List[str]:
     """Names of the entries that the grafted encodings have in the state dict."""
     added = [f'encodings.{part}.' for part in model.pos_enc.split('+') if is_auto(part)]
     return [name for name in model.state_dict() if any(part in name for part in added)]
 
 
-def _weights_for(grafted: VisionTransformerPosEnc, model: nn.Module) -> Dict[str, Any]:
+def _weights_for(grafted: PosEncModel, model: nn.Module) -> Dict[str, Any]:
     """The state of a timm model under our names; grids that encodings save, which it has none of, are our own."""
     grids = {name: value for name, value in grafted.state_dict().items() if name.endswith('._extra_state')}
-    return {**grids, **from_timm(model.state_dict(), grafted)}
+    return {**grids, **_renamed(model.state_dict(), grafted)}
+
+
+def _renamed(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:
+    """Entries of a base under the names of the graft."""
+    is_naflex = isinstance(grafted, NaFlexVitPosEnc)
+    return checkpoints.convert_to_naflex(entries, grafted) if is_naflex else from_timm(entries, grafted)
 
 
 def _check_kind(model: nn.Module) -> None:
@@ -196,20 +208,29 @@ def _check_kind(model: nn.Module) -> None:
         ValueError: If the model cannot be grafted, with the reason.
     """
     what = f'{type(model).__name__} cannot be grafted'
-    if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, Eva)):
-        raise ValueError(f"{what}: it is none of timm's VisionTransformer, nor one of its rotary or relative ViTs.")
-    blocks = {type(block) for block in model.blocks}
-    if isinstance(model, VisionTransformer):
-        layers = {type(getattr(block, 'attn', None)) for block in model.blocks}
-        if type(model) not in OURS or not blocks <= {Block, ResPostBlock} or layers != {Attention}:
-            kinds = sorted(kind.__name__ for kind in {type(model), *blocks, *layers} - OURS.keys() - {type(None)})
+    if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, NaFlexVit, Eva)):
+        raise ValueError(
+            f"{what}: it is none of timm's VisionTransformer, NaFlexVit and Eva, nor a ViT of relative position.")
+    if isinstance(model, (VisionTransformer, NaFlexVit)) or isinstance(model, Eva) and not _is_naver(model):
+        kinds = unknown_blocks(model.blocks) or [type(model).__name__] * (type(model) not in {*OURS, Eva})
+        attn = getattr(model.blocks[0], 'attn', None)
+        if kinds or attn is None:
+            kinds = kinds or [type(model.blocks[0]).__name__]
             raise ValueError(f'{what}: position would have to act inside {" and ".join(kinds)}, which is not rebuilt.')
+        if attn.num_heads * attn.head_dim != model.embed_dim:
+            raise ValueError(
+                f'{what}: its {attn.num_heads} heads of {attn.head_dim} channels are not of its width, '
+                f'{model.embed_dim}.')
         return
     if isinstance(model, VisionTransformerRelPos):
         mlps = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks)]
         if any(mlp is not None and not (isinstance(mlp, RelPosMlp) and mlp.mode == 'cr') for mlp in mlps):
             raise ValueError(f"{what}: only its log-coordinate MLP (rel_pos_type='mlp') has a counterpart, 'cpb'.")
         return
+
+
+def _is_naver(model: Eva) -> bool:
+    """Whether it is one of the rotary ViTs that become plain ones."""
     rope, attn, mlp = model.rope, model.blocks[0].attn, model.blocks[0].mlp
     is_axial = type(rope) is RotaryEmbeddingCat and rope.temperature == 100 and rope.ref_feat_shape is None and (
         rope.grid_offset == 0 and not rope.in_pixels)
@@ -218,8 +239,7 @@ def _check_kind(model: nn.Module) -> None:
         type(mlp) is Mlp and not attn.rotate_half and attn.qkv is not None and model.reg_token is None) and (
         attn.gate is None and (model.attn_pool is None or model.attn_pool.num_heads == attn.num_heads))
     norms = (model.norm_pre, mlp.norm, attn.norm, attn.q_norm, attn.k_norm) if is_plain else ()
-    if not is_rotary or not is_plain or not all(isinstance(norm, nn.Identity) for norm in norms):
-        raise ValueError(f'{what}: of this class only vit_*_patch16_rope[_mixed][_ape]_224 can be converted.')
+    return is_rotary and is_plain and all(isinstance(norm, nn.Identity) for norm in norms)
 
 
 def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any]) -> VisionTransformer:
@@ -252,7 +272,9 @@ def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any])
 
 
 def _own_encodings(model: nn.Module) -> Parts:
-    """The position that a timm model has by itself."""
+    """The position that a timm model has by itself, as far as it is an encoding of ours."""
+    if isinstance(model, NaFlexVit):
+        return {}
     own: Parts = {} if getattr(model, 'pos_embed', None) is None else {'ape': {}}
     if isinstance(model, Eva):
         own['rope2d_mixed' if model.rope_mixed else 'rope2d'] = {}
@@ -260,6 +282,13 @@ def _own_encodings(model: nn.Module) -> Parts:
         mlp = (model.shared_rel_pos or model.blocks[0].attn.rel_pos).mlp
         own['cpb'] = {'mode': 'cr', 'hidden': mlp.fc1.out_features, 'drop': mlp.drop1.p}
     return own
+
+
+def _base_position(model: nn.Module) -> str:
+    """What a NaFlexVit has by itself and goes on computing by timm's modules, in words."""
+    table = {'none': [], 'learned': ['learned table'], 'factorized': ['learned tables of rows and columns']}
+    rotation = [] if model.rope is None else [type(model.rope).__name__]
+    return ' + '.join([*table[model.embeds.pos_embed_type], *rotation]) or 'none'
 
 
 def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Parts:
@@ -311,14 +340,20 @@ def _adopt(
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
         ref_grid_size: Optional[Tuple[int, int]],
         kwargs: Dict[str, Any],
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """Make a model that timm has just built ours: its modules stay timm's, and get our classes, as FSDP does it."""
     _check_kind(model)
     own = _own_encodings(model)
-    vit = model if isinstance(model, VisionTransformer) else _rebuilt(model, kwargs)
+    vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuilt(model, kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
-    for module in (vit, *vit.blocks, *(block.attn for block in vit.blocks)):
-        module.__class__ = OURS[type(module)]
+    vit.__class__ = OURS[type(vit)]
+    adopt_blocks(vit.blocks)
+    if isinstance(vit, NaFlexVitPosEnc):
+        vit.base_position = _base_position(vit)
+        rotations = [name for name in parts if get_encoding(name).overrides('rotation')]
+        if vit.rope is not None and rotations:
+            raise ValueError(
+                f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({vit.base_position}).')
     vit._set_encodings(parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'))
     if vit is not model:
         weights = _weights_for(vit, model)
@@ -352,13 +387,16 @@ class _Builder:
         self.load_base = load_base
         self.arguments: Dict[str, Any] = {}  # of the base, once timm has worked them out
 
-    def build(self, **arguments) -> VisionTransformerPosEnc:
+    def build(self, **arguments) -> PosEncModel:
         """What timm's builder calls for the model."""
         self.arguments = arguments
         model = self._build_base(self.load_base, self.cfg)
+        if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
+            self.arguments = {**arguments, 'use_naflex': True}
+            model = self._build_base(self.load_base, self.cfg)
         return _adopt(model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, arguments)
 
-    def filter(self, state_dict: Dict[str, torch.Tensor], model: VisionTransformerPosEnc) -> Dict[str, torch.Tensor]:
+    def filter(self, state_dict: Dict[str, torch.Tensor], model: PosEncModel) -> Dict[str, torch.Tensor]:
         """What timm's builder calls for the entries of a checkpoint, which is of a graft or of its base."""
         state_dict = checkpoints.unwrap(state_dict)
         own = model.state_dict()
@@ -380,13 +418,17 @@ class _Builder:
         return self._build_base(True, source, left_out=('num_classes', 'in_chans'))
 
     def _build_base(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
+        arguments = {key: value for key, value in self.arguments.items() if key not in left_out}
         if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
-            left_out += DYNAMIC  # what it is converted to takes images of any size, but its own class does not
+            # what it is converted to takes images of any size, but its own class does not
+            arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
+        if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
+            arguments.setdefault('use_naflex', True)
         return model_entrypoint(self.base)(
             pretrained=pretrained,
             pretrained_cfg=replace(cfg, architecture=self.base),
             cache_dir=self.cache_dir,
-            **{key: value for key, value in self.arguments.items() if key not in left_out},
+            **arguments,
         )
 
 
@@ -397,7 +439,7 @@ def _known_base(base: Any) -> str:
         ValueError: If timm has no such model.
     """
     name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
-    ours = ('vit_pos_enc', 'grafting')
+    ours = ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
     if is_model(name) and not is_model_in_modules(name, ours):
         return name
     close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, ours)])
@@ -417,8 +459,9 @@ def _create(
         pretrained_cfg_overlay: Optional[Dict[str, Any]] = None,
         cache_dir: Optional[str] = None,
         ref_grid_size: Optional[Tuple[int, int]] = None,
+        base_position: Optional[str] = None,
         **kwargs,
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """Build a grafted model by timm's builder.
 
     Weights come from the base's own source, loaded by its own entrypoint. Where the caller names another source (a
@@ -441,8 +484,12 @@ def _create(
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base=pretrained and not is_own_source)
 
-    def build(**arguments) -> VisionTransformerPosEnc:
+    def build(**arguments) -> PosEncModel:
         model = builder.build(**arguments)
+        if base_position not in (None, getattr(model, 'base_position', None)):
+            raise ValueError(
+                f'The graft was saved with a base whose own position is {base_position!r}. This version of timm builds '
+                f'{name!r} with {getattr(model, "base_position", "another one")!r}, so it would be another function.')
         checkpoints.refuse_other_encoding(variant, {
             'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
         return model
@@ -497,7 +544,7 @@ def vit_graft(
         pos_enc: str = '',
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
         **kwargs,
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """A timm ViT with further position encodings behind gates; see `graft`.
 
     Args:
@@ -518,8 +565,8 @@ def vit_graft(
     return _create('vit_graft', base, pos_enc, pos_enc_kwargs, pretrained=pretrained, **kwargs)
 
 
-def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., VisionTransformerPosEnc]:
-    def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., PosEncModel]:
+    def entrypoint(pretrained: bool = False, **kwargs) -> PosEncModel:
         if 'base' in kwargs:
             raise ValueError(f'{name} is grafted onto {base}. For another base use vit_graft.')
         return _create(name, base, **{'pos_enc': encoding, **kwargs}, pretrained=pretrained)

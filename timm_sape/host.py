@@ -25,6 +25,8 @@ __all__ = ['PosEncModel', 'check_ref_grid_size', 'keep_patches']
 
 class PosEncModel(nn.Module):
     """A timm model with any set of position encodings."""
+    #: The position that a grafted model has by itself and computes by timm's modules, in words; empty for none.
+    base_position: str = ''
 
     @property
     def grid_size(self) -> Tuple[int, int]:
@@ -142,6 +144,8 @@ class PosEncModel(nn.Module):
         args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
         if self.ref_grid_size is not None:
             args['ref_grid_size'] = list(self.ref_grid_size)
+        if self.base_position:
+            args['base_position'] = self.base_position
         return args
 
     @_model_args.setter

@@ -37,9 +37,6 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     Its state dict is timm's, plus the encodings' own entries, as in `VisionTransformerPosEnc`. `ape` is timm's
     `embeds.pos_embed`. A checkpoint of `VisionTransformerPosEnc` loads with `pretrained=True`.
     """
-    #: The position that a grafted model has by itself and computes by timm's modules, in words.
-    base_position: str = ''
-
     def __init__(
             self,
             cfg: Optional[NaFlexVitCfg] = None,
