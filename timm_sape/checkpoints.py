@@ -93,17 +93,18 @@ def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) 
         tokens = [name for name in ('cls_token', 'reg_token') if name in out]
         num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
         if rows is not None:
-            grid = _grid_of_entries(out, num_prefix_tokens, False) or _grid_of_entries(out, num_prefix_tokens, True)
-            if grid is None:
-                raise ValueError(
-                    f'pos_embed of the checkpoint has {rows.shape[1]} rows, {num_prefix_tokens} prefix tokens included '
-                    'or not, which are no square grid, and nothing says which. Load it into the plain model of its '
-                    'size first.')
+            grid = _grid_of_rows(out, num_prefix_tokens, model.grid_size)
             split = rows.shape[1] - math.prod(grid)
-            at = 0
+            if split and model.encodings.acting_on('mix'):
+                raise ValueError(
+                    f'The checkpoint has a pos_embed with rows for its prefix tokens, which {model.pos_enc!r} weighs '
+                    'apart from these tokens, so they cannot be added to them. Train the plain model with '
+                    'no_embed_class=True.')
+            gate = out.get('encodings.auto_ape.gate.weight')
+            of_prefix = rows[:, :split] if gate is None else rows[:, :split] * (100 * gate)
             for name in tokens if split else ():
-                out[name] = out[name] + rows[:, at:at + out[name].shape[1]]
-                at += out[name].shape[1]
+                out[name] = out[name] + of_prefix[:, :out[name].shape[1]]
+                of_prefix = of_prefix[:, out[name].shape[1]:]
             out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
         for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
             out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
@@ -120,6 +121,32 @@ def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) 
         table = resample_abs_pos_embed(table.flatten(1, 2), new_size=new, old_size=old, num_prefix_tokens=0)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
+
+
+def _grid_of_rows(
+        entries: Mapping[str, torch.Tensor],
+        num_prefix_tokens: int,
+        own: GridSize,
+) -> GridSize:
+    """The grid of a plain model's `pos_embed`, which may have rows for prefix tokens or not.
+
+    Args:
+        entries: The checkpoint.
+        num_prefix_tokens: How many prefix tokens it has.
+        own: The grid of the model that it is loaded into, which is tried before squares.
+
+    Raises:
+        ValueError: If it can be none.
+    """
+    rows = entries['pos_embed'].shape[1]
+    saved = [tuple(v.tolist()) for k, v in entries.items() if k.endswith(GRID) and v.shape == (2,)]
+    squares = [(math.isqrt(n),) * 2 for n in (rows, rows - num_prefix_tokens) if n > 0]
+    for grid in (*saved[:1], own, *squares):
+        if rows - math.prod(grid) in (0, num_prefix_tokens):
+            return grid
+    raise ValueError(
+        f'pos_embed of the checkpoint has {rows} rows. With or without its {num_prefix_tokens} prefix tokens they are '
+        f'neither a square grid nor that of the model, {own[0]}x{own[1]}. Give the img_size that it was trained with.')
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:

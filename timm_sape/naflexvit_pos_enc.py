@@ -115,7 +115,21 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return checkpoints.convert_to_naflex(state_dict, self)
 
-    def embed(
+    def embed(self, x: Patches, *args, **kwargs) -> Tuple[torch.Tensor, AnyPosition]:
+        """Everything before the blocks, for whoever runs the blocks one by one.
+
+        Args:
+            x: Images or patches, and all other arguments, as for `forward`, but for `attn_mask`.
+
+        Returns:
+            Tokens `[B, N, D]`, and what the blocks need to know: `block(tokens, position=position)`.
+
+        Raises:
+            ValueError: As `forward`.
+        """
+        return self._embed(x, *args, **kwargs)[:2]
+
+    def _embed(
             self,
             x: Patches,
             patch_coord: Optional[torch.Tensor] = None,
@@ -124,18 +138,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             keep_indices: Optional[torch.Tensor] = None,
             object_index: Optional[torch.Tensor] = None,
     ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """Everything before the blocks.
-
-        Args:
-            x: Images or patches, and all other arguments, as for `forward`.
-
-        Returns:
-            Tokens `[B, N, D]`; what the blocks need to know; the validity of the patches that are left and their
-            places among those given, `[B, K]`, None if all are valid or left.
-
-        Raises:
-            ValueError: As `forward`.
-        """
+        """As `embed`, and the validity of the patches that are left and their places among those given, `[B, K]`."""
         if isinstance(x, Mapping):
             x, patch_coord, patch_valid, grid_size, keep_indices, object_index = _from_dict(
                 x, patch_coord=patch_coord, patch_valid=patch_valid, grid_size=grid_size, keep_indices=keep_indices,
@@ -367,7 +370,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _start(self, x, patch_coord, patch_valid, attn_mask, given):
         if isinstance(x, Mapping):
             attn_mask = x.get('attn_mask', attn_mask)
-        x, position, valid, kept = self.embed(x, patch_coord, patch_valid, **given)
+        x, position, valid, kept = self._embed(x, patch_coord, patch_valid, **given)
         if attn_mask is not None and kept is not None:
             num_patches = attn_mask.shape[-1] - self.num_prefix_tokens
             attn_mask = Grid(1, num_patches, self.num_prefix_tokens, keep_indices=kept).keep_pairs(attn_mask)
