@@ -229,10 +229,10 @@ def check_mirrored(name, mirror):
     assert_near(bias_of(encoding, grid, turned).reshape(expected.shape), expected, 1e-12)
 
 
-def check_order_of_kept_patches(name):
+def check_order_of_kept_patches(name, **keywords):
     """If all patches are kept but in another order, the bias has the same entries in that order."""
     grid = make_grid((3, 5), 1, 15)
-    encoding = create(name, (3, 5), 1, **SIZES)
+    encoding = create(name, (3, 5), 1, **SIZES, **keywords)
     whole = Grid(3, 5, 1)
     inputs = make_inputs(grid, **SIZES)
     back = torch.cat([torch.zeros(3, 1, dtype=torch.long), 1 + grid.keep_indices.argsort(1)], dim=1)
