@@ -13,6 +13,7 @@ import timm_sape
 from content_checks import CASES, IMAGES, SIZES, TRAINED_ON, bias_of
 from harness import assert_near, catches, create, gradients, make_grid, make_model, make_qkv, where
 from model_checks import (
+    check_learns,
     check_masks,
     check_model,
     check_neutral_start,
@@ -433,6 +434,11 @@ def test_model(name, keywords, composition):
 @pytest.mark.parametrize('name', NAMES)
 def test_neutral_start(name):
     check_neutral_start(name, KEYWORDS[1])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_learns(name):
+    check_learns(name)
 
 
 @pytest.mark.parametrize('name', NAMES)
