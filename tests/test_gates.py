@@ -118,7 +118,8 @@ def test_rotation_is_gated_before_its_sine():
             grid = timm_sape.Grid(9, 50)
             angles = encoding.angles(grid)
             assert angles.abs().max() > 7
-            assert (encoding.rotation(grid) - rotation_table(0.37 * angles)).abs().max() < 1e-6
+            table = encoding(torch.zeros(1), grid=grid, hook='rotation')
+            assert (table - rotation_table(0.37 * angles)).abs().max() < 1e-6
 
 
 def test_effective_learning_rate():

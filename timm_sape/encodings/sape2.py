@@ -131,7 +131,6 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
                 setattr(self, name, nn.Parameter(table.new_empty(npos, self.head_dim)))
                 fill_trunc_normal(getattr(self, name), self.table_std)
 
-
     def codes(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
         """The codes of the patches along x and along y, `[B, h, N-P, W]` and `[B, h, N-P, H]`, in float32 or wider."""
         return ops.axis_codes(q, k, self.table_x, self.table_y, grid, **self._options(grid))

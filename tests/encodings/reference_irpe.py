@@ -1,12 +1,12 @@
-"""Encodings that depend on content, from their equations: one pair of tokens at a time, in float64.
+"""iRPE in float64 loops (Wu et al., 'Rethinking and Improving Relative Position Encoding for Vision Transformer', ICCV
+2021).
 
-As in `references`: tensors are `[B, h, N, d]` with prefix tokens first, nothing is shared with the package.
+The piecewise index function is floored, the bucket of queries is that of the opposite offset, and all pairs with a
+prefix token share a bucket, as in the published code.
 """
 import math
 
-import torch
-
-from references import look_up, places, sape2_codes, sigmoid, stacked, vectors
+from loops import places, stacked, vectors
 
 
 def irpe_g(x, ratio):
@@ -83,46 +83,3 @@ def irpe_values(attn, table_v, grid_size, *, method='product', ratio=1.9, num_pr
                     for j, at_j in enumerate(place) for r in irpe_rows(at_i, at_j, method, ratio))
                 for i, at_i in enumerate(place)])
     return stacked(out)
-
-
-def cope_between(q, k, table, grid_size, *, num_prefix_tokens=0, ref_num_patches=None, keep_indices=None):
-    """z_i[p_ij] / sqrt(d), p_ij the sum of sigmoid(q_i.k_m / sqrt(d)) from the first of i and j to before the last."""
-    root = math.sqrt(q.shape[-1])
-    height, width = grid_size
-    shrink = (ref_num_patches or height * width) / (height * width)
-    rows = list(table.unbind(0))
-    bias = []
-    for b, (q_heads, k_heads) in enumerate(zip(vectors(q), vectors(k))):
-        raster = [None] * num_prefix_tokens + [y * width + x for y, x in places(b, grid_size, keep_indices)]
-        bias.append([])
-        for qs, ks in zip(q_heads, k_heads):
-            bias[b].append([])
-            for i, at_i in enumerate(raster):
-                row = []
-                for at_j in raster:
-                    pos = torch.zeros((), dtype=q.dtype)
-                    if at_i is None or at_j is None:
-                        row.append(pos)
-                        continue
-                    for m, at_m in enumerate(raster):
-                        if at_m is not None and min(at_i, at_j) <= at_m < max(at_i, at_j):
-                            pos = pos + sigmoid(qs[i] @ ks[m] / root)
-                    row.append(qs[i] @ look_up(rows, pos * shrink) / root)
-                bias[b][-1].append(row)
-    return stacked(bias)
-
-
-def sape2sq_bias(q, k, table_x, table_y, grid_size, *, num_prefix_tokens=0, **kwargs):
-    """|c_i - c_n|^2 for the codes of SaPE2, summed over both axes, 0 wherever a prefix token takes part."""
-    axes = sape2_codes(q, k, table_x, table_y, grid_size, num_prefix_tokens=num_prefix_tokens, **kwargs)
-    p, (batch, num_heads, num_tokens, _) = num_prefix_tokens, q.shape
-
-    def entry(b, h, i, n):
-        if i < p or n < p:
-            return torch.zeros((), dtype=q.dtype)
-        differences = [codes[b][h][i - p] - codes[b][h][n - p] for codes in axes]
-        return sum(difference @ difference for difference in differences)
-
-    return stacked([
-        [[[entry(b, h, i, n) for n in range(num_tokens)] for i in range(num_tokens)] for h in range(num_heads)]
-        for b in range(batch)])
