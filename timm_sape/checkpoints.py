@@ -35,6 +35,7 @@ __all__ = [
 PRETRAINED_PATHS = (
     'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
+TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
 GRID = '._extra_state'  # how the name of an entry ends in which an encoding saves its grid
 
 GridSize = Tuple[int, int]
@@ -308,7 +309,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         # torch.distributed.checkpoint has entries that are not tensors, where an encoding saves no grid
         return {
             k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and (
-                k == 'pos_embed' or k.startswith('encodings.') or '.attn.encodings.' in k)}
+                k in TABLES or k.startswith('encodings.') or '.attn.encodings.' in k)}
 
     given, expected = position(state_dict), position(model.state_dict())
     if not strict:
@@ -348,7 +349,7 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
     with_parameters = {
         name for name in model.pos_enc.split('+')
         if any(f'encodings.{name}.' in k for k in model.state_dict())}
-    has_table = {'auto_ape' if 'auto_ape' in names else 'ape'} if 'pos_embed' in entries else set()
+    has_table = {'auto_ape' if 'auto_ape' in names else 'ape'} if any(name in entries for name in TABLES) else set()
     found['pos_enc'] = names | has_table
     own['pos_enc'] = with_parameters | ({'ape', 'auto_ape'} & set(model.pos_enc.split('+')))
     if found['pos_enc'] == own['pos_enc']:
@@ -361,22 +362,25 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
             found.pop('pos_enc', None)
             found['pos_enc_kwargs'] = {**found.get('pos_enc_kwargs', {}), name: {'resolution': 'rescale'}}
 
-    kernel = shape('patch_embed.proj.weight')
+    prefix, holder = ('embeds.', model.embeds) if hasattr(model, 'embeds') else ('', model)
     num_prefix_tokens = 0
     for token, argument in (('cls_token', 'class_token'), ('reg_token', 'reg_tokens')):
-        length = shape(token)[1] if len(shape(token)) == 3 else 0
+        length = shape(prefix + token)[1] if len(shape(prefix + token)) == 3 else 0
         num_prefix_tokens += length
-        value = getattr(model, token, None)
+        value = getattr(holder, token, None)
         found[argument], own[argument] = length, 0 if value is None else value.shape[1]
     found['class_token'], own['class_token'] = bool(found['class_token']), bool(own['class_token'])
-    if len(kernel) == 4:
-        found['embed_dim'], own['embed_dim'] = kernel[0], model.embed_dim
-        found['patch_size'], own['patch_size'] = _short(kernel[2:]), _short(model.patch_embed.patch_size)
-        grid = _grid_of_entries(entries, num_prefix_tokens, model.no_embed_class)
+    kernel = _kernel_size(shape('embeds.proj.weight') or shape('patch_embed.proj.weight'), model.in_chans)
+    if kernel is not None:
+        found['patch_size'], own['patch_size'] = _short(kernel), _short(model.kernel_size)
+        grid = _grid_of_entries(entries, num_prefix_tokens, getattr(model, 'no_embed_class', True))
         if grid is not None:
-            strides = [s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel[2:])]
+            strides = [s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel)]
             found['img_size'] = _short([size * stride for size, stride in zip(grid, strides)])
-            own['img_size'] = _short(model.patch_embed.img_size)
+            own['img_size'] = _short([size * stride for size, stride in zip(model.grid_size, model.patch_size)])
+    width = shape(f'{prefix}cls_token') or shape('norm.weight')
+    if width:
+        found['embed_dim'], own['embed_dim'] = width[-1], model.embed_dim
     blocks = [int(match[1]) for match in (re.match(r'blocks\.(\d+)\.', k) for k in entries) if match]
     if blocks:
         found['depth'], own['depth'] = max(blocks) + 1, len(model.blocks)
@@ -393,11 +397,22 @@ def _grid_of_entries(
         if key.endswith(GRID) and value.shape == (2,):
             height, width = (int(size) for size in value.tolist())
             return height, width
+    if 'embeds.pos_embed' in entries and entries['embeds.pos_embed'].ndim == 4:
+        height, width = entries['embeds.pos_embed'].shape[1:3]
+        return height, width
     if 'pos_embed' in entries and entries['pos_embed'].ndim == 3:
         rows = entries['pos_embed'].shape[1] - (0 if no_embed_class else num_prefix_tokens)
         side = math.isqrt(max(rows, 0))
         return (side, side) if side ** 2 == rows > 0 else None
     return None
+
+
+def _kernel_size(weight: Sequence[int], in_chans: int) -> Optional[Tuple[int, int]]:
+    """Height and width of the kernel of a patch embedding with weights of this shape. None if they do not tell."""
+    if len(weight) == 4:
+        return weight[2], weight[3]
+    side = math.isqrt(weight[1] // in_chans) if len(weight) == 2 else 0
+    return (side, side) if len(weight) == 2 and side ** 2 * in_chans == weight[1] else None
 
 
 def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:

@@ -424,12 +424,19 @@ class _Builder:
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
         if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
             arguments.setdefault('use_naflex', True)
-        return model_entrypoint(self.base)(
+        build = partial(
+            model_entrypoint(self.base),
             pretrained=pretrained,
             pretrained_cfg=replace(cfg, architecture=self.base),
             cache_dir=self.cache_dir,
             **arguments,
         )
+        try:
+            return build()
+        except TypeError as e:
+            if not arguments.get('use_naflex'):
+                raise
+            raise ValueError(f'{self.base!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
 
 
 def _known_base(base: Any) -> str:

@@ -122,8 +122,10 @@ def group_by_grid(
 
 
 def _check(coord: torch.Tensor, valid: torch.Tensor, sizes: torch.Tensor) -> None:
-    if (sizes < 1).any() or (sizes.prod(dim=1) > MAX_PATCHES).any():
-        sample = int(((sizes < 1).any(dim=1) | (sizes.prod(dim=1) > MAX_PATCHES)).nonzero()[0])
+    # sides first, because a product of large ones wraps around
+    wrong = ((sizes < 1) | (sizes > MAX_PATCHES)).any(dim=1) | (sizes.clamp(max=MAX_PATCHES).prod(dim=1) > MAX_PATCHES)
+    if wrong.any():
+        sample = int(wrong.nonzero()[0])
         raise ValueError(
             f'Image {sample} of the batch has a grid of {int(sizes[sample, 0])}x{int(sizes[sample, 1])} patches by its '
             f'coordinates; the model takes 1 to {MAX_PATCHES} patches an image. patch_coord counts patches, (y, x) '

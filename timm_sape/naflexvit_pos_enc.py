@@ -161,13 +161,24 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
                 None if t is None else t.gather(1, kept.view(*kept.shape, *(1,) * (t.ndim - 2)).expand(
                     -1, -1, *t.shape[2:])) for t in (x, patch_coord, patch_valid, object_index))
         groups = group_by_grid(patch_coord, patch_valid, grid_size, self.num_prefix_tokens)
-        images, objects = self._images(x, groups), self._objects(object_index, groups)
+        tokens, position = self._encode_groups(tokens, x, groups, object_index)
+        return self.norm_pre(self.pos_drop(tokens)), position, patch_valid, kept
+
+    @torch.compiler.disable  # it would be compiled again for other sizes
+    def _encode_groups(
+            self,
+            tokens: torch.Tensor,
+            patches: torch.Tensor,
+            groups: GridGroups,
+            object_index: Optional[torch.Tensor],
+    ) -> Tuple[torch.Tensor, MixedPosition]:
+        """As `_encode`, group by group."""
+        images, objects = self._images(patches, groups), self._objects(object_index, groups)
         parts = [
             self._encode(part, grid, {**self._given(), 'images': image, 'object_index': index}, is_naflex=True)
             for part, grid, image, index in zip(groups.split(tokens), groups.grids, images, objects)]
         tokens = groups.merge([part for part, _ in parts])
-        position = MixedPosition.of(groups, [position for _, position in parts])
-        return self.norm_pre(self.pos_drop(tokens)), position, patch_valid, kept
+        return tokens, MixedPosition.of(groups, [position for _, position in parts])
 
     def _embed_images(
             self,

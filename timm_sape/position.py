@@ -345,25 +345,28 @@ class LayerEncodings(nn.ModuleDict):
     ) -> torch.Tensor:
         if is_causal:
             raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
-        groups = position.groups
-        if not position.has_bias and not self._act_on_logits:
-            # Rotations and masks are cheap for the whole batch, padding included.
-            q, k = self._rotated(q, k, position)
-            mask = groups.is_token()[:, None, None]  # [B, 1, 1, N]
-            mask = mask | ~mask.any(dim=-1, keepdim=True)  # a row without any key would be NaN
-            if attn_mask is not None and attn_mask.dtype == torch.bool:
-                mask = mask & attn_mask
-            elif attn_mask is not None:
-                mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
-            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+        given = dict(scale=scale, dropout_p=dropout_p, fused=fused)
+        if position.has_bias or self._act_on_logits:
+            return self._attend_by_group(q, k, v, x, position, attn_mask, given)
+        # Rotations and masks are cheap for the whole batch, padding included.
+        q, k = self._rotated(q, k, position)
+        mask = position.groups.is_token()[:, None, None]  # [B, 1, 1, N]
+        mask = mask | ~mask.any(dim=-1, keepdim=True)  # a row without any key would be NaN
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            mask = mask & attn_mask
+        elif attn_mask is not None:
+            mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
+        return ops.attend(q, k, v, mask, **given)
 
+    @torch.compiler.disable  # it would be compiled again for other sizes
+    def _attend_by_group(self, q, k, v, x, position, attn_mask, given) -> torch.Tensor:
+        groups = position.groups
         parts = zip(
             *(groups.split(t.transpose(1, 2)) for t in (q, k, v)), groups.split(x), position.parts,
             groups.split_pairs(attn_mask))
         out = [
             self._attend(
-                *(t.transpose(1, 2) for t in (q, k, v)), x, part, scale=scale, attn_mask=mask, is_causal=False,
-                dropout_p=dropout_p, fused=fused)
+                *(t.transpose(1, 2) for t in (q, k, v)), x, part, attn_mask=mask, is_causal=False, **given)
             for q, k, v, x, part, mask in parts]
         return groups.merge([part.transpose(1, 2) for part in out]).transpose(1, 2)
 
@@ -387,6 +390,7 @@ class LayerEncodings(nn.ModuleDict):
         return x
 
     @staticmethod
+    @torch.compiler.disable
     def _by_group(add: Callable, x: torch.Tensor, position: MixedPosition) -> torch.Tensor:
         groups = position.groups
         return groups.merge([add(part, of_part) for part, of_part in zip(groups.split(x), position.parts)])

@@ -83,8 +83,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         """
         if kwargs.pop('use_naflex', False):
             raise ValueError(
-                'use_naflex=True: this model does not take NaFlex input (patches with coordinates). Leave it out; '
-                'dynamic_img_size=True takes images of any size, one size a batch.')
+                'use_naflex=True: this model does not take patches with coordinates. For that create '
+                "'naflexvit_...' instead of 'vit_...' ('test_naflexvit_...' instead of 'test_vit_...').")
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         if 'pos_embed' in kwargs:
             raise ValueError("pos_embed= is decided by pos_enc=: use pos_enc='ape' for 'learn', 'nope' for 'none'.")
@@ -350,7 +350,8 @@ def _grid(
     """The whole grid of images. `img_size` is the only size allowed, None for any. Symbolic sizes stay symbolic."""
     if isinstance(images, dict):
         raise ValueError(
-            f'The model takes images [B, C, height, width], not NaFlex input (a dict of {", ".join(images)}).')
+            f'The model takes images [B, C, height, width], not a dict of {", ".join(images)}. Its twin for patches '
+            "with coordinates is named 'naflexvit_...' instead of 'vit_...', and loads its weights.")
     height, width = images.shape[-2:]
     if img_size is not None and (height != img_size[0] or width != img_size[1]):
         raise ValueError(

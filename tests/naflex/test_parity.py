@@ -20,7 +20,7 @@ def third_party():
 
 
 def mixes(pos_enc):
-    """Whether an encoding weighs positions apart from tokens, so that rows for prefix tokens cannot be added to them."""
+    """Whether an encoding weighs positions apart from tokens; rows for prefix tokens cannot be added to them then."""
     return any(timm_sape.get_encoding(name).overrides('mix') for name in pos_enc.split('+'))
 
 
@@ -76,7 +76,8 @@ def compare_gradients(what, *found):
     for model, logits in found:
         model.zero_grad()
         (logits * weights).sum().backward(retain_graph=True)
-        gradients.append({name: p.grad for name, p in model.named_parameters() if 'encodings.' in name or 'qkv' in name})
+        gradients.append({
+            name: p.grad for name, p in model.named_parameters() if 'encodings.' in name or 'qkv' in name})
     for name, actual in gradients[0].items():
         expected = gradients[1][name]
         if actual is None or expected is None:
