@@ -21,8 +21,8 @@ SHAPE = ['img_size=32', 'patch_size=4', 'fc_norm=True']
 @pytest.fixture(scope='session')
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp('mixed_sizes')
-    subprocess.run(
-        [sys.executable, Path(__file__).parent / 'make_mixed_sizes.py', os.environ['CIFAR10_SMALL'], folder], check=True)
+    script = Path(__file__).parent / 'make_mixed_sizes.py'
+    subprocess.run([sys.executable, script, os.environ['CIFAR10_SMALL'], folder], check=True)
     return folder
 
 
