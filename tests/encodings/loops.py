@@ -33,6 +33,20 @@ def rescaled(size, ref_size):
     return lambda i: (i + 0.5) * ref_size / size - 0.5
 
 
+def sigmoid(a):
+    return 1 / (1 + torch.exp(-a)) if a >= 0 else torch.exp(a) / (1 + torch.exp(a))
+
+
+def look_up(table, p):
+    """e[p], interpolated between the cells floor(p) and floor(p) + 1, of which npos-1 is the last."""
+    last = len(table) - 1
+    p = p.clamp(max=last)
+    low = math.floor(p.item())
+    high = min(low + 1, last)
+    w = p - low
+    return (1 - w) * table[low] + w * table[high]
+
+
 def attention(q, k, v, *, scale=None, bias=None, attn_mask=None, is_causal=False):
     """softmax(scale * q.k + bias) v, one query at a time."""
     batch, num_heads, num_tokens, dim = q.shape
