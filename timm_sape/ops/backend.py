@@ -9,7 +9,7 @@ from typing import Iterator, Mapping, Optional, Sequence, Tuple
 import torch
 
 from .transforms import is_transformed
-from .triton_limits import LIMITS, MIN_CAPABILITY, shared_memory
+from .triton_limits import LIMITS, MIN_CAPABILITY, limits_of, shared_memory
 
 __all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
@@ -66,7 +66,7 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
     if device_type == 'cuda' and torch.version.hip is None:
         return _gpu(torch.cuda.current_device() if index is None else index)
     if device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1':
-        return '', shared_memory(LIMITS[False][1])
+        return '', shared_memory(LIMITS[16].code)
     return (
         'its kernels do not run on this device: they want an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
         'Python starts'), 0
@@ -84,7 +84,7 @@ def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_re
             return why
         if q.dtype == torch.float64 and q.device.type == 'cuda':
             return 'on a GPU its kernels do not take float64'
-        head_dim, code = LIMITS[q.dtype.itemsize > 2]
+        head_dim, code = limits_of(q.dtype)
         widest = max(code_widths)
         if q.shape[-1] > head_dim or widest > code:
             return f'in {q.dtype} its kernels take a head dim of {head_dim} and codes of {code} entries at most'
