@@ -549,7 +549,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward_formula(ctx, grad, *_):
-    if torch.is_grad_enabled():  # the caller wants to differentiate the result again
+    if torch.is_grad_enabled():  # the caller will differentiate the result again
         inputs = ctx.saved_tensors[3:]
         return (*differentiable_gradients(partial(distance_attention, ctx.scale), inputs, (grad,)), None)
     return (*triton_distance_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
