@@ -361,7 +361,7 @@ def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 1)})
     monkeypatch.setattr(bench_sape2, 'bench_encodings', measure)
-    monkeypatch.setitem(LIMITS, True, (64, 3))
+    monkeypatch.setitem(LIMITS, 32, (64, 3))
     with pytest.raises(torch.OutOfMemoryError):
         main([
             'bench', 'sape2', *SMALL, '--settings', '32/4', '--backends', 'torch', 'triton',
