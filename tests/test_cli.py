@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import timm_sape
-from references import assert_near
+from harness import assert_near
 from timm_sape import cli
 from timm_sape.lab import bench, bench_sape2
 from timm_sape.cli import main

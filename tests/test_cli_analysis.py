@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_sample_image
 
 import timm_sape
-from references import assert_near
+from harness import assert_near
 from timm_sape.analysis import awaken_encodings, position_maps
 from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import timm_sape
 from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
-from references import assert_near
+from harness import assert_near
 from timm_sape.analysis import attributions, position_shap, shuffle_patches
 from timm_sape.analysis.pshap import _order
 

@@ -13,7 +13,7 @@ from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.utils import ParseKwargs
 
 import timm_sape
-from references import assert_near
+from harness import assert_near
 from timm_sape import PositionEncoding, create_encoding, list_encodings, register_encoding
 from timm_sape.encodings import registry
 from timm_sape.encodings.base import rotation_table

@@ -91,6 +91,28 @@ def check_neutral_start(name, keywords=None):
     assert gates and all(abs(p.item()) > 1e-4 for p in gates)
 
 
+def check_learns(name, keywords=None):
+    """From the initial values on, all parameters of the encoding learn: with patches dropped, at the second step."""
+    model = build(name, keywords, random=False, patch_drop_rate=0.5).train()
+    optimizer = create_optimizer_v2(model, 'adam', lr=1e-3)
+    for _ in range(2):
+        grads = step(model, images())
+        optimizer.step()
+    own = {key: grad for key, grad in grads.items() if f'encodings.{name}.' in key}
+    assert own and all(grad.abs().max() > 0 for grad in own.values())
+
+
+def check_neutral_as_built(name, keywords=None):
+    """The initial values alone do nothing, so the gate stays 1 and learns with the rest; 0 would stay 0 for ever."""
+    model = build(f'auto_{name}', keywords, random=False)
+    gates = [p for key, p in model.named_parameters() if key.endswith('gate.weight')]
+    assert len(gates) == 2 and all(abs(100 * p.item() - 1) < 1e-6 for p in gates)
+    assert_near(model(images()), build('nope', random=False)(images()), 1e-6)
+    check_learns(f'auto_{name}', keywords)
+    with pytest.raises(ValueError, match='would never learn'):
+        build(f'auto_{name}', {**(keywords or {}), 'init': 0})
+
+
 def check_masks(name, keywords=None):
     """A mask works together with the encoding, in fused and in explicit attention."""
     model = build(name, keywords)
@@ -158,7 +180,7 @@ def check_number_of_parameters(name):
     """The encoding adds as many parameters as the documentation says. None of them has weight decay."""
     plain = sum(p.numel() for p in initial_model('nope', False, img_size=(32, 48)).parameters())
     model = initial_model(name, False, img_size=(32, 48))
-    adds = eval(timm_sape.get_encoding(name).adds, {'L': 2, 'H': 4, 'W': 6, 'D': 64, 'd': 16, 'h': 4})
+    adds = eval(timm_sape.get_encoding(name).adds, {'L': 2, 'H': 4, 'W': 6, 'D': 64, 'd': 16, 'h': 4, 'npos': 64})
     assert sum(p.numel() for p in model.parameters()) - plain == adds
     own = {key for key, _ in model.named_parameters() if f'encodings.{name}.' in key}
     assert own and own <= model.no_weight_decay()
