@@ -74,7 +74,8 @@ def test_every_recipe_is_there():
 
 @pytest.mark.parametrize('recipe', [p for p in RECIPES if p.name != 'finetune'], ids=lambda p: p.name)
 def test_one_file_for_each_row_of_the_tables(recipe):
-    prefix, rows = 'test_vit_' if recipe.name == 'smoke' else 'vit_small_', TABLE_ROWS | MORE_ROWS.get(recipe.name, set())
+    prefix = 'test_vit_' if recipe.name == 'smoke' else 'vit_small_'
+    rows = TABLE_ROWS | MORE_ROWS.get(recipe.name, set())
     assert {p.stem for p in recipe.glob('*.yaml')} == {prefix + row for row in rows}
 
 
