@@ -1164,7 +1164,8 @@ def test_plans_of_ours(path):
     plan = load_plan(path, dict.fromkeys(line for line in lines if not line.startswith('#')))
     assert plan.baseline == plan.labels[0] == {
         'pooling': 'APE, pooled', 'half_rate': 'APE, rate .00075',
-        'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075'}.get(path.stem, 'APE')
+        'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075',
+        'repository': 'APE, no LayerScale'}.get(path.stem, 'APE')
     for run in plan.runs[:len(plan.labels)]:
         config = run.config
         assert config['model_kwargs']['img_size'] == config['img_size']
@@ -1179,7 +1180,9 @@ def test_plans_are_there():
         'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10',
         'cpu_cifar10/half_rate': 'cpu_cifar10', 'cpu_cifar10/half_rate_ablations': 'cpu_cifar10',
         'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
-        'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10'}
+        'cpu_cifar10/repository': 'cpu_cifar10',
+        'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10',
+        'gpu_cifar10/repository': 'repository_cifar10'}
 
 
 @pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")

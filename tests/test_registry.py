@@ -231,8 +231,8 @@ def test_unknown_name_says_how_to_import():
 
 @pytest.mark.parametrize('name, keyword, text', [
     ('sape2_k', 'gate', "'sape2_k' has no keyword 'gate'. It accepts: "
-        'bias_init, bias_scale, gate_scale, npos, preset, table_std'),
-    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: direction, npos"),
+        'bias_init, bias_scale, gate_scale, npos, preset, separate_keys, table_std'),
+    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: bias_scale, direction, npos"),
     ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts: resolution"),
     ('ape', 'init', "'ape' has no keyword 'init'. It accepts no keywords"),
     ('auto_ape', 'gate', "'auto_ape' has no keyword 'gate'. It accepts: init"),
@@ -256,7 +256,7 @@ def test_the_host_is_checked(name, host, message):
 
 @pytest.mark.parametrize('keyword', ['dim', 'grid_size', 'layer', 'ref_grid_size', 'device'])
 def test_keywords_of_the_host_are_not_for_users(keyword):
-    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: direction, npos"):
+    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: bias_scale, direction, npos"):
         build('cope', {'cope': {keyword: 1}})
 
 

@@ -7,8 +7,11 @@ Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 20
 | q_i, k_i | `q[:, :, P + i]`, `k[:, :, P + i]`, i = y*W + x, 0-based |
 | e^x[p], e^y[p] | `table_x[p]`, `table_y[p]` |
 | M | npos - 1 |
-| SaPE2(Q), SaPE2(K) | `mode='q'`, `mode='k'` |
+| SaPE2(Q), SaPE2(K) of the text, Eq. 12 | `mode='q'`, `mode='k'` |
+| the code of Appendix D | `mode='q'` |
 | b_in^x + b_in^y | `sape2_bias(...)[:, :, P + i, P + n]` |
+
+A repository that appears to be the authors' exchanges Q and K: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 """
 from typing import Optional, Sequence, Tuple, Union
 

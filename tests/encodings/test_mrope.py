@@ -1,18 +1,22 @@
 """mrope: rotation of pairs of channels by time, y and x in turn."""
 import pytest
+import timm
 import torch
 from timm.layers import RotaryEmbeddingMRope
+from timm.models import save_for_hf
 
 import reference_mrope as reference
 import rotation_checks
 import timm_sape
 from harness import assert_near, catches, check_rescaling, create
 from model_checks import (
+    build,
     check_fixed,
     check_masks,
     check_model,
     check_neutral_start,
     check_trained_grid_is_saved,
+    images,
 )
 from rotation_checks import CASES, IMAGES, SIZES, TRAINED_ON
 from timm_sape import Grid
@@ -34,6 +38,17 @@ def test_equations(case):
 def test_section(section):
     check(*CASES['3x5, 6 kept'], section=section)
     check((2, 4), 0, None, section=section)
+
+
+@pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '1x7', '3x5, 6 kept'])
+@pytest.mark.parametrize('section', [None, [2, 1, 3], (0, 5, 1)], ids=str)
+def test_contiguous(section, case):
+    check(*CASES[case], layout='contiguous', **({} if section is None else {'section': section}))
+
+
+def test_contiguous_rescaled_and_gated():
+    check((3, 5), 1, None, (6, 2), layout='contiguous')
+    rotation_checks.check('auto_mrope', reference.rotate, *CASES['3x5, 6 kept'], init=0.7, layout='contiguous')
 
 
 def test_another_grid():
@@ -73,6 +88,20 @@ MUTANTS = {  # case, (owner, attribute, replacement)
 }
 
 
+def blocks_from_x(self, grid, device, dtype):
+    t, h, w = self.section
+    k = torch.arange(self.head_dim // 2, device=device, dtype=dtype)
+    frequencies = 10000 ** (-2 * k / self.head_dim)
+    y, x = grid.coordinates(device, dtype).unbind(-1)
+    return x[:, None] * (frequencies * ((t <= k) & (k < t + w))) + y[:, None] * (frequencies * (t + w <= k))
+
+
+def test_mutant_of_the_contiguous_layout(monkeypatch):
+    catches(
+        lambda: check(*CASES['3x5'], layout='contiguous'), monkeypatch, mrope.MultimodalRotaryEncoding,
+        'compute_angles', blocks_from_x)
+
+
 @pytest.mark.parametrize('mutant', MUTANTS)
 def test_mutants_are_caught(mutant, monkeypatch):
     """If the package is broken like this, the comparison with the equations fails."""
@@ -109,6 +138,19 @@ def test_default_section_is_even():
         assert of_timm.sum() == min(24, h + w)
 
 
+@pytest.mark.parametrize('head_dim, section', [(128, (16, 24, 24)), (64, (8, 12, 12)), (64, None)])
+def test_contiguous_blocks(head_dim, section):
+    """Pairs of time do not turn, those of y follow y alone, those of x x alone; frequencies fall over all pairs."""
+    encoding = create('mrope', heads=1, head_dim=head_dim, layout='contiguous', section=section)
+    t, h, w = encoding.section
+    angles = encoding.angles(Grid(2, 2))  # from (0, 0) to (0, 1), (1, 0) and (1, 1)
+    frequencies = torch.tensor([10000 ** (-2 * k / head_dim) for k in range(head_dim // 2)], dtype=torch.float64)
+    zero = torch.zeros_like(frequencies)
+    along_y = torch.cat([zero[:t], frequencies[t:t + h], zero[t + h:]])
+    along_x = torch.cat([zero[:t + h], frequencies[t + h:]])
+    assert_near(angles, torch.stack([zero, along_x, along_y, along_x + along_y]), 1e-14)
+
+
 def test_timms_layer_in_place_of_ours(monkeypatch):
     """The comparison notices that timm's layer rounds to float32 in a float64 model, and ignores the trained grid."""
     layer = RotaryEmbeddingMRope(SIZES['head_dim'], dtype=torch.float64)
@@ -121,6 +163,16 @@ def test_timms_layer_in_place_of_ours(monkeypatch):
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
+
+def test_layouts_agree_on_three_pairs():
+    """One pair for each axis is the same in turn and in blocks; with more it is not."""
+    for head_dim, same in ((6, True), (12, False)):
+        tables = [
+            create('mrope', heads=1, head_dim=head_dim, layout=layout)(
+                torch.zeros(1), grid=Grid(3, 5), hook='rotation')
+            for layout in ('interleaved', 'contiguous')]
+        assert torch.equal(*tables) == same
+
 
 def test_norms():
     rotation_checks.check_norms('mrope', rotate_half=True)
@@ -172,6 +224,17 @@ def test_model(composition):
     check_model('mrope', composition)
 
 
+def test_model_of_the_contiguous_layout(tmp_path):
+    """The keyword is saved with the model."""
+    keywords = {'layout': 'contiguous', 'section': [0, 2, 2]}
+    check_model('mrope', '{}', keywords)
+    model = build('mrope', keywords)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert torch.equal(loaded(images()), model(images()))
+    assert (loaded(images()) - build('mrope')(images())).abs().max() > 1e-3
+
+
 def test_neutral_start():
     check_neutral_start('mrope')
 
@@ -195,6 +258,10 @@ SECTION = r"'mrope': section must be integers \(t, h, w\), h and w of 1 or more"
         "'mrope' needs a head dim of 6 or more, a pair for each axis, got 4. Choose another num_heads")),
     *[({'section': section}, SECTION) for section in (
         4, 'thw', (4, 4), (4, 4, 4, 4), (1, 0, 4), (1, 4, 0), (-1, 2, 3), (1, 2, 3.0), (1, True, 3), (None, 2, 2), {})],
+    ({'layout': 'chunked'}, "'mrope': layout must be 'interleaved' or 'contiguous', got 'chunked'"),
+    ({'layout': 'contiguous', 'section': (1, 2, 2)}, (
+        r"'mrope': in the contiguous layout the 6 pairs of a head dim of 12 must each follow an axis, but "
+        r'section=\(1, 2, 2\) makes 5')),
     ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale'"),
     ({'heads': 4, 'scale': 1}, "'mrope' has no keyword 'scale'"),
 ])

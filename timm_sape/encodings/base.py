@@ -76,6 +76,9 @@ class Gate(nn.Module):
     that kind. (SGD's steps grow with the gradient, so it would move w 10^4 times as far. And the gradient of w/100 is
     100 times that of w wherever gradients are clipped by their norm.)
 
+    Angles are multiplied by w as they are, which is Eq. 12. The code of Position-SHAP's authors multiplies what is left
+    of them in (-pi, pi] (rjbruin/position-shap at d695b6a), and a rotation by that is no longer relative.
+
     Args:
         init: Initial value of w.
     """

@@ -1,4 +1,4 @@
-"""Measure what SaPE2's attention costs with each backend, with plain attention, and with the code of Appendix D.
+"""Measure what SaPE2's attention costs with each backend, with plain attention, and by the steps of Appendix D.
 
 The operator alone is measured over N, whole models relative to APE. Each backend is checked against float64 before it
 is timed. All alternate with plain attention, so that other load on the machine affects all.
@@ -39,9 +39,10 @@ def appendix_attention(
         table_y: torch.Tensor,
         grid_size: Tuple[int, int],
 ) -> torch.Tensor:
-    """Compute attention step by step as in Appendix D of the SaPE2 paper, mode 'k', storing everything.
+    """Compute attention in the steps of Appendix D of the SaPE2 paper, storing everything.
 
-    The printed code does not run. Corrected here: indices are integers, and H may differ from W.
+    The printed code does not run. Corrected here: indices are integers, and H may differ from W. And what it multiplies
+    is the keys, so that it computes what the others do, mode 'k'; printed are the queries, which cost the same.
 
     Args:
         q: Queries without prefix tokens, `[B, h, N, d]`.

@@ -17,8 +17,8 @@ from .attention import attend, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
 from .precision import no_autocast, upcast
-from .reference import axis_codes, pairwise_distance
-from .sape2 import sape2_attention, sape2_bias
+from .reference import pairwise_distance
+from .sape2 import axis_codes, sape2_attention, sape2_bias
 
 __all__ = [
     'BACKENDS',

@@ -24,6 +24,7 @@ def sape2_bias(
         mode: str,
         gate_scale: Union[float, torch.Tensor],
         ref_grid_size: Optional[Tuple[int, int]] = None,
+        axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
 ) -> torch.Tensor:
     """b^x + b^y of SaPE2 (Eq. 9 to 15) between tokens, by the reference.
 
@@ -36,6 +37,8 @@ def sape2_bias(
         mode: 'q', 'k' or 'qk'.
         gate_scale: The gates are sigmoid(gate_scale * q.k).
         ref_grid_size: (H0, W0) of the trained grid, None for no rescaling.
+        axis_keys: Keys for the codes along x and for those along y, if they are not k, `[B, h, N, d]` in float32 or
+            wider.
 
     Returns:
         `[B, h, N, N]` in the widest dtype of q, k and the tables, float32 at least. Zero in rows and columns of prefix
@@ -46,8 +49,9 @@ def sape2_bias(
     """
     check_devices(
         q=q, k=k, table_x=table_x, table_y=table_y, gate_scale=gate_scale, keep_indices=grid.keep_indices)
-    codes_x, codes_y = reference.axis_codes(
-        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
+    codes_x, codes_y = axis_codes(
+        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
+        axis_keys=axis_keys)
     return _bias(codes_x, codes_y, grid)
 
 
@@ -64,6 +68,7 @@ def sape2_attention(
         bias_scale: torch.Tensor,
         scale: float,
         ref_grid_size: Optional[Tuple[int, int]] = None,
+        axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
         rotated: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
         mask: Optional[torch.Tensor] = None,
         dropout_p: float = 0.0,
@@ -73,7 +78,7 @@ def sape2_attention(
     """softmax(scale * q.k + bias_scale * bias + mask) v, where the bias is that of `sape2_bias`.
 
     Args:
-        q: As for `sape2_bias`, and so are k, the tables, `grid`, `mode`, `gate_scale` and `ref_grid_size`.
+        q: As for `sape2_bias`, and so are k, the tables, `grid`, `mode`, `gate_scale`, `ref_grid_size` and `axis_keys`.
         v: Values, `[B, h, N, d]`.
         bias_scale: Factor of the bias, `[1]` or `[h]`.
         scale: Factor of q.k.
@@ -95,7 +100,7 @@ def sape2_attention(
         q=q, k=k, v=v, table_x=table_x, table_y=table_y, gate_scale=gate_scale, bias_scale=bias_scale, mask=mask,
         keep_indices=grid.keep_indices)
     widths = [max(len(mode) * size, len(table) - 1) for size, table in ((grid.width, table_x), (grid.height, table_y))]
-    backend = choose_backend(backend, q, widths, {
+    backend = choose_backend(backend, q if axis_keys is None else axis_keys[0], widths, {
         'a mask or another bias': mask is not None,
         'dropout of the probabilities': dropout_p > 0,
         'attention that is not fused': not fused,
@@ -103,7 +108,8 @@ def sape2_attention(
         'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
     })
     codes_x, codes_y = axis_codes(
-        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size, backend=backend)
+        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
+        axis_keys=axis_keys, backend=backend)
     if backend == 'reference':
         bias = bias_scale.to(codes_x.dtype).view(-1, 1, 1) * _bias(codes_x, codes_y, grid)
         mask = merge_masks(bias, mask, False, q.shape[2], q.device)
@@ -125,7 +131,8 @@ def axis_codes(
         mode: str,
         gate_scale: Union[float, torch.Tensor],
         ref_grid_size: Optional[Tuple[int, int]] = None,
-        backend: str,
+        axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
+        backend: str = 'reference',
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """`reference.axis_codes`, same arguments, by an operator of the backend if it can be used.
 
@@ -133,8 +140,16 @@ def axis_codes(
     q, float32 at least.
 
     Args:
+        axis_keys: As for `sape2_bias`. Whatever computes the codes takes one k for both axes, so it runs once for each.
         backend: As `choose_backend` returns it.
     """
+    if axis_keys is not None:
+        (codes_x, _), (_, codes_y) = (
+            axis_codes(
+                q.to(keys.dtype), keys, table_x, table_y, grid, mode=mode, gate_scale=gate_scale,
+                ref_grid_size=ref_grid_size, backend=backend)
+            for keys in axis_keys)
+        return codes_x, codes_y
     has_operator = backend != 'reference' and grid.keep_indices is None and not isinstance(gate_scale, torch.Tensor)
     if not has_operator or type(grid.height) is not int or type(grid.width) is not int:
         return reference.axis_codes(
