@@ -196,7 +196,7 @@ def test_import_in_other_commands(modules):
     ('raises_here.py', '{cwd}/raises_here.py, line 2, ZeroDivisionError: division by zero'),
     ('wrong_here', 'SyntaxError: '),
     ('lacks_here.py', "{cwd}/lacks_here.py, line 1, ModuleNotFoundError: No module named 'no_such_thing'"),
-    ('taken_here.py', "/taken_here.py, line 2, ValueError: Encoding 'ape' is registered already, by timm_sape."),
+    ('taken_here.py', "/taken_here.py, line 2, ValueError: Encoding 'ape' is already registered, by timm_sape."),
     ('json.py', 'json is the name of another module too, '),
 ])
 def test_import_says_what_is_wrong(module, message, tmp_path, monkeypatch, capsys):

@@ -23,11 +23,11 @@ def embeds(name):
 def refusal(a, b):
     """The reason not to combine two encodings, None if there is none."""
     if {a, b} == {'ape', 'lape'}:
-        return "'lape' cannot stand beside 'ape': it is 'ape' handed from layer to layer"
+        return "'lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"
     if 'rotation' in hooks(a) & hooks(b):
         return 'two rotations'
     if 'mix' in hooks(a) | hooks(b) and not embeds(a) and not embeds(b):
-        return 'mixes tokens with positions but has none for the tokens'
+        return 'mixes tokens with their position terms, but no part adds such a term'
     return None
 
 

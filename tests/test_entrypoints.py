@@ -254,7 +254,7 @@ print(json.dumps(dict(
     (dict(pos_enc='ape+nope'), "'nope' means no position encoding"),
     (dict(pos_enc='sape2+sape2_k'), "names 'sape2_k' more than once"),
     (dict(pos_enc='ape+'), 'empty part'),
-    (dict(pos_enc_kwargs={'sape2_q': {}}), "'sape2_q', which is no part of"),
+    (dict(pos_enc_kwargs={'sape2_q': {}}), "'sape2_q', which is not a part of"),
     (dict(pos_enc_kwargs={'sape2_k': {'presets': 'appendix'}}), "no keyword 'presets'. It accepts: .*preset"),
 ], ids=str)
 def test_conflicting_arguments(kwargs, says):

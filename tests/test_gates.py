@@ -164,13 +164,13 @@ def test_names():
             ('auto_', "Unknown position encoding 'auto_'")):
         with pytest.raises(ValueError, match=text):
             build(pos_enc)
-    with pytest.raises(ValueError, match="'auto_mine': 'auto_' stands for a gate"):
+    with pytest.raises(ValueError, match="'auto_mine': the prefix 'auto_' is reserved for gated"):
         timm_sape.register_encoding('auto_mine')(timm_sape.PositionEncoding)
     assert not timm.list_models('*auto_*', module='vit_pos_enc')
 
 
 def test_keywords_go_to_the_gated_name():
-    with pytest.raises(ValueError, match="'sape2', which is no part.*Write 'auto_sape2_k', or name 'sape2_k' there"):
+    with pytest.raises(ValueError, match="'sape2', which is not a part.*Write 'auto_sape2_k', or put 'sape2_k' into"):
         build('auto_sape2', pos_enc_kwargs={'sape2': {'npos': 5}})
 
 
@@ -192,7 +192,7 @@ def test_rotation_of_a_third_party():
     from common import registered
     with registered(turn=Turn):
         build('turn')
-        with pytest.raises(ValueError, match='derive Turn from RotaryEncoding'):
+        with pytest.raises(ValueError, match='Derive Turn from RotaryEncoding'):
             build('auto_turn')
 
 

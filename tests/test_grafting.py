@@ -320,7 +320,7 @@ def test_encodings_that_are_refused(name):
     if name in ('ape', 'nope'):  # nothing to add
         assert timm_sape.graft('test_vit', name, depth=2).pos_enc == 'ape'
         return
-    with pytest.raises(ValueError, match='no neutral form|is .ape. handed from layer to layer'):
+    with pytest.raises(ValueError, match='no neutral form|is .ape. passed from layer to layer'):
         timm_sape.graft('test_vit', name, depth=2)
 
 
@@ -347,7 +347,7 @@ def test_changed_models_are_refused():
     (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "not a model of timm. Did you mean 'vit_small_patch16_224'"),
     (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base has 'ape' by itself"),
     (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "'cpb' is of the base"),
-    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is no part of"),
+    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is not a part of"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'npos': 3}}), "'auto_rope2d' has no keyword"),
     (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),
     (dict(base='test_vit', pos_enc='rope2d+rope2d_mixed'), 'two rotations'),

@@ -131,7 +131,7 @@ def test_register():
 ])
 def test_taken_names(name, aliases, taken):
     before = list_encodings(aliases=True)
-    with pytest.raises(ValueError, match=f"'{taken}' is registered already"):
+    with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
         register_encoding(name, aliases=aliases)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
 
@@ -148,7 +148,7 @@ def test_taken_name_says_by_whom():
     with pytest.raises(ValueError, match=r"'sape2'.*by timm_sape.encodings.sape2.*PositionEncodingK. Choose another"):
         register_encoding('sape2')(type('Mine', (PositionEncoding,), {}))
     register_encoding('mine')(type('Mine', (PositionEncoding,), {}))
-    with pytest.raises(ValueError, match="'mine' is registered already"):
+    with pytest.raises(ValueError, match="'mine' is already registered"):
         register_encoding('mine')(type('Other', (PositionEncoding,), {}))
 
 
@@ -188,14 +188,14 @@ def test_what_authors_forget():
 def test_malformed_names(name):
     before = list_encodings(aliases=True)
     for kwargs in (dict(name=name), dict(name='mine', aliases=(name,))):
-        with pytest.raises(ValueError, match='use small letters, digits and underscores'):
+        with pytest.raises(ValueError, match='use lowercase letters, digits and underscores'):
             register_encoding(**kwargs)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
 
 
 @pytest.mark.parametrize('cls', [nn.Module, dict, lambda **host: None, PositionEncoding(**HOST)])
 def test_not_an_encoding(cls):
-    with pytest.raises(ValueError, match="'mine'.*is no subclass of timm_sape.PositionEncoding"):
+    with pytest.raises(ValueError, match="'mine'.*is not a subclass of timm_sape.PositionEncoding"):
         register_encoding('mine')(cls)
     assert 'mine' not in list_encodings()
 
@@ -203,7 +203,8 @@ def test_not_an_encoding(cls):
 @pytest.mark.parametrize('hook, per_layer', [
     ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False)])
 def test_shared_where_it_cannot_be(hook, per_layer):
-    with pytest.raises(ValueError, match=f"'mine' overrides '{hook}', which is called where per_layer={not per_layer}"):
+    says = f"'mine' overrides '{hook}', so its class must set per_layer = {not per_layer}"
+    with pytest.raises(ValueError, match=says):
         register_encoding('mine')(type('Mine', (PositionEncoding,), {
             'per_layer': per_layer, hook: lambda self, *args: None}))
     assert 'mine' not in list_encodings()
@@ -327,14 +328,14 @@ def test_keywords_are_copied():
     ('ape++cope', None, 'has an empty part'),
     (3, None, "pos_enc must be a string such as 'ape\\+sape2_k', got 3"),
     (['ape', 'cope'], None, 'pos_enc must be a string'),
-    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is no part of pos_enc='ape'"),
-    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is no part of"),
+    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is not a part of pos_enc='ape'"),
+    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is not a part of"),
     ('ape', {'capo': {}}, "Unknown position encoding 'capo'"),
     ('sape2_k', {'sape2': {'npos': 9}, 'sape2_k': {'npos': 9}}, "'sape2_k' under two names. Give them once"),
     ('cope', {'npos': 9}, "must map parts to their keywords, e.g. .*, got {'npos': 9}"),
     ('cope', {'cope': 9}, 'must map parts to their keywords'),
     ('cope', ['npos'], 'must map parts to their keywords'),
-    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, to survive saving.*Tensor'),
+    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, so that it can be saved.*Tensor'),
     ('cope', {'cope': {'npos': {9}}}, 'must be plain JSON.*set'),
     ('cope', {'cope': {'npos': nn.Linear}}, 'must be plain JSON'),
 ])

@@ -292,7 +292,7 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
     for name, keywords in plain_keywords(pos_enc_kwargs).items():
         part = placed(name)
         if part not in parts:
-            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
+            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)

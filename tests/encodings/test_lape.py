@@ -205,8 +205,8 @@ def test_autocast():
 # --- compositions, checkpoints and initial values --------------------------------------------------------------------
 
 @pytest.mark.parametrize('pos_enc, text', [
-    ('ape+lape', "'lape' cannot stand beside 'ape': it is 'ape' handed from layer to layer"),
-    ('auto_ape+auto_lape', "'auto_lape' cannot stand beside 'ape': it is 'ape' handed from layer to layer"),
+    ('ape+lape', "'lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"),
+    ('auto_ape+auto_lape', "'auto_lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"),
 ])
 def test_wrong_compositions(pos_enc, text):
     with pytest.raises(ValueError, match=text):
@@ -219,7 +219,7 @@ def test_other_prefix_tokens(saved):
     state = make_model('lape', **saved).state_dict()
     model = make_model('lape', reg_tokens=4)
     rows = state['encodings.lape.table'].shape[1]
-    with pytest.raises(ValueError, match=f"The table of 'lape' has {rows} rows, which is not 5 for the prefix tokens"):
+    with pytest.raises(ValueError, match=f"The table of 'lape' has {rows} rows, not 5 for the prefix tokens"):
         checkpoints.filter_state_dict(dict(state), model)
     with pytest.raises(ValueError, match='encodings.lape.table .* instead of .*This loading path resizes nothing'):
         model.load_state_dict(state)

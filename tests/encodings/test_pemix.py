@@ -114,10 +114,10 @@ def test_autocast():
 
 
 @pytest.mark.parametrize('pos_enc, text', [
-    ('pemix', "mixes tokens with positions but has none for the tokens. Add one, e.g. 'pemix\\+sincos2d'"),
-    ('pemix+rope2d', 'has none for the tokens'),
-    ('lape+pemix', 'has none for the tokens'),
-    ('peg+pemix', 'has none for the tokens'),
+    ('pemix', "mixes tokens with their position terms, but no part adds such a term. Add one, e.g. 'pemix\\+sincos2d'"),
+    ('pemix+rope2d', 'no part adds such a term'),
+    ('lape+pemix', 'no part adds such a term'),
+    ('peg+pemix', 'no part adds such a term'),
     ('auto_pemix+ape', "'auto_pemix'.*no neutral form"),
 ])
 def test_wrong_compositions(pos_enc, text):
