@@ -208,7 +208,7 @@ def test_a_model_without_a_table():
     grafted = timm_sape.graft(model, 'sincos2d')
     assert grafted.pos_enc == 'auto_sincos2d' and grafted.pos_embed is None
     assert_same(grafted, model)
-    with pytest.raises(ValueError, match="'ape' cannot be grafted: it is timm's own table, which this base has not"):
+    with pytest.raises(ValueError, match="'ape' cannot be grafted: it is timm's own table, which this base does not"):
         timm_sape.graft(model, 'ape+sape2_k')
 
 
@@ -302,12 +302,12 @@ def test_a_size_that_patches_do_not_divide():
     ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1), 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(global_pool='map', attn_pool_num_heads=2), 'only vit_.*_224 can be converted'),
-    ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted with .* it lacks'),
+    ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted if .* it lacks'),
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
     ('vit_small_patch16_rope_ape_224', dict(no_embed_class=False), 'Eva cannot be converted .* it has pos_embed'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
-    ('test_vit_ape', {}, "has its encodings from here already, 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0"),
+    ('test_vit_ape', {}, "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0"),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
@@ -329,7 +329,7 @@ def test_changed_models_are_refused():
         timm_sape.graft(timm.models.VisionTransformer(depth=1, embed_dim=64, num_heads=2), 'sape2_k')
     model = timm.create_model('test_vit')
     model.blocks = model.blocks[:2]
-    with pytest.raises(ValueError, match='it lacks blocks.2.*Graft first, and change the model then'):
+    with pytest.raises(ValueError, match='it lacks blocks.2.*Graft it first, then change it'):
         timm_sape.graft(model, 'sape2_k')
     model = timm.create_model('test_vit')
     model.blocks[3].mlp.act = torch.nn.ReLU()
@@ -337,7 +337,7 @@ def test_changed_models_are_refused():
         timm_sape.graft(model, 'sape2_k')
     with pytest.raises(ValueError, match='FeatureGetterNet cannot be grafted'):
         timm_sape.graft(timm.create_model('test_vit', features_only=True), 'sape2_k')
-    with pytest.raises(ValueError, match='img_size: arguments of timm.create_model are for a name'):
+    with pytest.raises(ValueError, match='img_size: arguments of timm.create_model go with the name of a model'):
         timm_sape.graft(timm.create_model('test_vit'), 'sape2_k', img_size=64)
 
 
@@ -345,13 +345,13 @@ def test_changed_models_are_refused():
     ({}, 'vit_graft needs a base'),
     (dict(base='test_vit'), 'vit_graft needs a base and encodings'),
     (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "not a model of timm. Did you mean 'vit_small_patch16_224'"),
-    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base has 'ape' by itself"),
-    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "'cpb' is of the base"),
+    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base already has 'ape'"),
+    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "base has its own 'cpb'"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is not a part of"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'npos': 3}}), "'auto_rope2d' has no keyword"),
     (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),
     (dict(base='test_vit', pos_enc='rope2d+rope2d_mixed'), 'two rotations'),
-    (dict(base='test_vit_relpos', pos_enc='auto_cpb'), "'auto_cpb' cannot be grafted: the base has 'cpb' by itself"),
+    (dict(base='test_vit_relpos', pos_enc='auto_cpb'), "'auto_cpb' cannot be grafted: the base already has 'cpb'"),
     (dict(base='test_vit_ape', pos_enc='rope2d'), 'is not a model of timm. Did you mean'),
     (dict(base='local-dir:x', pos_enc='rope2d'), 'It must be an architecture; timm_sape.graft takes saved models'),
     (dict(base=5, pos_enc='rope2d'), 'base=5 is not a model of timm'),

@@ -1,4 +1,4 @@
-"""timm's attention layer and blocks as hosts of encodings."""
+"""timm's attention layer and blocks, extended by position encodings."""
 from typing import Optional, Tuple
 
 import torch
@@ -11,9 +11,9 @@ __all__ = ['PosEncAttention', 'PosEncBlock', 'PosEncResPostBlock']
 
 
 class PosEncAttention(Attention):
-    """timm's `Attention` with position in it.
+    """timm's `Attention` with position encodings.
 
-    It is built as timm builds it. The model then replaces `encodings` by the ones of this layer.
+    timm's constructor builds it. The model then replaces `encodings`, which is empty at first.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -33,13 +33,13 @@ class PosEncAttention(Attention):
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]`.
             is_causal: Mask out all later tokens.
-            position: What the layers of this forward pass share. None if no encoding acts on blocks.
+            position: What the layers of this forward pass share. None if no encoding acts inside the blocks.
 
         Returns:
             `[B, N, D]`.
 
         Raises:
-            ValueError: If `position` is missing where an encoding needs it.
+            ValueError: If `position` is missing where an encoding needs it, or is not a `Position`.
         """
         x = self.encodings.add_before(x, position)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
@@ -58,12 +58,12 @@ class PosEncAttention(Attention):
         return self.proj_drop(self.proj(out))
 
     def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens `[B, N, D]` to normed q, normed k, and v, each `[B, h, N, d]`."""
+        """From tokens `[B, N, D]` to normed q, normed k, and v, each `[B, h, N, d]`."""
         B, N, _ = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)  # [B, h, N, d]
-        # Under autocast norms widen q and k. Fused attention would narrow them again; doing it here treats all
-        # implementations alike.
+        # Under autocast, norms return q and k in float32. Fused attention would cast them back. Casting them here gives
+        # all implementations of attention the same input.
         return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
 
@@ -77,7 +77,7 @@ class PosEncBlock(Block):
             is_causal: bool = False,
             position: Optional[Position] = None,
     ) -> torch.Tensor:
-        """`[B, N, D]` to `[B, N, D]`; arguments as for `PosEncAttention`."""
+        """From tokens `[B, N, D]` to tokens `[B, N, D]`. Arguments as for `PosEncAttention`."""
         y = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -85,7 +85,7 @@ class PosEncBlock(Block):
 
 
 class PosEncResPostBlock(ResPostBlock):
-    """timm's `ResPostBlock`, in which norms come after attention and MLP, likewise."""
+    """timm's `ResPostBlock` (norms after attention and MLP), which passes the position on to its attention layer."""
 
     def forward(
             self,
@@ -94,7 +94,7 @@ class PosEncResPostBlock(ResPostBlock):
             is_causal: bool = False,
             position: Optional[Position] = None,
     ) -> torch.Tensor:
-        """`[B, N, D]` to `[B, N, D]`; arguments as for `PosEncAttention`."""
+        """From tokens `[B, N, D]` to tokens `[B, N, D]`. Arguments as for `PosEncAttention`."""
         y = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.norm1(y))
         x = x + self.drop_path2(self.norm2(self.mlp(x)))

@@ -1,13 +1,13 @@
 """Vision Transformer with a choice of position encodings.
 
-timm's VisionTransformer, whose tokens, q and k, logits and values can carry any set of the registered encodings:
+timm's VisionTransformer with any set of the registered encodings:
 
     image -> patch tokens on a grid
           -> encodings add to the tokens
-          -> blocks of attention, where encodings rotate q and k, add to the logits and to the values
+          -> blocks, in whose attention encodings rotate q and k, and add to the logits and to the values
           -> timm's norm, pooling and head
 
-Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
+Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
 encodings.
 """
 import sys
@@ -49,8 +49,9 @@ __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to 
 class VisionTransformerPosEnc(VisionTransformer):
     """timm's Vision Transformer with any set of position encodings.
 
-    Its state dict is timm's, plus the encodings' own entries, which carry their names: `encodings.<name>.*` for those
-    that the model shares, `blocks.<i>.attn.encodings.<name>.*` for the others. `ape` is timm's `pos_embed`.
+    Its state dict is timm's plus the entries of the encodings: `encodings.<name>.*` for those that the whole model
+    shares, `blocks.<i>.attn.encodings.<name>.*` for those that each layer has. The table of `ape` is timm's
+    `pos_embed`.
     """
 
     def __init__(
@@ -77,19 +78,19 @@ class VisionTransformerPosEnc(VisionTransformer):
             patch_size: Patch size, or (height, width).
             pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
-            ref_grid_size: (H, W) of the grid that the weights of encodings which never resize them (SaPE2, CoPE) were
-                trained on. Found in checkpoints; to be given only to take weights in on a road that cannot adapt.
+            ref_grid_size: (H, W) of the grid that the weights of encodings that never resize them (SaPE2, CoPE) were
+                trained on. Checkpoints contain it, so give it only for a loading path that cannot adapt the model.
             embed_dim: Embed dim D.
             depth: Number of blocks.
             num_heads: Number of heads h.
-            dynamic_img_size: Take images of any size that the patch size divides.
-            dynamic_img_pad: With `dynamic_img_size`, pad images that it does not divide.
-            patch_drop_rate: Share of patches to drop in training.
-            kwargs: All else that timm's VisionTransformer takes, but for `pos_embed`, `block_fn` and `attn_layer`,
-                which the encodings decide about.
+            dynamic_img_size: Accept images of any size that is a multiple of the patch size.
+            dynamic_img_pad: With `dynamic_img_size`, pad images of any other size.
+            patch_drop_rate: Fraction of patches to drop in training, at least 0 and less than 1.
+            kwargs: Any other argument of timm's VisionTransformer, except `pos_embed`, `block_fn` and `attn_layer`,
+                which the encodings determine.
 
         Raises:
-            ValueError: If arguments do not fit together.
+            ValueError: If an argument is invalid, or arguments do not fit together.
         """
         if kwargs.pop('use_naflex', False):
             raise ValueError(
@@ -142,15 +143,15 @@ class VisionTransformerPosEnc(VisionTransformer):
             device=None,
             dtype=None,
     ) -> None:
-        """Give a model that timm's constructor has built its encodings.
+        """Add the encodings to a model that timm's constructor has built.
 
-        They come last because timm's constructor initializes every linear layer inside the blocks anew. They draw their
-        initial values from a fork of the CPU's random generator, and leave it as timm leaves it. So models of one seed
-        start from one backbone and see the same images in the same order, unless an encoding draws numbers while it
-        trains (`cape`).
+        This comes last, because timm's constructor reinitializes every linear layer inside the blocks. Encodings draw
+        their initial values from a fork of the CPU's random generator, which itself stays as timm left it. So with the
+        same seed, models with different encodings start from the same backbone and see the same images in the same
+        order, unless an encoding draws random numbers in training (`cape`).
 
         Args:
-            parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
+            parts: Keywords of each encoding by its name, as `parse_pos_enc` returns them.
             ref_grid_size: As in the constructor.
             device: Device of parameters and buffers.
             dtype: Their dtype.
@@ -175,7 +176,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         classes = {name: get_encoding(name) for name in parts}
         rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         with torch.random.fork_rng(devices=[]):
-            # not the numbers that are drawn next, say for a new head
+            # Reseed, or encodings would get the very numbers that are drawn next outside, e.g. for a new head.
             torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
             self.encodings = SharedEncodings({
                 name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
@@ -191,7 +192,7 @@ class VisionTransformerPosEnc(VisionTransformer):
                 )
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
-        """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
+        """Take over the rate of timm's PatchDropout, in a module that also returns which patches remain."""
         if isinstance(patch_drop, PatchDropout):
             self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
 
@@ -199,13 +200,13 @@ class VisionTransformerPosEnc(VisionTransformer):
         """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
 
         Raises:
-            ValueError: On such a checkpoint, naming the roads on which it would be adapted.
+            ValueError: On such a checkpoint. The message names the loading paths that would adapt it.
         """
         checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> 'VisionTransformerPosEnc':
-        """As in torch; warns of gates that are 0 and frozen, behind which an encoding does nothing and never will."""
+        """As in torch, with a warning if a gate is 0 and frozen, since its encoding does nothing and never will."""
         if mode and any(p.requires_grad for p in self.parameters()):
             gates = {
                 name: encoding.gate.weight
@@ -220,14 +221,14 @@ class VisionTransformerPosEnc(VisionTransformer):
         return super().train(mode)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
-        """What stands before the patches, in this order, each `[1, P, D]`."""
+        """Class and register tokens, as far as the model has them, in this order, each `[1, n, D]` for n tokens."""
         return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     @property
     def patch_size(self) -> Tuple[int, int]:
-        """Height and width in pixels of the image part that a token stands for.
+        """Height and width of a patch in pixels.
 
-        Not that of the last kernel of the patch embedding, where a convolutional stem comes before it.
+        With a convolutional stem this is more than the kernel size of the last layer of the patch embedding.
         """
         return self.patch_embed.feat_ratio(as_scalar=False)
 
@@ -237,14 +238,14 @@ class VisionTransformerPosEnc(VisionTransformer):
 
     @property
     def ref_grid_size(self) -> Optional[Tuple[int, int]]:
-        """(H, W) that never-resized encodings were trained on, None without any."""
+        """(H, W) of the grid that never-resized parameters of encodings were trained on. None if there are none."""
         for encoding in self.position_encodings().values():
             if isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None:
                 return encoding.ref_grid_size
         return None
 
-    # timm records here what a model was created with, and saves it as `model_args`. Ours adds what is true of the
-    # encodings, in canonical form, however they were spelled and whatever has happened since.
+    # timm records here the arguments that a model was created with, and saves them as `model_args`. We add the current
+    # state of the encodings, in canonical form, which may differ from what the user wrote.
     @property
     def _model_args(self) -> Dict[str, Any]:
         args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
@@ -259,7 +260,7 @@ class VisionTransformerPosEnc(VisionTransformer):
     _recorded_args: Dict[str, Any] = {}
 
     def no_weight_decay(self) -> Set[str]:
-        """Names of parameters without weight decay."""
+        """Names of parameters that get no weight decay."""
         return super().no_weight_decay() | {
             f'{path}.{name}' for path, encoding in self.position_encodings().items()
             for name in encoding.no_weight_decay()}
@@ -274,14 +275,14 @@ class VisionTransformerPosEnc(VisionTransformer):
             img_size: Optional[Tuple[int, int]] = None,
             patch_size: Optional[Tuple[int, int]] = None,
     ) -> None:
-        """Change the image or patch size that the model is made for.
+        """Change the image or patch size of the model.
 
-        Each encoding follows its rule for a grid that it was not trained on. A `pos_embed` is resampled from its
-        present size, so going there and back again does not restore it.
+        Each encoding follows its rule for a grid that it was not trained on. A table is resampled from its current
+        size, so changing the size and changing it back does not restore it.
 
         Args:
-            img_size: New image size, None to keep it.
-            patch_size: New patch size, None to keep it.
+            img_size: New image size (height, width) in pixels, None to keep it.
+            patch_size: New patch size (height, width) in pixels, None to keep it.
 
         Raises:
             ValueError: If the patch size does not divide the image size.
@@ -302,7 +303,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             prune_norm: bool = False,
             prune_head: bool = True,
     ) -> List[int]:
-        """Cut the model down to the layers that certain intermediates need; timm's contract."""
+        """Remove the layers that are not needed for the given intermediates, as timm does."""
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for encoding in self.encodings.values():
             encoding.set_depth(len(self.blocks))
@@ -314,14 +315,15 @@ class VisionTransformerPosEnc(VisionTransformer):
             keep_indices: Optional[torch.Tensor] = None,
             object_index: Optional[torch.Tensor] = None,
     ) -> Tuple[torch.Tensor, Position]:
-        """Everything before the blocks. `forward_features` calls it; so may whoever runs the blocks one by one.
+        """Everything before the blocks. `forward_features` calls it, and so can code that runs the blocks one by one.
 
         Args:
             x: Images, `[B, C, height, width]`.
-            keep_indices: As for `forward_features`, and so is `object_index`.
+            keep_indices: As for `forward_features`.
+            object_index: As for `forward_features`.
 
         Returns:
-            Tokens, `[B, N, D]`, and what the blocks need to know: `block(tokens, position=position)`.
+            Tokens, `[B, N, D]`, and the position, which each block needs: `block(tokens, position=position)`.
 
         Raises:
             ValueError: As `forward_features`.
@@ -337,7 +339,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         return self.norm_pre(self.pos_drop(tokens)), position
 
     def _with_prefix_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """What the patch embedding returns to tokens without position, `[B, P+H*W, D]`."""
+        """From the output of the patch embedding to tokens without position, `[B, P+H*W, D]`."""
         x = x.flatten(1, -2)  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         return torch.cat([*prefix, x], dim=1)
@@ -347,7 +349,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             'pos_embed': self.pos_embed, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
 
     def _pos_embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """timm's step between patch embedding and blocks, for code that takes timm's ViT apart."""
+        """timm's step between patch embedding and blocks, for code that calls timm's methods one by one."""
         size = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
         grid = Grid(*size, self.num_prefix_tokens, device=x.device)
         x, _ = self.encodings(self._with_prefix_tokens(x), grid, self._given(None, object_index))
@@ -358,7 +360,7 @@ class VisionTransformerPosEnc(VisionTransformer):
         if not self.grad_checkpointing:
             return block(x, attn_mask, is_causal, position)
 
-        # Reentrant checkpointing finds gradients of those tensors alone that are arguments themselves.
+        # Reentrant checkpointing computes gradients only for tensors that are arguments themselves.
         def run(x, attn_mask, *tensors):
             return block(x, attn_mask, is_causal, position.with_tensors(*tensors))
 
@@ -372,7 +374,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to logits; arguments as for `forward_features`."""
+        """From images `[B, C, height, width]` to class logits. Arguments as for `forward_features`."""
         return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index, keep_indices))
 
     def forward_features(
@@ -383,17 +385,20 @@ class VisionTransformerPosEnc(VisionTransformer):
             object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to normalized tokens `[B, N, D]`.
+        """From images to normed tokens.
 
         Args:
-            x: Images.
-            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
-                `[B, h, N, N]`, for all tokens of the grid (entries of dropped patches are left out).
+            x: Images, `[B, C, height, width]`.
+            attn_mask: Added to the logits, or bool with True where attention is allowed. Broadcastable to
+                `[B, h, P+H*W, P+H*W]`, for all tokens of the grid; entries of dropped patches are ignored.
             is_causal: Mask out all later tokens.
-            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`),
-                which derive it from the image if it is not given.
-            keep_indices: Raster indices of the patches to keep, distinct, in any order, int64 `[B, K]`, as for masked
-                autoencoders. Takes the place of patch dropout in this pass. N is then P + K.
+            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
+                If it is not given, they derive it from the image.
+            keep_indices: Raster indices of the patches to keep, as for masked autoencoders, int64 `[B, K]`, distinct
+                and in any order. They replace patch dropout in this pass, and N is P + K.
+
+        Returns:
+            `[B, N, D]`.
 
         Raises:
             ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
@@ -419,23 +424,27 @@ class VisionTransformerPosEnc(VisionTransformer):
             object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
-        """Features of several blocks in one forward pass; timm's contract.
+        """Features of several blocks in one forward pass, with the arguments and results of timm's method.
 
         Args:
             x: Images, `[B, C, height, width]`.
-            indices: The last n blocks if an int, all if None, else these.
+            indices: Indices of the blocks, or an int for the last so many, or None for all.
             return_prefix_tokens: Return the prefix tokens of each block too.
             norm: Apply the final norm to each.
-            stop_early: Stop after the last block that is asked for.
+            stop_early: Stop after the last block that is needed.
             output_fmt: 'NCHW' for maps `[B, D, H, W]`, 'NLC' for tokens `[B, H*W, D]`.
-            intermediates_only: Leave the final features out.
+            intermediates_only: Leave out the final features.
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
-            attn_mask: As in `forward_features`.
+            attn_mask: As for `forward_features`.
             is_causal: Mask out all later tokens.
-            object_index: As in `forward_features`, and so is `keep_indices`.
+            object_index: As for `forward_features`.
+            keep_indices: As for `forward_features`.
+
+        Returns:
+            The final features `[B, N, D]` and a list of intermediates, or what the flags above say.
 
         Raises:
-            ValueError: If maps are asked for while patches are being dropped.
+            ValueError: If `output_fmt` is unknown, or 'NCHW' while patches are being dropped, or as `forward_features`.
         """
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
@@ -490,14 +499,15 @@ def _check_sizes(img_size, patch_size) -> None:
 def check_ref_grid_size(ref_grid_size: Any) -> None:
     """
     Raises:
-        ValueError: If it is neither None nor (H, W).
+        ValueError: If `ref_grid_size` is neither None nor (H, W).
     """
     size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
     if ref_grid_size is not None and (len(size) != 2 or not all(is_integer(s, 1) for s in size)):
         raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
 
 
-# What follows depends on sizes and on what is given, which torch.fx cannot look into.
+# torch.fx cannot trace these functions, whose branches depend on sizes and arguments. `torch.fx.wrap` makes each call a
+# single node of the graph.
 
 @torch.fx.wrap
 def _keep_patches(
@@ -506,7 +516,17 @@ def _keep_patches(
         grid: Grid,
         keep_indices: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, Grid]:
-    """Drop patches, those that the caller does not keep or else as patch dropout has it."""
+    """Drop patches: those that are not in `keep_indices`, or, if that is None, the ones that patch dropout chooses.
+
+    Args:
+        patch_drop: The model's patch dropout, or `nn.Identity`.
+        x: Tokens, `[B, P+H*W, D]`.
+        grid: The whole grid.
+        keep_indices: Raster indices of the patches to keep, int64 `[B, K]`, or None.
+
+    Returns:
+        The remaining tokens, `[B, N, D]`, and their grid.
+    """
     if keep_indices is not None:
         _check_keep_indices(keep_indices, x.shape[0], grid)
         index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
@@ -516,7 +536,7 @@ def _keep_patches(
         x, keep_indices = patch_drop(x)
     elif not isinstance(patch_drop, nn.Identity):
         raise ValueError(
-            f'patch_drop is a {type(patch_drop).__name__}, which does not tell the encodings which patches are left. '
+            f'patch_drop is a {type(patch_drop).__name__}, which does not tell the encodings which patches remain. '
             'Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
     return x, grid if keep_indices is None else replace(grid, keep_indices=keep_indices)
 
@@ -527,19 +547,19 @@ def _check_keep_indices(keep_indices: torch.Tensor, batch: int, grid: Grid) -> N
         got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
         raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
     if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return  # a look at the values would make a GPU wait
+        return  # checking values would synchronize with a GPU
     if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= grid.num_patches):
         raise ValueError(
             f'keep_indices must be from 0 to H*W - 1 = {grid.num_patches - 1}, got {keep_indices.min().item()} to '
             f'{keep_indices.max().item()}. Prefix tokens do not count.')
     ordered = keep_indices.sort(dim=1).values
     if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')
+        raise ValueError('keep_indices has the same patch twice in an image. Give each patch once.')
 
 
 @torch.fx.wrap
 def _keep_mask(attn_mask: Optional[torch.Tensor], position: Position) -> Optional[torch.Tensor]:
-    """Entries of the tokens that are there."""
+    """A mask for all tokens of the grid, reduced to the tokens in the sequence."""
     return None if attn_mask is None else position.grid.keep_pairs(attn_mask)
 
 
@@ -551,7 +571,18 @@ def _grid(
         img_size: Optional[Tuple[int, int]],
         pad: bool,
 ) -> Grid:
-    """The whole grid of images. `img_size` is the only size allowed, None for any. Symbolic sizes stay symbolic."""
+    """The whole grid of a batch of images. Symbolic sizes stay symbolic.
+
+    Args:
+        images: `[B, C, height, width]`.
+        patch_size: Height and width of a patch in pixels.
+        num_prefix_tokens: P.
+        img_size: The only image size allowed, (height, width), or None for any.
+        pad: Whether images are padded to a multiple of the patch size.
+
+    Raises:
+        ValueError: If the input is not a tensor of images, or their size does not fit.
+    """
     if isinstance(images, dict):
         raise ValueError(
             f'The model takes images [B, C, height, width], not NaFlex input (a dict of {", ".join(images)}).')
@@ -560,13 +591,14 @@ def _grid(
         raise ValueError(
             f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
             'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
-    # A model grafted onto one of timm's may be made for a size that is not divided. The rest is left out, as there.
+    # A grafted model may have an image size that is no multiple of the patch size. As in timm, the rest is cropped.
     if not pad and img_size is None and (height % patch_size[0] or width % patch_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
     if pad:
-        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1  # to round up; ONNX has no other way
+        # rounds up in the division below; ONNX has no other way
+        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1
     return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
 
 
@@ -588,16 +620,16 @@ def _cfg(**kwargs) -> Dict[str, Any]:
 
 
 def take_out_indices(kwargs: Dict[str, Any]) -> Any:
-    """Remove timm's `out_indices` from the arguments of a model. Default: the last 3 layers, or all of fewer."""
+    """Remove timm's `out_indices` from the arguments of a model and return it. Default: the last 3 layers at most."""
     depth = kwargs.get('depth', 3)
-    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # what is no depth is refused later
+    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # an invalid depth is refused later
 
 
 def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
-    """Build a model by timm's builder.
+    """Build a model with timm's `build_model_with_cfg`.
 
     Raises:
-        ValueError: If the encodings are not those of the saved model that it is made after, or weights do not fit.
+        ValueError: If a saved model is loaded with other encodings than its own, or weights do not fit.
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
@@ -616,8 +648,8 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
 
 # Entrypoints:
 #   {size}_{encoding}       e.g. vit_small_sape2_k, vit_base_rope2d
-#   {size}_{encoding}_ape   the same with timm's learned table, for encodings that add nothing to the tokens themselves
-#   {size}_pos_enc          for any set of encodings, given by pos_enc=
+#   {size}_{encoding}_ape   combined with timm's learned table, for encodings that are not added to the tokens
+#   {size}_pos_enc          any set of encodings, given by pos_enc=
 SIZES = {
     'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
     'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
@@ -649,16 +681,17 @@ default_cfgs = generate_default_cfgs({
 
 
 def _warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
-    """Warn if a model gets a name that states an encoding which it does not have."""
+    """Warn if the name of a model states an encoding that the model does not have."""
     given = kwargs.get('pos_enc', named)
-    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then it was warned about when it was made
+    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then the warning came when it was created
     if is_loaded or not isinstance(given, str):
         return
     lacking = {*parse_pos_enc(named)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
     if lacking:
         warnings.warn(
-            f'{name} is created with pos_enc={given!r}, so it has no {" and no ".join(sorted(lacking))} as its name '
-            f'says. For a name that says nothing use {size}_pos_enc.', stacklevel=3)
+            f'{name} is created with pos_enc={given!r}, so despite its name it has no '
+            f'{" and no ".join(sorted(lacking))}. Use {size}_pos_enc, whose name does not state an encoding.',
+            stacklevel=3)
 
 
 def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
@@ -673,7 +706,7 @@ def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., Vision
     entrypoint.__doc__ = (
         f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`'
         f'{" unless another is given" if name == f"{size}_pos_enc" else ""}.\n\n'
-        f'Any argument of `VisionTransformerPosEnc` and of `timm.create_model` may be given.')
+        'Accepts any argument of `VisionTransformerPosEnc` and of `timm.create_model`.')
     return entrypoint
 
 
