@@ -172,7 +172,7 @@ def test_models_without_classes(spots, tmp_path, capsys):
 def test_more_labels_than_classes(spots, tmp_path, capsys):
     save_for_hf(timm.create_model('test_vit_nope', num_classes=2, img_size=32, patch_size=8), tmp_path / 'model')
     assert main(['shifts', str(tmp_path / 'model'), '--data-dir', str(spots), '--workers', '0', '--by', '1']) == 2
-    assert 'labels up to 3, but the model knows 2 classes' in capsys.readouterr().err
+    assert 'labels up to 3, but the model has 2 classes' in capsys.readouterr().err
 
 
 # Examples

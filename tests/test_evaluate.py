@@ -164,7 +164,7 @@ def test_top_k_by_hand():
     (lambda: accuracy(torch.ones(2, 3), torch.ones(3)), r'got \[2, 3\] and \[3\]'),
     (lambda: accuracy(torch.ones(0, 3), torch.ones(0)), 'at least 1'),
     (lambda: accuracy(torch.ones(1, 3), torch.tensor([-1])), 'no labels.*one sub-folder of images per class'),
-    (lambda: accuracy(torch.ones(1, 3), torch.tensor([3])), 'labels up to 3, but the model knows 3 classes.*train'),
+    (lambda: accuracy(torch.ones(1, 3), torch.tensor([3])), 'labels up to 3, but the model has 3 classes.*train'),
     (lambda: accuracy(torch.tensor([[0, math.nan]]), torch.tensor([0])), 'not finite. Leave half precision out'),
     (lambda: expected_calibration_error(torch.ones(1, 3), torch.tensor([0]), 0), 'bins must be at least 1'),
 ])
@@ -246,7 +246,7 @@ def test_predict_says_what_is_wrong():
         predict(Sum(), [])
     with pytest.raises(ValueError, match='no labels'):
         predict(Sum(), [(images, torch.tensor([-1, -1]))])
-    with pytest.raises(ValueError, match='labels up to 9, but the model knows 3 classes'):
+    with pytest.raises(ValueError, match='labels up to 9, but the model has 3 classes'):
         predict(Sum(), [(images, torch.tensor([0, 9]))])
     model = Sum()
 
@@ -680,7 +680,7 @@ def test_an_image_that_cannot_be_read_in_another_process(main, folders, tmp_path
     (tmp_path / 'a.png').write_text('no image')
     assert main(['compare', folders['nope'], '--data-dir', str(tmp_path / 'a.png'), '--workers', '1']) == 2
     err = capsys.readouterr().err
-    assert 'a.png is no image that can be read' in err and err.count('\n') == 1 and 'Traceback' not in err
+    assert 'a.png is not an image that can be read' in err and err.count('\n') == 1 and 'Traceback' not in err
     gc.collect()  # ends the process while the interval is short
 
 
@@ -693,7 +693,7 @@ def test_a_file_of_a_folder_that_cannot_be_read(damage, main, images, folders, t
     args = ['compare', folders['nope'], '--data-dir', str(tmp_path / 'data'), '--workers', '0']
     assert main(args) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith(f'timm-sape: {path} is no image that can be read: ') and err.count('\n') == 1
+    assert not out and err.startswith(f'timm-sape: {path} is not an image that can be read: ') and err.count('\n') == 1
     data = open_dataset(tmp_path / 'data')
     assert len(data) == 3 * 8 and [data[i][1] for i in (0, 14, 16)] == [0, 1, 2]
 
@@ -725,7 +725,7 @@ def test_images_without_classes(main, images, tmp_path, capsys):
     assert 'label' in capsys.readouterr().err
     shutil.copytree(images / 'val', tmp_path / 'both')
     shutil.copy(tmp_path / 'flat' / '0.png', tmp_path / 'both')
-    with pytest.raises(ValueError, match='has images beside the folders of its classes'):
+    with pytest.raises(ValueError, match='has images next to the folders of its classes'):
         open_dataset(tmp_path / 'both')
 
 

@@ -241,9 +241,9 @@ def test_cost():
 
 
 @pytest.mark.parametrize('call, text', [
-    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear does not cut images into patches'),
-    (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model knows 5 classes'),
-    (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'two images at least'),
+    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear does not cut images into separate patches'),
+    (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model has 5 classes'),
+    (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'at least two images'),
     (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),
     (lambda x, y: position_shap(build('ape'), [(x, y)], background=0), 'background must be 1 or more'),
     (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),
