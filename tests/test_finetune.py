@@ -89,7 +89,7 @@ def test_verdict(example, differences, verdict):
 
 @pytest.mark.parametrize('arguments, message', [
     (['--seeds', '1'], '--seeds must be at least 2'),
-    (['--base-images', '360', '--images', '500'], 'there are 240 images of classes 6 to 9'),
+    (['--base-images', '360', '--images', '500'], 'there are only 240 images of classes 6 to 9'),
     (['--graft', 'lookhere'], 'no neutral form'),
     (['--data-dir', 'nowhere'], 'nowhere has neither'),
 ])
