@@ -3,7 +3,7 @@
     python .ci/check_spills.py [--quick] [--arch 90]
 
 For an H100/H200 (90) it fails on any spill (a stack frame in the machine code), and everywhere on more shared memory
-than `timm_sape.ops.limits` says that a shape wants.
+than `timm_sape.ops.triton_limits` says that a shape needs.
 """
 import argparse
 import re
@@ -32,7 +32,7 @@ QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
 class Driver:
-    """What the launcher asks of a GPU."""
+    """Stands in for Triton's driver: the methods that launching a kernel calls."""
 
     def __init__(self, arch):
         self.arch = arch
@@ -48,7 +48,7 @@ class Driver:
 
 
 def used(cubin):
-    """Registers of a thread, and bytes of its stack."""
+    """Registers per thread, and bytes of stack per thread, of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'kernel.cubin')
         path.write_bytes(cubin)
@@ -58,7 +58,7 @@ def used(cubin):
 
 
 def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
-    """The four operators, on inputs that lie as timm's attention hands them over."""
+    """Launch the four operators, on inputs with the memory layout of timm's attention."""
     num_tokens = num_prefix_tokens + height * width
     q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     tables = torch.zeros(width + 1, head_dim), torch.zeros(height + 1, head_dim)
@@ -104,7 +104,7 @@ def main():
                 allowed = shared_memory(code)
                 launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode)
     if counts['bad']:
-        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill registers or want too much shared memory with '
+        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill registers or need too much shared memory with '
                  f'Triton {triton.__version__}')
     print(f'{counts["kernels"]} kernels, {counts["spilling"] or "no"} spills with Triton {triton.__version__}')
 
