@@ -40,7 +40,7 @@ def _probe(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from ..analysis import randomize_encodings, probe
+    from ..analysis import probe, randomize_encodings
     from ..analysis.inputs import ImageFile, load_model, preprocessing
     from ..lab.machine import about
     from ..lab.tables import markdown
