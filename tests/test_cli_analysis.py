@@ -172,7 +172,7 @@ def test_grey_images(tmp_path, capsys):
 
 
 def test_data_set_of_torchvision(tmp_path, capsys):
-    """One that is not made of files, of grey images."""
+    """A data set of grey images that is not a folder of images."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 28, 28), dtype=np.uint8)
     raw = tmp_path / 'MNIST' / 'raw'
     raw.mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_map_of_a_model_that_diverged(folder, tmp_path, what, capsys):
     (['--what', 'attention', '--numbers', 'x.csv'], 432e6, 'maps of 1 x 4 heads between 1,024 patches take 0.4 GB'),
 ])
 def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
-    """Refused where there is less memory than they need, and not where there is more."""
+    """Refused if there is less memory than maps need, but not if there is more."""
     monkeypatch.chdir(tmp_path)
     Image.new('RGB', (8, 8)).save('image.png')
     arguments = ['--model', 'test_vit_nope', '--img-size', '512', '--image', 'image.png', '--output', 'map.png', *args]
@@ -234,7 +234,7 @@ def test_no_device_without_numbers(capsys):
     (['checkpoint-7.pth.tar'], 'checkpoint-7.pth.tar'),
 ])
 def test_folder_of_a_training(names, named, tmp_path, capsys):
-    """The message has the path to type, which loads."""
+    """The message contains the path to type, and that path loads."""
     run = tmp_path / 'run'
     run.mkdir()
     model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=24, patch_size=8)
@@ -251,7 +251,7 @@ def test_folder_of_a_training(names, named, tmp_path, capsys):
 
 
 def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
-    """Said at once, not after half a minute of attempts; with what to do, which works."""
+    """The message comes at once, not after half a minute of attempts, and the fix in it works."""
     def fail(*args, **kwargs):
         raise ConnectionError('no')
 
@@ -273,7 +273,7 @@ def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
 
 
 def test_masked_out(tmp_path):
-    """Each head of LookHere looks another way: the mean is over those that see a patch."""
+    """Heads of LookHere see different patches, so the mean is over the heads that see a patch."""
     arguments = ['--model', 'test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
     files = ['--output', str(tmp_path / 'map.png'), '--numbers', str(tmp_path / 'map.json')]
     assert main(['map', *arguments, *files]) == 0
