@@ -33,7 +33,7 @@ QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
 class Driver:
-    """What the launcher asks of a GPU."""
+    """Stands in for Triton's driver: the methods that launching a kernel calls."""
 
     def __init__(self, arch):
         self.arch = arch
@@ -49,7 +49,7 @@ class Driver:
 
 
 def used(cubin):
-    """Registers of a thread, and bytes of its stack."""
+    """Registers per thread, and bytes of stack per thread, of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'kernel.cubin')
         path.write_bytes(cubin)
@@ -59,7 +59,7 @@ def used(cubin):
 
 
 def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
-    """The four operators, on inputs that lie as timm's attention hands them over."""
+    """Launch the four operators, on inputs with the memory layout of timm's attention."""
     num_tokens = num_prefix_tokens + height * width
     q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     tables = torch.zeros(width + 1, head_dim), torch.zeros(height + 1, head_dim)

@@ -1,4 +1,4 @@
-"""How many tests name each encoding, in the test's parameters or in its own name, as a Markdown table."""
+"""Count the tests that name each encoding in their parameters or in their own name. Prints a Markdown table."""
 import re
 import subprocess
 import sys
@@ -17,7 +17,7 @@ for line in collected.stdout.splitlines():
     function, parameters = match[1], match[2] or ''
     named = {part.removeprefix('auto_') for part in re.split(r'[-+]', parameters)} & set(names)
     in_function = {name for name in names if f'_{name}_' in f'_{function}_'}
-    # 'irpe_qk' is not about 'irpe_q'
+    # of overlapping names, the longest counts: a test named 'irpe_qk' is not about 'irpe_q'
     named |= {n for n in in_function if not any(n != other and n in other for other in in_function)}
     counts.update(named)
     if len(named) == 1:

@@ -71,7 +71,7 @@ WRAPPERS = {wrap.__name__: wrap for wrap in (ddp, ddp_checkpointed, fsdp2)}
 
 
 def main(folder):
-    """What each of the two processes does."""
+    """The work of each of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     results = {}
@@ -99,7 +99,7 @@ def third_party():
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    """What the two processes have saved. torchrun finds a free port, and ends one when the other fails."""
+    """The results that the two processes saved. torchrun finds a free port, and ends one process if the other fails."""
     folder = tmp_path_factory.mktemp('distributed')
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', __file__, str(folder)]
@@ -125,7 +125,7 @@ def test_gradients_of_one_process(wrapper, pos_enc, results):
 
 @pytest.mark.parametrize('pos_enc', CASES)
 def test_processes_share_the_work(pos_enc, results):
-    """The negative control: half of the batch has other gradients, and FSDP2 really holds half of the parameters."""
+    """The negative control: half of the batch gives other gradients, and FSDP2 really holds half of the parameters."""
     model = make_model(pos_enc)
     loss_of(model, batch(pos_enc, rank=0)).backward()
     for name, p in model.named_parameters():

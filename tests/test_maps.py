@@ -1,4 +1,4 @@
-"""Maps of position: what they show is what the layers compute."""
+"""Maps of position show what the layers compute."""
 import pytest
 import timm
 import torch
@@ -23,7 +23,7 @@ def build(pos_enc, **kwargs):
     kwargs = dict(img_size=SIZE, patch_size=8, reg_tokens=2) | kwargs
     model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).double().eval()
     with torch.no_grad():
-        return awaken(model)
+        return randomize(model)
 
 
 def images(batch=2, size=SIZE):

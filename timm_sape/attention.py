@@ -50,13 +50,13 @@ class HostsEncodings(nn.Module):
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]`.
             is_causal: Mask out all later tokens.
-            position: What the layers of this forward pass share. None if no encoding acts on blocks.
+            position: What the layers of this forward pass share. None if no encoding acts inside the blocks.
 
         Returns:
             `[B, N, D]`.
 
         Raises:
-            ValueError: If `position` is missing where an encoding needs it.
+            ValueError: If `position` is missing where an encoding needs it, or is not a `Position`.
         """
         x = self.encodings.add_before(x, position)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
@@ -139,7 +139,7 @@ class PosEncBlock(Block):
 
 
 class PosEncResPostBlock(ResPostBlock):
-    """timm's `ResPostBlock`, in which norms come after attention and MLP, likewise."""
+    """timm's `ResPostBlock` (norms after attention and MLP), which passes the position on to its attention layer."""
 
     def forward(
             self,

@@ -1,10 +1,10 @@
-"""Grafting: an encoding on a pretrained timm ViT, which changes none of its outputs until it has learned to.
+"""Grafting: add an encoding to a pretrained timm ViT, so that the outputs do not change until it has learned something.
 
     model = timm_sape.graft('vit_small_patch16_224.augreg_in21k_ft_in1k', 'sape2_k', pretrained=True)
 
-The ViT keeps its weights and its own position encoding (timm's table is `ape`). What is added stands behind a learned
-gate at 0, as `auto_<name>`, so that the model above is `ape+auto_sape2_k`. Where an encoding starts from zeros by
-itself its gate stays at 1, because of two zeros in a row neither would ever learn.
+The ViT keeps its weights and its own position encoding (timm's table is `ape`). A grafted encoding is `auto_<name>`,
+with a learned gate that starts at 0, so the model above is `ape+auto_sape2_k`. If an encoding contributes zero until it
+is trained, its gate starts at 1, because with two zeros in a row neither gets a gradient.
 
 Four kinds of models can be grafted:
 
@@ -13,8 +13,8 @@ Four kinds of models can be grafted:
     the rotary ViTs of naver                             converted: their rotation becomes `rope2d` or `rope2d_mixed`
     the relative-position ViTs                           converted: their MLP becomes `cpb` with mode='cr'
 
-The result is named by `vit_graft`, which builds the base by timm's own entrypoint, so that what timm saves of it (a
-folder, a repository on the Hub) is enough to build it again.
+The architecture of the result is `vit_graft`, which builds the base by timm's own entrypoint. So what timm saves of a
+graft (in a folder, or in a repository on the Hub) is enough to build it again.
 """
 import difflib
 import inspect
@@ -70,7 +70,7 @@ __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds e
 
 
 class VisionTransformerDistilledPosEnc(VisionTransformerPosEnc, VisionTransformerDistilled):
-    """timm's distilled DeiT with any set of position encodings. Made by grafting only."""
+    """timm's distilled DeiT with any set of position encodings. Only grafting creates it."""
 
     def prefix_tokens(self) -> List[nn.Parameter]:
         return [self.cls_token, self.dist_token]
@@ -86,7 +86,7 @@ NAVER = re.compile(r'vit_\w+_patch16_rope(_mixed)?(_ape)?_224')
 
 Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
 DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
-SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # where a config says that weights are
+SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # keys of a config that locate weights
 
 
 def graft(
@@ -98,12 +98,12 @@ def graft(
     """Add position encodings to a timm ViT without changing what it computes.
 
     Args:
-        model: A model that `timm.create_model` has made, which is left as it is, or the name of one, with or without a
-            tag, `hf-hub:` and `local-dir:` included.
-        pos_enc: Names of encodings joined by `+`. Each gets a gate at the start of which the model computes what it
-            did: `'rope2d'` is `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing, which converts a model.
-        pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. Another `init` than that is
-            taken at its word.
+        model: A model that `timm.create_model` made, which stays unchanged, or the name of one, with or without a tag.
+            Names with `hf-hub:` and `local-dir:` work too.
+        pos_enc: Names of encodings joined by `+`. Each gets a gate, whose initial value keeps the model's outputs:
+            `'rope2d'` gives `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing and only converts the model.
+        pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
+            the neutral one.
         kwargs: For `timm.create_model`, if `model` is a name: `pretrained=True`, `num_classes`, `img_size`, ...
 
     Returns:
@@ -112,15 +112,15 @@ def graft(
         `use_naflex=True` is among the keywords.
 
     Raises:
-        ValueError: If the model cannot be grafted, or has other parameters or layers than timm gave it; if an encoding
-            has no neutral form (`lookhere`, `cape`, `pemix`) or cannot stand beside the model's own.
+        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it; if an
+            encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own.
     """
     if isinstance(model, str):
         model = timm.create_model(model, **kwargs)
     elif kwargs:
         raise ValueError(
-            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model are for a name; the model given here is made '
-            'already.')
+            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
+            'model. Leave them out.')
     model = unwrap_model(model)
     if isinstance(model, PosEncModel):
         raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
@@ -129,7 +129,7 @@ def graft(
     if not is_model(cfg.get('architecture') or ''):
         raise ValueError(
             f'This {type(model).__name__} was not made by timm.create_model, so it has no name by which a saved graft '
-            'could be built again. Make it by timm.create_model, and load its weights into that.')
+            'could be built again. Create it with timm.create_model and load its weights into that.')
 
     args = {**getattr(model, '_model_args', {}), **get_model_args(model)}
     grafted = timm.create_model(
@@ -149,11 +149,11 @@ def graft(
     if report or others:
         report = report or f'{others[0]} is {model.get_submodule(others[0])}, not {modules[others[0]]}'
         raise ValueError(
-            f'The model is not what timm.create_model({cfg["architecture"]!r}) makes with the arguments that it was '
-            f'made with: {report}. Graft first, and change the model then.')
+            f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
+            f'{report}. Graft it first, then change it.')
     grafted.load_state_dict(weights, strict=False)
 
-    # what a state dict does not hold
+    # copy what is not in a state dict
     flags = {name: torch.full_like(p, p.requires_grad, device='cpu') for name, p in model.named_parameters()}
     flags = _renamed(flags, grafted)
     for name, p in grafted.named_parameters():
@@ -174,14 +174,14 @@ def _is_ours(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
 ) -> str:
-    """Why a model of this package is not grafted, and how its encodings are added to instead."""
+    """The message that says why a model of this package is not grafted, and how to add encodings to it instead."""
     name = model.pretrained_cfg['architecture'] if hasattr(model, 'pretrained_cfg') else type(model).__name__
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
     return (
-        f'{name} has its encodings from here already, {model.pos_enc!r}. Create it with all of them, '
+        f'{name} is already a model of timm_sape, with {model.pos_enc!r}. Create it with all encodings, '
         f'pos_enc={"+".join(parts)!r}, pos_enc_kwargs={ {part: values for part, values in parts.items() if values} }, '
-        'and load its weights by load_state_dict(..., strict=False).')
+        'and load its weights with load_state_dict(..., strict=False).')
 
 
 def _added(model: PosEncModel) -> List[str]:
@@ -243,7 +243,12 @@ def _is_naver(model: Eva) -> bool:
 
 
 def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any]) -> VisionTransformer:
-    """timm's VisionTransformer of the shape of a model of another class, which `kwargs` were given for."""
+    """timm's VisionTransformer with the sizes of a model of another class.
+
+    Args:
+        model: The other model.
+        kwargs: The arguments that it was created with. Those that VisionTransformer accepts too are passed on.
+    """
     block = model.blocks[0]
     layer_scale = block if isinstance(model, Eva) or isinstance(block, ResPostRelPosBlock) else block.ls1
     args = dict(
@@ -292,11 +297,11 @@ def _base_position(model: nn.Module) -> str:
 
 
 def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Parts:
-    """The encodings of a grafted model: its own, and those asked for behind gates.
+    """The encodings of a grafted model: those of the base, and the requested ones with gates.
 
     Raises:
-        ValueError: If a part has no neutral form, has other keywords than the model's own one of this name, or cannot
-            stand beside it.
+        ValueError: If a part has no neutral form, contradicts the keywords of the base's own encoding of this name, or
+            cannot be combined with those of the base.
     """
     for name in pos_enc.split('+') if isinstance(pos_enc, str) else ():
         plain = name.strip().removeprefix(AUTO)
@@ -306,7 +311,7 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
                 'scratch.')
 
     def placed(name: str) -> str:
-        """What a part, which may be an alias, with or without a gate, is called in the grafted model."""
+        """The name of a part in the grafted model. It may be given by an alias, with or without `auto_`."""
         name, = parse_pos_enc(name)
         return name if name in own or is_auto(name) else AUTO + name
 
@@ -314,22 +319,22 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
     for name in parse_pos_enc(pos_enc).keys() - {'nope'}:
         part = placed(name)
         if part.removeprefix(AUTO) in own and part not in own:
-            raise ValueError(f'{name!r} cannot be grafted: the base has {name.removeprefix(AUTO)!r} by itself.')
+            raise ValueError(f'{name!r} cannot be grafted: the base already has {name.removeprefix(AUTO)!r}.')
         if part == 'auto_ape':
-            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base has not.")
+            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base does not have.")
         parts.setdefault(part, {} if get_encoding(name).gate_init == 1 else {'init': 0})
     seen = set()
     for name, keywords in plain_keywords(pos_enc_kwargs).items():
         part = placed(name)
         if part not in parts:
-            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
+            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
-        # the rule for other resolutions may be chosen anew, and changes nothing on the trained one
+        # `resolution` may be changed: it makes no difference on the grid that the base was trained on
         meant = {key: value for key, value in keywords.items() if key != 'resolution'}
         if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
-            raise ValueError(f'pos_enc_kwargs: {part!r} is of the base, with {own[part]}. Leave it out.')
+            raise ValueError(f'pos_enc_kwargs: the base has its own {part!r} with {own[part]}. Leave it out.')
         parts[part].update(keywords)
     return parse_pos_enc('+'.join(parts) or 'nope', parts)
 
@@ -360,19 +365,20 @@ def _adopt(
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
         if report:
             raise ValueError(
-                f'{type(model).__name__} cannot be converted with the arguments that this one was made with: {report}.')
+                f'{type(model).__name__} cannot be converted if created with these arguments: {report}.')
         vit.load_state_dict(weights, strict=False)
     return vit
 
 
 class _Builder:
-    """Builds one grafted model out of its base, as timm's builder asks for it.
+    """Builds one grafted model from its base. timm's `build_model_with_cfg` calls the methods.
 
     Args:
         base: Architecture of the base, without a tag.
-        cfg: Its pretrained config, with what the caller lays over it.
-        pos_enc: As for `graft`, and so is `pos_enc_kwargs`.
-        ref_grid_size: The grid that never-resized encodings were trained on, if the caller says.
+        cfg: Its pretrained config, with the caller's overlay applied.
+        pos_enc: As for `graft`.
+        pos_enc_kwargs: As for `graft`.
+        ref_grid_size: (H, W) of the grid that never-resized encodings were trained on. None if the caller gave none.
         cache_dir: Where downloads go.
         load_base: Whether the base is built with its own pretrained weights.
     """
@@ -385,7 +391,7 @@ class _Builder:
         self.ref_grid_size = ref_grid_size
         self.cache_dir = cache_dir
         self.load_base = load_base
-        self.arguments: Dict[str, Any] = {}  # of the base, once timm has worked them out
+        self.arguments: Dict[str, Any] = {}  # arguments of the base, known when timm calls `build`
 
     def build(self, **arguments) -> PosEncModel:
         """What timm's builder calls for the model."""
@@ -402,18 +408,18 @@ class _Builder:
         own = model.state_dict()
         added = {name: own[name] for name in _added(model)}
         if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
-            # Weights of the base: its own entrypoint knows in what forms they come, and how to resample them.
+            # Weights of the base. Its own entrypoint knows their possible formats and how to resample them.
             try:
                 with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
                     return {**_weights_for(model, self._base_with(state_dict)), **added}
             except RuntimeError:
-                pass  # the message below says better what does not fit
+                pass  # the code below raises a better message about what does not fit
         if not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
         return checkpoints.filter_state_dict(state_dict, model, self.ref_grid_size)
 
     def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
-        """The base with these weights. Classes and channels are those of the weights; timm adapts them later."""
+        """The base with these weights and their numbers of classes and input channels, which timm adapts later."""
         source = replace(self.cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
         return self._build_base(True, source, left_out=('num_classes', 'in_chans'))
 
@@ -471,14 +477,14 @@ def _create(
 ) -> PosEncModel:
     """Build a grafted model by timm's builder.
 
-    Weights come from the base's own source, loaded by its own entrypoint. Where the caller names another source (a
-    saved model, an overlay), they come from there, and are those of a graft or of its base.
+    By default the base's own entrypoint loads weights from the base's own source. If the caller names another source (a
+    saved model, an overlay), they come from there and may be those of a graft or of its base.
     """
     name = _known_base(base)
     check_ref_grid_size(ref_grid_size)
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
     if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
-        base = f'{name}.{cfg.tag}'  # our tags are those of the base
+        base = f'{name}.{cfg.tag}'  # our entrypoints have the tags of their bases
     base_cfg = get_pretrained_cfg(base) or PretrainedCfg()
     if variant == 'vit_graft' and cfg == get_pretrained_cfg(variant):
         cfg = replace(base_cfg, architecture=variant)
@@ -487,7 +493,7 @@ def _create(
 
     saved = kwargs.get('pretrained_model_args') or {}
     if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
-        pos_enc_kwargs = None  # timm passes on the saved keywords, whatever pos_enc was asked for
+        pos_enc_kwargs = None  # timm passes the saved keywords on even if the caller gave another pos_enc
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base=pretrained and not is_own_source)
 
@@ -527,7 +533,7 @@ ENCODINGS = ('cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2_k', 'sape
 
 
 def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
-    """The base's configs under our name; `hf_hub_id` is the base's own, in full."""
+    """The base's configs under our name. Their `hf_hub_id` is the full one of the base."""
     cfgs = {key: cfg.to_dict() for key, cfg in get_arch_pretrained_cfgs(base).items()}
     return {
         f'{name}.{cfg["tag"]}': {key: value for key, value in cfg.items() if key not in ('architecture', 'tag')}
@@ -539,7 +545,7 @@ def _names() -> Dict[str, Tuple[str, str]]:
 
 
 default_cfgs = generate_default_cfgs({
-    'vit_graft': {},  # that of its base, known only when it is made
+    'vit_graft': {},  # has the config of its base, known only when a model is created
     **{key: cfg for name, (base, _) in _names().items() for key, cfg in _cfgs(name, base).items()},
 })
 
@@ -555,12 +561,12 @@ def vit_graft(
     """A timm ViT with further position encodings behind gates; see `graft`.
 
     Args:
-        pretrained: Load the weights of the base, or those of a saved graft, or of the source that
-            `pretrained_cfg_overlay` names, which may be either.
+        pretrained: Load the weights of the base, or of a saved graft if one is loaded. `pretrained_cfg_overlay` may
+            name a source of either.
         base: Name of a timm model, with or without a tag, e.g. `'vit_small_patch14_reg4_dinov2.lvd142m'`.
         pos_enc: As for `graft`.
         pos_enc_kwargs: As for `graft`.
-        kwargs: For the base's entrypoint, and all else that `timm.create_model` takes.
+        kwargs: For the base's entrypoint, and any other argument of `timm.create_model`.
 
     Raises:
         ValueError: As `graft`.
@@ -580,8 +586,8 @@ def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., PosEn
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__doc__ = (
-        f"timm's `{base}` with {encoding!r} grafted onto it, its gate built in, and the pretrained tags of that model."
-        '\n\nArguments are those of `vit_graft` but for `base`.')
+        f"timm's `{base}` with {encoding!r} grafted onto it, gate included, and the pretrained tags of that model."
+        '\n\nArguments are those of `vit_graft` except `base`.')
     return entrypoint
 
 

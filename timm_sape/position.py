@@ -1,12 +1,12 @@
-"""Where position meets the tokens and attention: the encodings of a whole model, and those of one layer.
+"""How a model applies its encodings: `SharedEncodings` for the whole model, `LayerEncodings` for each attention layer.
 
-A host model needs two things from here:
+A host model calls them in two places:
 
-    tokens, position = model.encodings(tokens, grid, given)     after its patch embedding, once patches are dropped
-    out = attn.encodings(q, k, v, x, position, scale=...)       in each layer, between q, k, v and the projection
+    tokens, position = model.encodings(tokens, grid, given)     after its patch embedding and patch dropout
+    out = attn.encodings(q, k, v, x, position, scale=...)       in each layer, instead of attention on q, k and v
 
-and, around each attention layer, `add_before` and `add_after`. For an example see `attention.py`, where timm's
-attention layer and block are the host.
+It also calls `add_before` and `add_after` around each attention layer. For an example see `attention.py`, where timm's
+attention layer and block are the hosts.
 """
 import operator
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ __all__ = ['AnyPosition', 'LayerEncodings', 'MixedPosition', 'Position', 'Shared
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """What the layers of one forward pass share. Everything in it is for the tokens that are there.
+    """What the layers of one forward pass share. All tensors cover only the tokens in the sequence.
 
     Args:
         grid: The grid.
@@ -52,11 +52,11 @@ class Position:
         return self.rotation, self.bias, self.layer_terms, self.layer_rotations
 
     def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'Position':
-        """The same position made of other tensors, in the order of `tensors()`."""
+        """A position on the same grid with these tensors, in the order of `tensors()`."""
         return Position(self.grid, *tensors)
 
     def to(self, *args, **kwargs) -> 'Position':
-        """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
         moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
         return replace(self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs))
 
@@ -134,17 +134,17 @@ class SharedEncodings(nn.ModuleDict):
             grid: Grid,
             given: Mapping[str, Any],
     ) -> Tuple[torch.Tensor, Position]:
-        """Add position to the tokens, and find out what the layers share.
+        """Add position to the tokens, and compute what the layers share.
 
         Args:
             x: Tokens without position, prefix tokens first, `[B, N, D]`.
             grid: The grid.
-            given: What encodings may ask for: `pos_embed`, timm's table or None; `images`, `[B, C, height, width]`;
-                `patch_size`, height and width of a patch in pixels; `object_index`, the object that each patch belongs
-                to, `[B, H*W]`, or None.
+            given: What encodings may ask for: `pos_embed`, timm's table `[1, (P+)H*W, D]` or None; `images`,
+                `[B, C, height, width]` or None; `patch_size`, height and width of a patch in pixels; `object_index`,
+                the object that each patch belongs to, integers `[B, H*W]` or None.
 
         Returns:
-            The tokens, `[B, N, D]`, and what the layers share.
+            The tokens with position, `[B, N, D]`, and what the layers share.
 
         Raises:
             ValueError: If an `object_index` is given and no encoding asks for it.
@@ -155,7 +155,7 @@ class SharedEncodings(nn.ModuleDict):
         return self.embed(x, grid, given), self.position(x, grid)
 
     def terms(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-        """What each encoding adds to the tokens. Arguments as for `forward`."""
+        """The term that each encoding adds to the tokens, broadcastable to `[B, N, D]`. Arguments as for `forward`."""
         for encoding in self.acting_on('embed'):
             asked = {name: given[name] for name in encoding.asks_for}
             yield encoding(x, grid=grid, hook='embed', **asked)
@@ -165,16 +165,16 @@ class SharedEncodings(nn.ModuleDict):
         return [encoding for encoding in self.values() if encoding.overrides(hook)]
 
     def act_on_blocks(self) -> bool:
-        """Whether any of them acts on more than the tokens before the first block."""
+        """Whether any of them acts inside the blocks, not only on the tokens before the first block."""
         return any(self.acting_on(hook) for hook in ('rotation', 'position_bias', 'layer_embed'))
 
     def embed(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> torch.Tensor:
-        """The tokens with position. Arguments as for `forward`."""
+        """The tokens with position, `[B, N, D]`. Arguments as for `forward`."""
         if given['object_index'] is not None and not any('object_index' in e.asks_for for e in self.values()):
             raise ValueError(
                 "object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
-        # Under autocast the patch embedding returns a narrow dtype. In timm's models the float32 table or class token
-        # widens it again; here that must not depend on the encoding.
+        # Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
+        # token widens it again. Here the dtype must be the same for all encodings.
         if given['images'] is not None:
             x = x.to(torch.promote_types(x.dtype, given['images'].dtype))
         terms = [term.to(x.dtype) for term in self.terms(x, grid, given)]
@@ -187,14 +187,14 @@ class SharedEncodings(nn.ModuleDict):
         return (x + term).to(dtype)
 
     def position(self, x: torch.Tensor, grid: Grid) -> Position:
-        """What the layers share on this grid. Of the tokens x, `[B, N, D]`, only the device matters."""
+        """What the layers share on this grid. The values of the tokens x, `[B, N, D]`, do not matter."""
         found: Dict[str, List[torch.Tensor]] = {
             hook: [encoding(x, grid=grid, hook=hook) for encoding in self.acting_on(hook)]
             for hook in ('rotation', 'position_bias', 'layer_embed')}
         rotation, biases, layer_terms = found.values()
         return Position(
             grid,
-            rotation[0] if rotation else None,  # parse_pos_enc refuses two
+            rotation[0] if rotation else None,  # at most one: parse_pos_enc refuses two
             reduce(operator.add, biases) if biases else None,
             reduce(operator.add, layer_terms) if layer_terms else None,
         )
@@ -204,10 +204,11 @@ class LayerEncodings(nn.ModuleDict):
     """The encodings of one attention layer, and attention with them.
 
     Args:
-        encodings: Those of this layer alone, by name.
+        encodings: The encodings that belong to this layer, by name. Shared ones are not among them.
         layer: Index of the layer, from 0.
-        rotate_half: The layout of the rotation, whether it is shared by all layers or belongs to this one.
-        needs_position: Whether attention depends on `Position`: by these encodings, or by ones that all layers share.
+        rotate_half: Layout of the rotation's channel pairs, t and t + d/2 instead of 2t and 2t + 1. It also applies to
+            a rotation that all layers share.
+        needs_position: Whether this layer needs a `Position`, because of its own encodings or of shared ones.
     """
 
     def __init__(
@@ -246,15 +247,15 @@ class LayerEncodings(nn.ModuleDict):
             dropout_p: float = 0.0,
             fused: bool = True,
     ) -> torch.Tensor:
-        """Attention with everything that position does in it.
+        """Attention with position: rotations, biases, further channels and terms for values.
 
         Args:
             q: Queries after q_norm, before any rotation, unscaled, prefix tokens first, `[B, h, N, d]`.
             k: Keys, likewise.
             v: Values, `[B, h, N, d]`.
-            x: The tokens that q and k are made of, `[B, N, D]`.
-            position: What the layers share. None only if the layer does not need it.
-            scale: Factor of q.k.
+            x: The normed tokens that q and k were computed from, `[B, N, D]`.
+            position: What the layers share. May be None if the layer does not need it.
+            scale: Factor of q.k in the logits.
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]`.
             is_causal: Mask out all later tokens.
@@ -263,6 +264,9 @@ class LayerEncodings(nn.ModuleDict):
 
         Returns:
             `[B, h, N, d]`, before the projection.
+
+        Raises:
+            ValueError: If `position` is missing where the layer needs it, or is not a `Position`.
         """
         return _call(
             self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,
@@ -284,14 +288,14 @@ class LayerEncodings(nn.ModuleDict):
             position: Position,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """What the softmax gets, in two parts, to look at. `forward` does not call it.
+        """The logits in two parts, for analysis. `forward` does not call it.
 
         Args:
-            q: As for `forward`, and so are all others.
+            q: As for `forward`, like all other arguments.
 
         Returns:
-            What content says, scale * q.k, and what position adds to that: biases as they are, products as their
-            products, rotations as scale * (Rq.Rk - q.k). Both `[B, h, N, N]`.
+            The logits from content, scale * q.k, and what position adds to them: the biases, the products of further
+            channels, and scale * (Rq.Rk - q.k) for a rotation R. Both `[B, h, N, N]`.
         """
         content = scale * q @ k.transpose(-2, -1)
         total = torch.zeros_like(content)
@@ -402,8 +406,11 @@ class LayerEncodings(nn.ModuleDict):
             position: Position,
             without: List[PositionEncoding] = (),
     ) -> Optional[torch.Tensor]:
-        """The sum of all biases, None if there is none."""
-        # Geometry is rounded to the dtype of q, as everywhere in timm. What depends on content stays wide.
+        """The sum of all biases, broadcastable to `[B, h, N, N]`. None if there is none.
+
+        The `content_bias` of encodings in `without` is left out.
+        """
+        # Biases from geometry are cast to the dtype of q, as everywhere in timm. Those from content stay wide.
         biases = [] if position.bias is None else [position.bias.to(q.dtype)]
         for encoding in self.acting_on('position_bias'):
             biases.append(encoding(q, grid=position.grid, hook='position_bias').to(q.dtype))
@@ -442,12 +449,12 @@ class LayerEncodings(nn.ModuleDict):
     def _check(self, position: Optional[AnyPosition]) -> None:
         """
         Raises:
-            ValueError: If there is no position where one is needed, or something else stands in its place.
+            ValueError: If position is missing where the layer needs it, or is not a `Position`.
         """
         if position is not None and not isinstance(position, (Position, MixedPosition)):
             raise ValueError(
-                f'position must be what model.embed() returns beside the tokens, got {type(position).__name__}. Masks '
-                'are passed as attn_mask=.')
+                f'position must be what model.embed() returns along with the tokens, got {type(position).__name__}. '
+                'Masks are passed as attn_mask=.')
         if position is None and self.needs_position:
             raise ValueError(
                 'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '

@@ -1,13 +1,13 @@
 """Vision Transformer with a choice of position encodings.
 
-timm's VisionTransformer, whose tokens, q and k, logits and values can carry any set of the registered encodings:
+timm's VisionTransformer with any set of the registered encodings:
 
     image -> patch tokens on a grid
           -> encodings add to the tokens
-          -> blocks of attention, where encodings rotate q and k, add to the logits and to the values
+          -> blocks, in whose attention encodings rotate q and k, and add to the logits and to the values
           -> timm's norm, pooling and head
 
-Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
+Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
 encodings.
 """
 import sys
@@ -39,8 +39,9 @@ __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to 
 class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
     """timm's Vision Transformer with any set of position encodings.
 
-    Its state dict is timm's, plus the encodings' own entries, which carry their names: `encodings.<name>.*` for those
-    that the model shares, `blocks.<i>.attn.encodings.<name>.*` for the others. `ape` is timm's `pos_embed`.
+    Its state dict is timm's plus the entries of the encodings: `encodings.<name>.*` for those that the whole model
+    shares, `blocks.<i>.attn.encodings.<name>.*` for those that each layer has. The table of `ape` is timm's
+    `pos_embed`.
     """
 
     def __init__(
@@ -67,19 +68,19 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             patch_size: Patch size, or (height, width).
             pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
-            ref_grid_size: (H, W) of the grid that the weights of encodings which never resize them (SaPE2, CoPE) were
-                trained on. Found in checkpoints; to be given only to take weights in on a road that cannot adapt.
+            ref_grid_size: (H, W) of the grid that the weights of encodings that never resize them (SaPE2, CoPE) were
+                trained on. Checkpoints contain it, so give it only for a loading path that cannot adapt the model.
             embed_dim: Embed dim D.
             depth: Number of blocks.
             num_heads: Number of heads h.
-            dynamic_img_size: Take images of any size that the patch size divides.
-            dynamic_img_pad: With `dynamic_img_size`, pad images that it does not divide.
-            patch_drop_rate: Share of patches to drop in training.
-            kwargs: All else that timm's VisionTransformer takes, but for `pos_embed`, `block_fn` and `attn_layer`,
-                which the encodings decide about.
+            dynamic_img_size: Accept images of any size that is a multiple of the patch size.
+            dynamic_img_pad: With `dynamic_img_size`, pad images of any other size.
+            patch_drop_rate: Fraction of patches to drop in training, at least 0 and less than 1.
+            kwargs: Any other argument of timm's VisionTransformer, except `pos_embed`, `block_fn` and `attn_layer`,
+                which the encodings determine.
 
         Raises:
-            ValueError: If arguments do not fit together.
+            ValueError: If an argument is invalid, or arguments do not fit together.
         """
         if kwargs.pop('use_naflex', False):
             raise ValueError(
@@ -143,14 +144,14 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         return checkpoints.convert_to_plain(state_dict, self)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
-        """What stands before the patches, in this order, each `[1, P, D]`."""
+        """Class and register tokens, as far as the model has them, in this order, each `[1, n, D]` for n tokens."""
         return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     @property
     def patch_size(self) -> Tuple[int, int]:
-        """Height and width in pixels of the image part that a token stands for.
+        """Height and width of a patch in pixels.
 
-        Not that of the last kernel of the patch embedding, where a convolutional stem comes before it.
+        With a convolutional stem this is more than the kernel size of the last layer of the patch embedding.
         """
         return self.patch_embed.feat_ratio(as_scalar=False)
 
@@ -159,14 +160,14 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             img_size: Optional[Tuple[int, int]] = None,
             patch_size: Optional[Tuple[int, int]] = None,
     ) -> None:
-        """Change the image or patch size that the model is made for.
+        """Change the image or patch size of the model.
 
-        Each encoding follows its rule for a grid that it was not trained on. A `pos_embed` is resampled from its
-        present size, so going there and back again does not restore it.
+        Each encoding follows its rule for a grid that it was not trained on. A table is resampled from its current
+        size, so changing the size and changing it back does not restore it.
 
         Args:
-            img_size: New image size, None to keep it.
-            patch_size: New patch size, None to keep it.
+            img_size: New image size (height, width) in pixels, None to keep it.
+            patch_size: New patch size (height, width) in pixels, None to keep it.
 
         Raises:
             ValueError: If the patch size does not divide the image size.
@@ -187,14 +188,15 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             keep_indices: Optional[torch.Tensor] = None,
             object_index: Optional[torch.Tensor] = None,
     ) -> Tuple[torch.Tensor, Position]:
-        """Everything before the blocks. `forward_features` calls it; so may whoever runs the blocks one by one.
+        """Everything before the blocks. `forward_features` calls it, and so can code that runs the blocks one by one.
 
         Args:
             x: Images, `[B, C, height, width]`.
-            keep_indices: As for `forward_features`, and so is `object_index`.
+            keep_indices: As for `forward_features`.
+            object_index: As for `forward_features`.
 
         Returns:
-            Tokens, `[B, N, D]`, and what the blocks need to know: `block(tokens, position=position)`.
+            Tokens, `[B, N, D]`, and the position, which each block needs: `block(tokens, position=position)`.
 
         Raises:
             ValueError: As `forward_features`.
@@ -210,7 +212,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         return self.norm_pre(self.pos_drop(tokens)), position
 
     def _with_prefix_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """What the patch embedding returns to tokens without position, `[B, P+H*W, D]`."""
+        """From the output of the patch embedding to tokens without position, `[B, P+H*W, D]`."""
         x = x.flatten(1, -2)  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         return torch.cat([*prefix, x], dim=1)
@@ -220,7 +222,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             'pos_embed': self.pos_embed, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
 
     def _pos_embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """timm's step between patch embedding and blocks, for code that takes timm's ViT apart."""
+        """timm's step between patch embedding and blocks, for code that calls timm's methods one by one."""
         size = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
         grid = Grid(*size, self.num_prefix_tokens, device=x.device)
         x, _ = self.encodings(self._with_prefix_tokens(x), grid, self._given(None, object_index))
@@ -234,7 +236,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to logits; arguments as for `forward_features`."""
+        """From images `[B, C, height, width]` to class logits. Arguments as for `forward_features`."""
         return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index, keep_indices))
 
     def forward_features(
@@ -245,17 +247,20 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to normalized tokens `[B, N, D]`.
+        """From images to normed tokens.
 
         Args:
-            x: Images.
-            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
-                `[B, h, N, N]`, for all tokens of the grid (entries of dropped patches are left out).
+            x: Images, `[B, C, height, width]`.
+            attn_mask: Added to the logits, or bool with True where attention is allowed. Broadcastable to
+                `[B, h, P+H*W, P+H*W]`, for all tokens of the grid; entries of dropped patches are ignored.
             is_causal: Mask out all later tokens.
-            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`),
-                which derive it from the image if it is not given.
-            keep_indices: Raster indices of the patches to keep, distinct, in any order, int64 `[B, K]`, as for masked
-                autoencoders. Takes the place of patch dropout in this pass. N is then P + K.
+            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
+                If it is not given, they derive it from the image.
+            keep_indices: Raster indices of the patches to keep, as for masked autoencoders, int64 `[B, K]`, distinct
+                and in any order. They replace patch dropout in this pass, and N is P + K.
+
+        Returns:
+            `[B, N, D]`.
 
         Raises:
             ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
@@ -279,23 +284,27 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
-        """Features of several blocks in one forward pass; timm's contract.
+        """Features of several blocks in one forward pass, with the arguments and results of timm's method.
 
         Args:
             x: Images, `[B, C, height, width]`.
-            indices: The last n blocks if an int, all if None, else these.
+            indices: Indices of the blocks, or an int for the last so many, or None for all.
             return_prefix_tokens: Return the prefix tokens of each block too.
             norm: Apply the final norm to each.
-            stop_early: Stop after the last block that is asked for.
+            stop_early: Stop after the last block that is needed.
             output_fmt: 'NCHW' for maps `[B, D, H, W]`, 'NLC' for tokens `[B, H*W, D]`.
-            intermediates_only: Leave the final features out.
+            intermediates_only: Leave out the final features.
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
-            attn_mask: As in `forward_features`.
+            attn_mask: As for `forward_features`.
             is_causal: Mask out all later tokens.
-            object_index: As in `forward_features`, and so is `keep_indices`.
+            object_index: As for `forward_features`.
+            keep_indices: As for `forward_features`.
+
+        Returns:
+            The final features `[B, N, D]` and a list of intermediates, or what the flags above say.
 
         Raises:
-            ValueError: If maps are asked for while patches are being dropped.
+            ValueError: If `output_fmt` is unknown, or 'NCHW' while patches are being dropped, or as `forward_features`.
         """
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
@@ -335,7 +344,7 @@ def check_sizes(img_size, patch_size) -> None:
 
 @torch.fx.wrap
 def _keep_mask(attn_mask: Optional[torch.Tensor], position: Position) -> Optional[torch.Tensor]:
-    """Entries of the tokens that are there."""
+    """A mask for all tokens of the grid, reduced to the tokens in the sequence."""
     return None if attn_mask is None else position.grid.keep_pairs(attn_mask)
 
 
@@ -347,7 +356,18 @@ def _grid(
         img_size: Optional[Tuple[int, int]],
         pad: bool,
 ) -> Grid:
-    """The whole grid of images. `img_size` is the only size allowed, None for any. Symbolic sizes stay symbolic."""
+    """The whole grid of a batch of images. Symbolic sizes stay symbolic.
+
+    Args:
+        images: `[B, C, height, width]`.
+        patch_size: Height and width of a patch in pixels.
+        num_prefix_tokens: P.
+        img_size: The only image size allowed, (height, width), or None for any.
+        pad: Whether images are padded to a multiple of the patch size.
+
+    Raises:
+        ValueError: If the input is not a tensor of images, or their size does not fit.
+    """
     if isinstance(images, dict):
         raise ValueError(
             f'The model takes images [B, C, height, width], not a dict of {", ".join(images)}. Its twin for patches '
@@ -357,13 +377,14 @@ def _grid(
         raise ValueError(
             f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
             'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
-    # A model grafted onto one of timm's may be made for a size that is not divided. The rest is left out, as there.
+    # A grafted model may have an image size that is no multiple of the patch size. As in timm, the rest is cropped.
     if not pad and img_size is None and (height % patch_size[0] or width % patch_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
     if pad:
-        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1  # to round up; ONNX has no other way
+        # rounds up in the division below; ONNX has no other way
+        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1
     return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
 
 
@@ -386,16 +407,16 @@ def base_cfg(size: str, **kwargs) -> Dict[str, Any]:
 
 
 def take_out_indices(kwargs: Dict[str, Any]) -> Any:
-    """Remove timm's `out_indices` from the arguments of a model. Default: the last 3 layers, or all of fewer."""
+    """Remove timm's `out_indices` from the arguments of a model and return it. Default: the last 3 layers at most."""
     depth = kwargs.get('depth', 3)
-    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # what is no depth is refused later
+    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # an invalid depth is refused later
 
 
 def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
-    """Build a model by timm's builder.
+    """Build a model with timm's `build_model_with_cfg`.
 
     Raises:
-        ValueError: If the encodings are not those of the saved model that it is made after, or weights do not fit.
+        ValueError: If a saved model is loaded with other encodings than its own, or weights do not fit.
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
@@ -414,8 +435,8 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
 
 # Entrypoints:
 #   {size}_{encoding}       e.g. vit_small_sape2_k, vit_base_rope2d
-#   {size}_{encoding}_ape   the same with timm's learned table, for encodings that add nothing to the tokens themselves
-#   {size}_pos_enc          for any set of encodings, given by pos_enc=
+#   {size}_{encoding}_ape   combined with timm's learned table, for encodings that are not added to the tokens
+#   {size}_pos_enc          any set of encodings, given by pos_enc=
 SIZES = {
     'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
     'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
@@ -449,14 +470,15 @@ default_cfgs = generate_default_cfgs({
 def warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
     """Warn if a model gets a name that states an encoding which it does not have."""
     given = kwargs.get('pos_enc', named)
-    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then it was warned about when it was made
+    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then the warning came when it was created
     if is_loaded or not isinstance(given, str):
         return
     lacking = {*parse_pos_enc(named)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
     if lacking:
         warnings.warn(
-            f'{name} is created with pos_enc={given!r}, so it has no {" and no ".join(sorted(lacking))} as its name '
-            f'says. For a name that says nothing use {size}_pos_enc.', stacklevel=3)
+            f'{name} is created with pos_enc={given!r}, so despite its name it has no '
+            f'{" and no ".join(sorted(lacking))}. Use {size}_pos_enc, whose name does not state an encoding.',
+            stacklevel=3)
 
 
 def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
@@ -471,7 +493,7 @@ def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., Vision
     entrypoint.__doc__ = (
         f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`'
         f'{" unless another is given" if name == f"{size}_pos_enc" else ""}.\n\n'
-        f'Any argument of `VisionTransformerPosEnc` and of `timm.create_model` may be given.')
+        'Accepts any argument of `VisionTransformerPosEnc` and of `timm.create_model`.')
     return entrypoint
 
 
