@@ -58,9 +58,6 @@ def randomize(model):
     return model
 
 
-awaken = randomize  # old name, until no test file uses it
-
-
 class Maker:
     """Makes models with one encoding: `maker(reg_tokens=4)`.
 
@@ -77,7 +74,7 @@ class Maker:
         self.edit = edit
         self.fixed = fixed
 
-    def __call__(self, awake=True, **kwargs):
+    def __call__(self, random=True, **kwargs):
         defaults = dict(
             pos_enc=self.pos_enc, img_size=self.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=HEADS,
             num_classes=3, reg_tokens=4, global_pool='avg', fc_norm=False)
@@ -86,7 +83,7 @@ class Maker:
         # Patches are pooled, because the output of a class token does not depend on the bias of the last layer, which
         # is zero in its row.
         model = timm.create_model('test_vit_pos_enc', **{**defaults, **kwargs, **self.fixed}).eval()
-        model = randomize(model) if awake else model
+        model = randomize(model) if random else model
         if self.edit is not None:
             self.edit(model)
         return model

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 import timm_sape
-from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
+from common import POS_ENCS, ToyLayer, ToyShared, randomize, registered
 from harness import assert_near
 from timm_sape.analysis import attention_distance, position_maps, similarity
 from timm_sape.functional import sape2_bias

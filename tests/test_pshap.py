@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import timm_sape
-from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
+from common import POS_ENCS, ToyLayer, ToyShared, randomize, registered
 from harness import assert_near
 from timm_sape.analysis import attributions, position_shap, shuffle_patches
 from timm_sape.analysis.pshap import _order

@@ -15,7 +15,7 @@ def test_every_contract_has_a_control():
 
 
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
-def test_encodings_are_awake(pos_enc):
+def test_encodings_are_random(pos_enc):
     """The contracts look at models in which position matters: moving the patches changes the prefix tokens."""
     make = Maker(pos_enc)
     model, x = make(), make.images()

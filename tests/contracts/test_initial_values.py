@@ -34,7 +34,7 @@ def init_weights(make):
     """Every mode gives every parameter and buffer a value. Those of encodings are as after construction."""
     for mode in ('', 'jax', 'jax_nlhb', 'moco', 'reset'):
         torch.manual_seed(0)
-        fresh = make(awake=False, init_values=0.1, weight_init='' if mode == 'reset' else mode)
+        fresh = make(random=False, init_values=0.1, weight_init='' if mode == 'reset' else mode)
         model = make(init_values=0.1)
         poison(model)
         torch.manual_seed(0)
@@ -51,11 +51,11 @@ def init_weights(make):
 @contracts.add(grids=ONE_GRID)
 def weight_init_skip(make):
     torch.manual_seed(0)
-    model = make(awake=False, weight_init='skip')
+    model = make(random=False, weight_init='skip')
     poison(model)
     model.init_weights()
-    check_initial(model, make(awake=False))
-    model = make(awake=False, weight_init='skip')
+    check_initial(model, make(random=False))
+    model = make(random=False, weight_init='skip')
     poison(model)
     reinit_non_persistent_buffers(model)
     model.load_state_dict(make().state_dict())
@@ -68,7 +68,7 @@ def fix_init(make):
     states = []
     for fix in (False, True):
         torch.manual_seed(0)
-        states.append(make(awake=False, fix_init=fix).state_dict())
+        states.append(make(random=False, fix_init=fix).state_dict())
     for name, plain in states[0].items():
         scaled = name.endswith(('attn.proj.weight', 'mlp.fc2.weight')) and 'encodings.' not in name
         scale = (2 * (int(name.split('.')[1]) + 1)) ** -0.5 if scaled else 1
@@ -82,7 +82,7 @@ def same_backbone(make):
         states = []
         for maker in (make, Maker('nope', make.grid)):
             torch.manual_seed(3)
-            states.append(maker(awake=False, weight_init=mode).state_dict())
+            states.append(maker(random=False, weight_init=mode).state_dict())
         for name, expected in states[1].items():
             assert torch.equal(states[0][name], expected), f'backbone starts elsewhere: {name}'
 
@@ -96,9 +96,9 @@ def meta_device(make):
     def made(in_context):
         if in_context:
             with torch.device('meta'):
-                model = make(awake=False)
+                model = make(random=False)
         else:
-            model = make(awake=False, device='meta')
+            model = make(random=False, device='meta')
         assert all(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())), 'memory on the meta device'
         model.to_empty(device='cpu')
         poison(model)
@@ -122,7 +122,7 @@ def meta_device(make):
         torch.manual_seed(0)
         model.init_weights()
         check_buffers(model)
-        check_initial(model, make(awake=False))
+        check_initial(model, make(random=False))
 
 
 test_contract = contracts.test()

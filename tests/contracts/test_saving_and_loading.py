@@ -56,7 +56,7 @@ def state_dict(make):
     with tempfile.TemporaryDirectory() as folder:
         torch.save(state, Path(folder, 'model.pt'))
         state = torch.load(Path(folder, 'model.pt'), weights_only=True)
-    fresh = make(awake=False)
+    fresh = make(random=False)
     fresh.load_state_dict(state)
     same(fresh(x), model(x), 'loaded model', tol=1e-6)
     own = {name for name in state if 'encodings.' in name}
