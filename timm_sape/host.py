@@ -125,6 +125,10 @@ class PosEncModel(nn.Module):
                     f'learn. Unfreeze them; for adapters of peft: modules_to_save={closed}.')
         return super().train(mode)
 
+    def base_terms(self, x: torch.Tensor, grid: Grid) -> List[torch.Tensor]:
+        """What the base of a graft adds to the tokens x, `[B, N, D]`, by itself: nothing, or one `[B|1, N, D]`."""
+        return []
+
     def position_encodings(self) -> Dict[str, PositionEncoding]:
         """All encodings of the model by their path in it."""
         return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}

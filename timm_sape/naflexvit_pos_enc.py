@@ -212,8 +212,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             is_naflex: bool,
     ) -> Tuple[torch.Tensor, Position]:
         """Position for images of one grid: a grafted model's own, by timm's modules, and that of the encodings."""
-        if self.base_table != 'none':
-            tokens = tokens + grid.keep_tokens(self._base_terms(grid, tokens, is_naflex))
+        for term in self.base_terms(tokens, grid, is_naflex):
+            tokens = tokens + term
         tokens, position = self.encodings(tokens, grid, given)
         if self.rope is None:
             return tokens, position
@@ -222,17 +222,20 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             return tokens, replace(position, rotation=grid.keep_rows(table))
         return tokens, replace(position, layer_rotations=torch.stack([grid.keep_rows(t) for t in table.unbind(0)]))
 
-    def _base_terms(self, grid: Grid, tokens: torch.Tensor, is_naflex: bool) -> torch.Tensor:
-        """The base's own table on a whole grid, `[P+H*W, D]`, by the function that timm's model uses."""
+    def base_terms(self, x: torch.Tensor, grid: Grid, is_naflex: bool = False) -> List[torch.Tensor]:
+        """The base's own table, by the function that timm's model uses for images, or for patches."""
+        if self.base_table == 'none':
+            return []
         embeds = self.embeds
-        table = tokens.new_zeros(1, grid.num_patches, tokens.shape[-1])  # these functions add to what they are given
+        table = x.new_zeros(1, grid.num_patches, x.shape[-1])  # these functions add to what they are given
         kind = 'learned' if self.base_table == 'learned' else 'factorized'
         if is_naflex and embeds.pos_embed_use_grid_sample:
             add = getattr(embeds, f'_apply_{kind}_naflex_pos_embed_grid_sample')
-            add(table, patch_coord=grid.coordinates(tokens.device)[None])
+            add(table, patch_coord=grid.coordinates(x.device)[None])
         else:
             getattr(embeds, f'_apply_{kind}_pos_embed')(table, grid_size=grid.size)
-        return grid.pad_tokens(table[0])
+        table = grid.keep_tokens(grid.pad_tokens(table[0]))
+        return [table if table.ndim == 3 else table[None]]
 
     def _given(self) -> Dict[str, Any]:
         table = None if self.base_position else self.embeds.pos_embed

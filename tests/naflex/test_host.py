@@ -11,6 +11,8 @@ from timm.optim import param_groups_layer_decay
 
 import timm_sape
 from timm_sape import NaFlexVitPosEnc, checkpoints
+from timm_sape.analysis import position_maps, probe
+from timm_sape.analysis.pshap import position_shap
 from timm_sape.position import MixedPosition
 
 ACTING = ['nope', 'ape', 'rope2d', 'rope2d_mixed', 'sape2_k', 'cope', 'lape', 'peg', 'irpe_qkv', 'ape+sape2_k']
@@ -306,7 +308,7 @@ def test_wrong_arguments():
     for kwargs, message in (
             ({'rope_type': 'axial'}, 'pos_enc= decides'), ({'pos_embed': 'none'}, 'pos_enc= decides'),
             ({'pos_embed_grid_size': (3, 3)}, 'img_size= says it'), ({'img_size': 41}, 'does not divide'),
-            ({'pos_enc': 'rope3d'}, 'Unknown position encoding'), ({'pos_enc_kwargs': {'ape': {}}}, 'no part of')):
+            ({'pos_enc': 'rope3d'}, 'Unknown position encoding'), ({'pos_enc_kwargs': {'ape': {}}}, 'not a part of')):
         with pytest.raises(ValueError, match=message):
             small(**{'pos_enc': 'rope2d', **kwargs})
     plain = timm.create_model('test_vit_sape2_k')
@@ -324,3 +326,25 @@ def test_parameter_groups():
     assert len(groups) > 4
     assert model.prune_intermediate_layers([0]) == [0] and len(model.blocks) == 1
     assert model.forward_intermediates(torch.randn(1, 3, 40, 48), intermediates_only=True)[0].shape == (1, 32, *GRID)
+
+
+def test_analysis_of_images():
+    """Maps, probes and Position-SHAP see in a NaFlexVit what they see in its plain twin."""
+    twins = Twins('ape+sape2_k', torch.float32)
+    plain = twins()
+    naflex = twins.naflex(plain)
+    image = torch.cat(pictures([GRID], torch.float32))
+    expected, found = (position_maps(model, image) for model in (plain, naflex))
+    assert found.grid.size == GRID
+    for ours, theirs in zip(found.layers, expected.layers):
+        torch.testing.assert_close(ours.position, theirs.position, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.vectors, expected.vectors)
+    rows, like = (probe(model, image) for model in (naflex, plain))
+    kinds = [row for row in like if row.probe != 'image twice as large']  # a NaFlexVit has no size to be set
+    assert [(row.probe, row.what, row.expected) for row in rows] == [
+        (row.probe, row.what, row.expected) for row in kinds]
+    for ours, theirs in zip(rows, kinds):
+        assert abs(ours.change - theirs.change) < 1e-3 + 1e-2 * theirs.change
+    batches = [(torch.cat(pictures([GRID] * 4, torch.float32)), torch.tensor([0, 1, 2, 0]))]
+    ours, theirs = (position_shap(model, batches, background=2) for model in (naflex, plain))
+    torch.testing.assert_close(ours.position, theirs.position, rtol=1e-3, atol=1e-4)

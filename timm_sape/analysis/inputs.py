@@ -15,6 +15,7 @@ from timm.data.loader import adapt_to_chs
 from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
+from timm.models.naflexvit import NaFlexVit
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
@@ -197,6 +198,8 @@ def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
     Raises:
         ValueError: If the model has no patches, they overlap, or several layers compute them.
     """
+    if isinstance(model, NaFlexVit):
+        return model.embeds.patch_size
     projection = getattr(getattr(model, 'patch_embed', None), 'proj', None)
     sizes = [getattr(projection, name, None) for name in ('kernel_size', 'stride')]
     if not isinstance(projection, torch.nn.Conv2d) or sizes[0] != sizes[1] or hasattr(model.patch_embed, 'backbone'):

@@ -14,9 +14,9 @@ from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
 
-from ..attention import PosEncAttention
+from ..attention import HostsEncodings
 from ..grid import Grid
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .inputs import patch_size_of
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     'watched_module',
 ]
 
-KNOWN = (PosEncAttention, Attention, AttentionRope, EvaAttention, RelPosAttention)
+KNOWN = (HostsEncodings, Attention, AttentionRope, EvaAttention, RelPosAttention)
 
 
 class LayerMaps(NamedTuple):
@@ -99,7 +99,7 @@ def position_maps(
             'position_maps cannot read. Use one of ours, or a ViT, EVA or ViT with relative position of timm.')
     chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
 
-    ours = isinstance(model, VisionTransformerPosEnc)
+    ours = isinstance(model, PosEncModel)
     watched = [watched_module(attentions[i]) for i in chosen] + ([model.encodings] if ours else [])
     with record_calls(watched) as calls:
         model(images, **kwargs)
@@ -113,7 +113,7 @@ def position_maps(
         found.append(LayerMaps(i, content, position, (content + position).softmax(dim=-1), own))
     if ours:
         (x, grid, given), _ = calls[model.encodings]
-        terms = list(model.encodings.terms(x, grid, given))
+        terms = [*model.encodings.terms(x, grid, given), *model.base_terms(x, grid)]
         vectors = sum(terms) if terms else None
     else:
         grid = _grid(model, images)
@@ -162,7 +162,7 @@ def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
 
 def watched_module(attn: nn.Module) -> nn.Module:
     """The module whose arguments determine the logits of an attention layer."""
-    return attn.encodings if isinstance(attn, PosEncAttention) else attn
+    return attn.encodings if isinstance(attn, HostsEncodings) else attn
 
 
 def logits_of(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +176,7 @@ def logits_of(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor,
     Returns:
         Logits from content, and what position adds to them, both `[B, h, N, N]`.
     """
-    if isinstance(attn, PosEncAttention):
+    if isinstance(attn, HostsEncodings):
         q, k, _, x, position = args
         return attn.encodings.logits(q, k, x, position, kwargs['scale'])
     x, *rest = args

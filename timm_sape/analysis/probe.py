@@ -23,10 +23,10 @@ import torch
 import torch.nn as nn
 
 from .. import ops
-from ..attention import PosEncAttention
+from ..attention import HostsEncodings
 from ..encodings import get_encoding
 from ..encodings.sape2 import SemanticAwarePositionEncoding
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .inputs import patch_size_of
 from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import shuffle_patches
@@ -160,7 +160,7 @@ def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
     for args, kwargs in calls.values():
         content, position = logits_of(attn, args, kwargs)
         found['first layer, attention logits'] = (content + position)[..., p:, p:]
-        for encoding in attn.encodings.values() if isinstance(attn, PosEncAttention) else ():
+        for encoding in attn.encodings.values() if isinstance(attn, HostsEncodings) else ():
             if isinstance(encoding, SemanticAwarePositionEncoding):
                 q, k, _, _, where = args
                 for axis, codes in zip('xy', encoding.codes(q, k, where.grid)):
@@ -179,7 +179,7 @@ def _change(before: torch.Tensor, after: torch.Tensor) -> float:
 
 def _expected(model: nn.Module, move: str, what: str) -> str:
     """The change that theory predicts for one of the moves of whole patches: '0', 'changes' or ''."""
-    if not isinstance(model, VisionTransformerPosEnc):
+    if not isinstance(model, PosEncModel):
         return ''
     names = [name.removeprefix('auto_') for name in model.pos_enc.split('+')]
     encodings = [get_encoding(name) for name in names]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..grid import Grid
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .inputs import check_classes, patch_size_of
 
 __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
@@ -103,7 +103,7 @@ def shuffle_patches(images: torch.Tensor, patch_size: Tuple[int, int], order: to
 
 
 @contextmanager
-def _positions_per_layer(model: VisionTransformerPosEnc, seeds: Optional[torch.Tensor]) -> Iterator[None]:
+def _positions_per_layer(model: PosEncModel, seeds: Optional[torch.Tensor]) -> Iterator[None]:
     """Within this context, each layer sees the positions in another random order.
 
     This uses `Grid.keep_indices`, which says where the tokens are: all patches are kept, but in another order.
@@ -172,7 +172,7 @@ class _Logits:
         height, width = (size // patch for size, patch in zip(images.shape[2:], self.patch_size))
         orders = torch.stack([_order(s.item(), height * width) for s in seeds]).to(images.device)
         shuffled = shuffle_patches(images, self.patch_size, orders)
-        if isinstance(self.model, VisionTransformerPosEnc):
+        if isinstance(self.model, PosEncModel):
             # Objects are found in the original image and belong to positions. So when positions are exchanged, a token
             # gets the object of the place that it moves to, not its own.
             for encoding in self.model.encodings.values():
@@ -219,8 +219,12 @@ def position_shap(
         ValueError: If the model does not cut images into separate patches, a label is missing or is not a class of the
             model, or there are fewer than two images.
     """
-    if per_layer and not isinstance(model, VisionTransformerPosEnc):
+    if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
+    if per_layer and model.base_position:
+        raise ValueError(
+            f'per_layer=True cannot move the position that the base of this graft has by itself '
+            f'({model.base_position}). Leave it out.')
     if background < 1:
         raise ValueError(f'background must be 1 or more, got {background}.')
     logits = _Logits(model, batch_size, per_layer)

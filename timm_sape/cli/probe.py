@@ -44,7 +44,7 @@ def _probe(args: argparse.Namespace) -> int:
     from ..analysis.inputs import ImageFile, load_model, preprocessing
     from ..lab.machine import about
     from ..lab.tables import markdown
-    from ..vit_pos_enc import VisionTransformerPosEnc
+    from ..host import PosEncModel
 
     cases = [(model, pos_enc) for model in args.models for pos_enc in args.pos_enc or [None]]
     rows: List[Dict[str, Any]] = []
@@ -53,7 +53,7 @@ def _probe(args: argparse.Namespace) -> int:
             torch.manual_seed(args.seed)
             model = load_model(model_name, size, **({} if pos_enc is None else {'pos_enc': pos_enc}))
             if args.randomize:
-                if not isinstance(model, VisionTransformerPosEnc):
+                if not isinstance(model, PosEncModel):
                     raise CommandError(f'--randomize is only for models of timm_sape; leave it out for {model_name}')
                 randomize_encodings(model, seed=args.seed)
             image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
