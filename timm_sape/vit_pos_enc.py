@@ -31,6 +31,7 @@ from .attention import PosEncAttention, PosEncBlock
 from .encodings import (
     PositionEncoding,
     ReferenceGridEncoding,
+    ResizedEncoding,
     create_encoding,
     encoding_keywords,
     get_encoding,
@@ -189,6 +190,11 @@ class VisionTransformerPosEnc(VisionTransformer):
                     rotate_half=rotate_half,
                     needs_position=bool(own) or self.encodings.act_on_blocks(),
                 )
+        # If only parameters are on the meta device, accelerate will set the entries of a checkpoint one by one.
+        if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
+            for encoding in self.position_encodings().values():
+                if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
+                    encoding.expect_grid()
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
         """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
@@ -215,8 +221,9 @@ class VisionTransformerPosEnc(VisionTransformer):
                 name for name, w in gates.items() if not w.requires_grad and not w.is_meta and w.item() == 0)
             if closed:
                 warnings.warn(
-                    f'The gates of {", ".join(closed)} are 0 and frozen, so these encodings do nothing and do not '
-                    f'learn. Unfreeze them; for adapters of peft: modules_to_save={closed}.')
+                    f'The gates of {", ".join(closed)} are 0 and frozen: these encodings do nothing, and training will '
+                    'not change that. Set requires_grad=True for their parameters; with peft, give its config '
+                    f'modules_to_save={closed}.')
         return super().train(mode)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
@@ -657,8 +664,9 @@ def _warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) 
     lacking = {*parse_pos_enc(named)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
     if lacking:
         warnings.warn(
-            f'{name} is created with pos_enc={given!r}, so it has no {" and no ".join(sorted(lacking))} as its name '
-            f'says. For a name that says nothing use {size}_pos_enc.', stacklevel=3)
+            f'{name} is created with pos_enc={given!r}, so despite its name it has no '
+            f'{" and no ".join(sorted(lacking))}. Use {size}_pos_enc, whose name does not state an encoding.',
+            stacklevel=3)
 
 
 def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
