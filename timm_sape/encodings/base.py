@@ -540,7 +540,7 @@ class _SavesGrid(PositionEncoding):
             got = sizes if isinstance(sizes, (list, int, float)) else type(sizes).__name__
             raise ValueError(
                 f'{self.name!r}: the grid saved with its parameters, the entry _extra_state, must be (H, W) in '
-                f'patches, at least 1 each, got {got}. The file is damaged; if you know the grid, put it there: '
+                f'patches, at least 1 each, got {got}. The file is damaged; if you know the grid, set this entry to '
                 'torch.tensor([H, W]).')
         height, width = (round(size) for size in sizes)
         return height, width
