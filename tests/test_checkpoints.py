@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import warnings
 
 import pytest
 import safetensors.torch
@@ -25,7 +26,8 @@ def tiny(pos_enc, size=A, **kwargs):
     kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return randomise(timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs))
+        model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs)
+        return model.eval() if 'checkpoint_path' in kwargs else randomise(model)
 
 
 @torch.no_grad()
@@ -119,6 +121,29 @@ def test_head_of_other_size_is_left_out(num_classes, tmp_path):
     expected = {k: v for k, v in saved.state_dict().items() if not k.startswith('head.')}
     assert_equal({k: v for k, v in model.state_dict().items() if not k.startswith('head.')}, expected)
     assert logits(model).shape == (2, num_classes or 64)
+
+
+@pytest.mark.parametrize('name,kwargs', [('test_vit_pos_enc', {}), ('vit_graft', {'base': 'test_vit'})])
+def test_head_that_is_dropped_although_it_fits(name, kwargs, tmp_path):
+    """timm compares declared numbers of classes instead of shapes, so a head is lost unless its number is declared."""
+    kwargs = dict(pos_enc='sape2_k', img_size=A, patch_size=8, **kwargs)
+    saved = randomise(timm.create_model(name, num_classes=10, **kwargs))
+    overlay = dict(file=str(save(saved, tmp_path / 'w.pth')), input_size=(3, *A))
+
+    def load(num_classes, overlay):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            model = timm.create_model(
+                name, num_classes=num_classes, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)
+        return model, [str(warning.message) for warning in seen]
+
+    model, (message,) = load(10, overlay)
+    assert not torch.equal(model.head.weight, saved.head.weight)
+    assert 'head.weight of the checkpoint fits the model, but timm drops it' in message
+    advice = re.search(r'pretrained_cfg_overlay=dict\(\.\.\., num_classes=(\d+)\)', message)
+    model, messages = load(10, dict(overlay, num_classes=int(advice[1])))
+    assert torch.equal(model.head.weight, saved.head.weight) and not messages
+    assert not load(3, overlay)[1]  # that does not fit
 
 
 PARTS = ('nope', 'ape', 'rope2d_mixed', 'cope', 'sape2_k', 'sape2_q', 'sape2_qk', 'ape+sape2_k')
@@ -570,6 +595,104 @@ def test_misfit_of_a_checkpoint_path_is_refused(saved, wanted, says, tmp_path):
         tiny(*wanted, checkpoint_path=path)
 
 
+def refused(load):
+    with pytest.raises(ValueError) as error:
+        load()
+    return str(error.value)
+
+
+def told(message):
+    """The arguments that a refusal reads from the entries."""
+    return eval(f"dict({re.search(r'; its entries show (.*?)[.] [A-Z]', message)[1]})")
+
+
+RESCALE = {'resolution': 'rescale'}
+
+
+@pytest.mark.parametrize('pos_enc,kwargs', [
+    ('ape', {}),
+    ('sape2_k', {}),
+    ('ape+sape2_qk', dict(img_size=(24, 40))),
+    ('auto_sape2_k', dict(reg_tokens=4)),
+    ('ape+auto_rope2d+cope', dict(embed_dim=96)),
+    ('rpb', {}),
+    ('lape', {}),
+    ('rope2d', dict(pos_enc_kwargs={'rope2d': RESCALE})),
+    ('auto_rope2d_mixed', dict(pos_enc_kwargs={'auto_rope2d_mixed': RESCALE})),
+], ids=str)
+def test_refusal_tells_the_arguments(pos_enc, kwargs, tmp_path):
+    """A model of small images and patches, depth and head, loaded into the default model."""
+    kwargs = dict(dict(pos_enc=pos_enc, img_size=32, patch_size=4, depth=2, num_classes=10), **kwargs)
+    saved = randomise(timm.create_model('vit_tiny_pos_enc', **kwargs))
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: timm.create_model('vit_tiny_pos_enc', checkpoint_path=path))
+    if pos_enc == 'ape':
+        del kwargs['pos_enc']  # which is the default
+    assert told(message) == kwargs
+    model = timm.create_model('vit_tiny_pos_enc', checkpoint_path=path, **told(message)).eval()
+    assert torch.equal(logits(model), logits(saved))
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'rope2d', 'sincos2d'])
+def test_refusal_without_entries_of_encodings(pos_enc, tmp_path):
+    """They are all the same, so it must not sound as if there had been none."""
+    path = str(save(tiny(pos_enc), tmp_path / 'w.pth'))
+    message = refused(lambda: tiny('ape', checkpoint_path=path))
+    assert told(message) == {'pos_enc': 'nope'}
+    assert "If it had an encoding without parameters, such as 'rope2d', name that instead" in message
+    save(tiny('ape'), tmp_path / 'w.pth')
+    assert 'without parameters' not in refused(lambda: tiny('ape', B, checkpoint_path=path))
+
+
+@pytest.mark.parametrize('name', ['rope2d', 'sincos2d', 'rope2d_mixed', 'fourier'])
+@pytest.mark.parametrize('trained,wanted', [('rescale', 'extrapolate'), ('extrapolate', 'rescale')])
+def test_refusal_tells_the_rule_for_other_sizes(name, trained, wanted, tmp_path):
+    def build(resolution, **kwargs):
+        keywords = {name: {'resolution': resolution}, 'sape2_k': {'preset': 'equations'}}
+        return tiny(f'{name}+sape2_k', pos_enc_kwargs=keywords, **kwargs)
+
+    saved = build(trained)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: build(wanted, checkpoint_path=path))
+    assert told(message) == {
+        'pos_enc_kwargs': {name: {'resolution': trained}, 'sape2_k': {'preset': 'equations'}}}
+    assert_equal(tiny(f'{name}+sape2_k', checkpoint_path=path, **told(message)).state_dict(), snapshot(saved))
+
+
+def test_refusal_tells_the_plain_model_to_rescale(tmp_path):
+    path = str(save(tiny('rope2d', pos_enc_kwargs={'rope2d': RESCALE}), tmp_path / 'w.pth'))
+    assert "'resolution': 'rescale'" in refused(lambda: timm.create_model(
+        'test_vit_rope2d', img_size=A, patch_size=8, num_classes=10, checkpoint_path=path))
+
+
+def test_refusal_tells_the_trained_grid(tmp_path):
+    """Only where that is enough: tables that are never resized fit a model of another size, if it knows the grid."""
+    saved = tiny('sape2_k', A)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: tiny('sape2_k', B, checkpoint_path=path))
+    assert told(message) == {'img_size': A}
+    assert 'To keep the size of the model, give ref_grid_size=(3, 5) instead of img_size' in message
+    model = tiny('sape2_k', B, ref_grid_size=(3, 5), checkpoint_path=path)
+    saved.set_input_size(B)
+    torch.testing.assert_close(logits(model), logits(saved), **SAME)
+
+    for pos_enc, kwargs in (('sape2_k', dict(patch_size=4)), ('ape+sape2_k', {}), ('rpb+sape2_k', {})):
+        path = str(save(tiny(pos_enc, B, **kwargs), tmp_path / 'w.pth'))
+        assert 'ref_grid_size=(' not in refused(lambda: tiny(pos_enc, C, checkpoint_path=path))
+
+
+def test_refusal_tells_how_to_adapt(tmp_path):
+    """The line that it advises keeps the head."""
+    saved = tiny('ape+sape2_k', A)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: tiny('ape+sape2_k', B, checkpoint_path=path))
+    assert 'pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)' in message
+    model = timm.create_model(
+        'test_vit_pos_enc', pos_enc='ape+sape2_k', img_size=B, patch_size=8, pretrained=True, num_classes=10,
+        pretrained_cfg_overlay=dict(file=path, input_size=(3, *A), num_classes=10))
+    assert torch.equal(model.head.weight, saved.head.weight)
+
+
 @pytest.mark.parametrize('pos_enc', PARTS)
 def test_fitting_checkpoint_loads_on_every_path(pos_enc, tmp_path):
     saved = randomise(tiny(pos_enc), seed=3)
@@ -714,6 +837,28 @@ def test_features_only_from_a_file(tmp_path):
         expected = saved.forward_intermediates(x, indices=(0, 1), intermediates_only=True)
         for ours, theirs in zip(features(x), expected, strict=True):
             torch.testing.assert_close(ours, theirs, **SAME)
+
+
+# ---- damaged grids
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'rpb', 'cope'])
+@pytest.mark.parametrize('grid', [
+    [float('inf'), 4], [float('nan'), 4], [0, 0], [-1, 4], [2 ** 40, 4], [4], [[4, 4]], 4, [4j, 4]], ids=str)
+def test_damaged_grid(pos_enc, grid, tmp_path):
+    """The same message on every way of loading, which names the entry and says how to mend it."""
+    state = tiny(pos_enc).state_dict()
+    state[f'blocks.1.attn.encodings.{pos_enc}._extra_state'] = torch.tensor(grid)
+    path = save(state, tmp_path / 'w.pth')
+    loaders = [lambda: load(tiny(pos_enc), path) for load in LOADERS.values()]
+    loaders += [
+        lambda: tiny(pos_enc, checkpoint_path=str(path)),
+        lambda: from_file(pos_enc, path),
+        lambda: tiny(pos_enc).load_state_dict(state, strict=False),
+        lambda: nn.Sequential(tiny(pos_enc)).load_state_dict({f'0.{k}': v for k, v in state.items()})]
+    (message,) = {refused(loader) for loader in loaders}
+    assert f"'{pos_enc}': the grid saved with its parameters, the entry _extra_state, must be (H, W)" in message
+    assert message.endswith('The file is damaged; if you know the grid, set this entry to torch.tensor([H, W]).')
 
 
 # ---- after a failure

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from timm.models import get_pretrained_cfg, is_model_in_modules, model_entrypoint
+from timm.models import get_pretrained_cfg, is_model_in_modules, model_entrypoint, save_for_hf
 
 import timm_sape
 from timm_sape import vit_pos_enc
@@ -144,6 +145,51 @@ def test_pos_enc_overrides_the_entrypoints(name, pos_enc, saved):
     assert model.pos_enc == saved
     other = timm.create_model('test_vit_pos_enc', img_size=32, pos_enc=saved)
     assert list(model.state_dict()) == list(other.state_dict())
+
+
+def created_with_warnings(name, **kwargs):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        model = timm.create_model(name, device='meta', **kwargs)
+    return model, [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize('name,pos_enc,lacking', [
+    ('vit_tiny_rope2d_ape', 'sape2_k', 'ape and no rope2d'),
+    ('vit_tiny_rope2d_ape', 'rope2d+sape2', 'ape'),
+    ('vit_small_sape2', 'sape2_q', 'sape2_k'),
+    ('test_vit_nope', 'ape', 'nope'),
+])
+def test_name_of_another_encoding(name, pos_enc, lacking):
+    model, messages = created_with_warnings(name, pos_enc=pos_enc)
+    size = '_'.join(name.split('_')[:2])
+    assert messages == [
+        f'{name} is created with pos_enc={pos_enc!r}, so despite its name it has no {lacking}. '
+        f'Use {size}_pos_enc, whose name does not state an encoding.']
+    assert created_with_warnings(f'{size}_pos_enc', pos_enc=pos_enc)[0].pos_enc == model.pos_enc
+
+
+@pytest.mark.parametrize('name,pos_enc', [
+    *((f'{size}_pos_enc', pos_enc) for size in SIZES for pos_enc in ('nope', 'sape2_k', 'auto_rope2d+ape+cope')),
+    ('vit_tiny_rope2d_ape', 'ape+rope2d'),
+    ('vit_tiny_rope2d_ape', 'ape+rope2d+sape2_k'),
+    ('vit_tiny_rope2d_ape', 'ape+auto_rope2d'),
+    ('vit_tiny_sape2', 'sape2_k'),
+])
+def test_name_of_its_own_encoding(name, pos_enc):
+    model, messages = created_with_warnings(name, pos_enc=pos_enc)
+    assert messages == []
+    assert set(model.pos_enc.split('+')) == set(pos_enc.split('+'))
+
+
+def test_model_saved_under_another_name_loads_without_a_warning(tmp_path):
+    """The warning was given when it was made."""
+    with pytest.warns(UserWarning, match='despite its name it has no rope2d'):
+        model = timm.create_model('test_vit_rope2d', pos_enc='sape2_k', img_size=32)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert timm.create_model(f'local-dir:{tmp_path}', pretrained=True).pos_enc == 'sape2_k'
 
 
 def test_siblings_start_from_the_same_backbone():
@@ -331,6 +377,17 @@ def test_dynamic_image_that_the_patch_does_not_divide(encoding):
         expected = model.forward_features(torch.nn.functional.pad(image, (0, 7)))
     assert padded.shape == (1, 1 + 3 * 3, 64)
     torch.testing.assert_close(padded, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('encoding', ENCODINGS)
+def test_naflex_is_refused(encoding):
+    naflex = {'patches': torch.zeros(1, 4, 768), 'patch_coord': torch.zeros(1, 4, 2), 'patch_valid': torch.ones(1, 4)}
+    model = tiny(encoding, dynamic_img_size=True, use_naflex=False)
+    for call in (model, model.forward_features, model.forward_intermediates, model.embed):
+        with pytest.raises(ValueError, match=r'images \[B, C, height, width\], not NaFlex input .*patch_coord'):
+            call(naflex)
+    with pytest.raises(ValueError, match='use_naflex=True: .* does not take NaFlex input.*dynamic_img_size=True'):
+        tiny(encoding, use_naflex=True)
 
 
 @pytest.mark.parametrize('kwargs', [

@@ -1,5 +1,6 @@
 """`auto_<name>`: the learned scalar before an encoding."""
 import copy
+import warnings
 
 import pytest
 import timm
@@ -195,6 +196,46 @@ def test_rotation_of_a_third_party():
         build('turn')
         with pytest.raises(ValueError, match='Derive Turn from RotaryEncoding'):
             build('auto_turn')
+
+
+def adapted(model):
+    """As under LoRA: all parameters of the model are frozen, and those of the adapters that it gets are not."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.proj.adapter = torch.nn.Linear(model.embed_dim, 2)
+    return model
+
+
+def warnings_of_training(module, mode=True):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        module.train(mode)
+    return [str(warning.message) for warning in seen]
+
+
+def graft(pos_enc='sape2_k+rope2d', **kwargs):
+    return timm_sape.graft('test_vit', pos_enc, img_size=32, num_classes=3, **kwargs)
+
+
+@pytest.mark.parametrize('wrap', [lambda model: model, torch.nn.Sequential], ids=['itself', 'wrapped'])
+def test_frozen_gates_of_a_graft_are_warned_about(wrap):
+    (message,) = warnings_of_training(wrap(adapted(graft())))
+    assert message.startswith('The gates of auto_rope2d, auto_sape2_k are 0 and frozen')
+    assert "modules_to_save=['auto_rope2d', 'auto_sape2_k']" in message
+
+
+def test_open_gates_are_not_warned_about():
+    assert warnings_of_training(graft()) == []
+    assert warnings_of_training(adapted(graft()), mode=False) == []
+    assert warnings_of_training(graft().requires_grad_(False)) == []  # nothing at all will be trained
+
+    trainable, learned = adapted(graft()), adapted(graft())
+    for gate in gates(trainable).values():
+        gate.requires_grad_()
+    for gate in gates(learned).values():
+        gate.data.fill_(0.01)
+    assert warnings_of_training(trainable) == warnings_of_training(learned) == []
+    assert warnings_of_training(adapted(graft('cope'))) == []  # its gate is 1 from the start
 
 
 def test_contracts_see_gates():

@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,15 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
-from .encodings import CoordinateEncoding, ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
+from .encodings import (
+    CoordinateEncoding,
+    ReferenceGridEncoding,
+    ResizedEncoding,
+    encoding_keywords,
+    list_encodings,
+    parse_pos_enc,
+)
+from .encodings.registry import AUTO
 
 __all__ = [
     'Reading',
@@ -315,25 +323,32 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     if not strict:
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
-    report, fitted = misfit(given, expected), ''
+    report, of_other_grids = misfit(given, expected), {}
     for path, encoding in _encodings_with_grids(model):
         saved = encoding.read_extra_state(given[path + GRID]) if path + GRID in given else None
-        if saved in (None, encoding.saved_grid_size()):
-            continue
-        report = report or f'it was trained on grid {saved} instead of {encoding.saved_grid_size()}'
-        if isinstance(encoding, ReferenceGridEncoding):
-            fitted = f' Given ref_grid_size={saved} (scripts: ref_grid_size={saved[0]},{saved[1]}) they fit.'
-    if report:
-        arguments = ', '.join(f'{name}={value!r}' for name, value in _differing_arguments(state_dict, model).items())
-        hint = f' By its entries it is of a model created with {arguments}.' if arguments else ''
-        if 'pos_embed' not in report:
-            hint += fitted
-        raise ValueError(
-            f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
-            f'{model.grid_size}): {report}. This loading path resizes nothing.{hint} To load it as it is, '
-            'create the model with the arguments that it was trained with (pos_enc, img_size, patch_size, ...; scripts '
-            'take those that have no option of their own by --model-kwargs). To adapt a checkpoint of the same '
-            f'encodings to another size, use {PRETRAINED_PATHS}.')
+        if saved not in (None, encoding.saved_grid_size()):
+            report = report or f'it was trained on grid {saved} instead of {encoding.saved_grid_size()}'
+            of_other_grids[path] = encoding, saved
+    if not report:
+        return
+    arguments = _differing_arguments(state_dict, model)
+    shown = ', '.join(f'{name}={value!r}' for name, value in arguments.items())
+    hint = f'; its entries show {shown}.' if shown else ' (pos_enc, pos_enc_kwargs, img_size, patch_size, ...).'
+    if arguments.get('pos_enc') == 'nope':
+        hint += " If it had an encoding without parameters, such as 'rope2d', name that instead: it leaves no entries."
+    others = misfit(given, expected, ignore=tuple(f'{path}.' for path in of_other_grids))
+    if not others and arguments.keys() <= {'img_size', 'num_classes'} and all(
+            isinstance(encoding, ReferenceGridEncoding) for encoding, _ in of_other_grids.values()):
+        for height, width in {saved for _, saved in of_other_grids.values()}:
+            hint += (
+                f' To keep the size of the model, give ref_grid_size=({height}, {width}) instead of img_size (scripts: '
+                f'ref_grid_size={height},{width}).')
+    raise ValueError(
+        f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
+        f'{model.grid_size}): {report}. This loading path resizes nothing. To load the checkpoint as it '
+        f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
+        'option of their own by --model-kwargs. To adapt a checkpoint of the same encodings to another size, use '
+        f'{PRETRAINED_PATHS}.')
 
 
 def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dict[str, Any]:
@@ -343,25 +358,8 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
     def shape(name: str) -> Sequence[int]:
         return entries[name].shape if name in entries else ()
 
-    found: Dict[str, Any] = {}
+    found: Dict[str, Any] = _differing_encodings(entries, model)
     own: Dict[str, Any] = {}
-    names = {match[1] for match in (re.search(r'(?:^|\.attn\.)encodings\.(\w+)\.', k) for k in entries) if match}
-    with_parameters = {
-        name for name in model.pos_enc.split('+')
-        if any(f'encodings.{name}.' in k for k in model.state_dict())}
-    has_table = {'auto_ape' if 'auto_ape' in names else 'ape'} if any(name in entries for name in TABLES) else set()
-    found['pos_enc'] = names | has_table
-    own['pos_enc'] = with_parameters | ({'ape', 'auto_ape'} & set(model.pos_enc.split('+')))
-    if found['pos_enc'] == own['pos_enc']:
-        del found['pos_enc']  # apart from encodings without parameters, which leave no trace
-    else:
-        found['pos_enc'] = '+'.join(sorted(found['pos_enc'])) or 'nope'
-    for name in sorted(names - with_parameters):
-        plain = name.removeprefix('auto_')
-        if name in model.pos_enc.split('+') and 'resolution' in encoding_keywords(plain):
-            found.pop('pos_enc', None)
-            found['pos_enc_kwargs'] = {**found.get('pos_enc_kwargs', {}), name: {'resolution': 'rescale'}}
-
     prefix, holder = ('embeds.', model.embeds) if hasattr(model, 'embeds') else ('', model)
     num_prefix_tokens = 0
     for token, argument in (('cls_token', 'class_token'), ('reg_token', 'reg_tokens')):
@@ -384,7 +382,38 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
     blocks = [int(match[1]) for match in (re.match(r'blocks\.(\d+)\.', k) for k in entries) if match]
     if blocks:
         found['depth'], own['depth'] = max(blocks) + 1, len(model.blocks)
+    if shape('head.weight'):
+        found['num_classes'], own['num_classes'] = shape('head.weight')[0], model.num_classes
     return {name: value for name, value in found.items() if name not in own or own[name] != value}
+
+
+def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, Any]:
+    """`pos_enc` and `pos_enc_kwargs` as the entries of a checkpoint tell them, where they are not the model's."""
+    def named(names: Iterable[str]) -> Set[str]:
+        matches = (re.search(r'(?:^|\.attn\.)encodings\.(\w+)\.', name) for name in names)
+        return {match[1] for match in matches if match}
+
+    saved, parts = named(entries), set(model.pos_enc.split('+')) - {'nope'}
+    if any(name in entries for name in TABLES) and 'auto_ape' not in saved:
+        saved.add('ape')
+    # An encoding without parameters has entries only if it rescales. Without any it may be there or not.
+    silent = parts - named(name for name, _ in model.named_parameters()) - {'ape'}
+    found: Dict[str, Any] = {}
+    if saved - silent != parts - silent:
+        found['pos_enc'] = '+'.join(sorted(saved)) or 'nope'
+    else:
+        saved |= silent
+
+    changed = {}
+    for name in sorted(saved):
+        own = model.pos_enc_kwargs.get(name, {})
+        resolution = 'rescale' if any(k.endswith(f'encodings.{name}{GRID}') for k in entries) else 'extrapolate'
+        is_known = name.removeprefix(AUTO) in list_encodings()
+        if is_known and 'resolution' in encoding_keywords(name) and resolution != own.get('resolution', 'extrapolate'):
+            changed[name] = {**own, 'resolution': resolution}
+    if changed:
+        found['pos_enc_kwargs'] = {**{k: v for k, v in model.pos_enc_kwargs.items() if k in saved}, **changed}
+    return found
 
 
 def _grid_of_entries(

@@ -15,7 +15,14 @@ from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.models import checkpoint
 
 from . import checkpoints
-from .encodings import PositionEncoding, ReferenceGridEncoding, create_encoding, get_encoding, is_per_layer
+from .encodings import (
+    PositionEncoding,
+    ReferenceGridEncoding,
+    ResizedEncoding,
+    create_encoding,
+    get_encoding,
+    is_per_layer,
+)
 from .encodings.checks import is_integer
 from .grid import Grid
 from .position import AnyPosition, LayerEncodings, SharedEncodings
@@ -95,6 +102,11 @@ class PosEncModel(nn.Module):
                     rotate_half=rotate_half,
                     needs_position=bool(own) or self.encodings.act_on_blocks() or own_rotation is not None,
                 )
+        # If only parameters are on the meta device, accelerate will set the entries of a checkpoint one by one.
+        if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
+            for encoding in self.position_encodings().values():
+                if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
+                    encoding.expect_grid()
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
         """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
@@ -121,8 +133,9 @@ class PosEncModel(nn.Module):
                 name for name, w in gates.items() if not w.requires_grad and not w.is_meta and w.item() == 0)
             if closed:
                 warnings.warn(
-                    f'The gates of {", ".join(closed)} are 0 and frozen, so these encodings do nothing and do not '
-                    f'learn. Unfreeze them; for adapters of peft: modules_to_save={closed}.')
+                    f'The gates of {", ".join(closed)} are 0 and frozen: these encodings do nothing, and training will '
+                    'not change that. Set requires_grad=True for their parameters; with peft, give its config '
+                    f'modules_to_save={closed}.')
         return super().train(mode)
 
     def base_terms(self, x: torch.Tensor, grid: Grid) -> List[torch.Tensor]:

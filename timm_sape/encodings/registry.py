@@ -8,8 +8,6 @@ import json
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
-import torch
-
 from .base import FixedEncoding, PositionEncoding, RotaryEncoding
 from .checks import is_number
 
@@ -210,10 +208,6 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     encoding = cls(**kwargs)
     if isinstance(encoding, FixedEncoding) and 'table' not in encoding._buffers:
         raise ValueError(f'{name!r}: call self.make_table() at the end of the constructor of {cls.__name__}.')
-    moved_to_meta = any(p.is_meta for p in encoding.parameters()) and (
-        not torch.empty(0, device=kwargs.get('device')).is_meta)
-    if moved_to_meta and hasattr(encoding, 'expect_grid'):
-        encoding.expect_grid()
     return encoding
 
 
