@@ -44,7 +44,7 @@ import timm_sape
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / 'tests'))
 
-from common import awaken  # noqa: E402
+from common import randomize  # noqa: E402
 
 CONTROL = 'timm'
 ENCODINGS = [
@@ -89,7 +89,7 @@ def test_vit_timm(pretrained=False, **kwargs):
 @torch.no_grad()
 def awake(model):
     """Large weights, the same for the same name in every model, so that position weighs."""
-    for name, p in awaken(model).named_parameters():
+    for name, p in randomize(model).named_parameters():
         if 'sape2sq' in name:
             p.mul_(0.3)  # squares of distances as large as these would turn rounding into an error of .1
     return model

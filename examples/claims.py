@@ -1,12 +1,12 @@
-"""Test two claims of the SaPE2 paper on trained models: is it better at other resolutions, and under shifts?
+"""Test two claims of the SaPE2 paper on trained models: is it better at other resolutions and under shifts?
 
     timm-sape experiment train_configs/cpu_cifar10/plan.yaml --data-dir cifar10_10k --output runs --script train.py
     python examples/claims.py runs --data-dir cifar10_10k --output claims
 
 Each model is tested at each size, with each rule that its encoding has for other sizes, and on images shifted up, down,
-left and right. A model that is better everywhere is not better at this in particular, and a more accurate model has
-more to lose. So the measure is how much of its accuracy above chance a model keeps, in percent of that at the trained
-size without a shift, minus what the baseline keeps with the same seed.
+left and right. Accuracy itself is no good measure: a model that is better everywhere is not better at this in
+particular, and a more accurate model has more to lose. So the measure is the share of its accuracy above chance that a
+model keeps, in percent of that at the trained size without a shift, minus what the baseline keeps with the same seed.
 """
 import argparse
 from pathlib import Path
@@ -24,7 +24,10 @@ from timm_sape.lab.intervals import difference, spread
 
 
 def lines_of(rows, at, value):
-    """Group values by line of the table, size or shift, and seed. Each rule for other sizes has its own line."""
+    """Group values by line of the table, by size or shift (the column `at`), and by seed.
+
+    Each rule for other sizes has its own line.
+    """
     values = {}
     for row in rows:
         rule = row.get('policy')
@@ -49,7 +52,7 @@ def show(title, values, baseline):
 
 
 def kept(values, start, chance):
-    """Compute how much of its accuracy above chance at `start` each run keeps elsewhere, in percent."""
+    """Compute, in percent, how much of its accuracy above chance at `start` each run keeps at other sizes or shifts."""
     return {line: {place: {
         seed: 100 * (value - chance) / max(own[start][seed] - chance, 1e-9) for seed, value in seeds.items()
     } for place, seeds in own.items() if place != start} for line, own in values.items()}

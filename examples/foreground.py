@@ -5,22 +5,22 @@
     python examples/foreground.py measure runs --data-dir digits --output foreground.csv
 
 `data` pastes scikit-learn's handwritten digits at random places onto images of CIFAR-10 in ROOT, which serve only as
-texture: the label is the digit. The ink is white, as in Larochelle et al., 'An empirical evaluation of deep
-architectures' (2007). With `--ink colour` its colour is random, with `--ink texture` it is another image, so that
-colour tells less. In a few epochs, small models may learn the first, but not the others. The masks of the test images
-are written, too.
+texture: the label is the digit. By default the ink is white, as in Larochelle et al., 'An empirical evaluation of deep
+architectures' (2007). With `--ink colour` it has a random colour, and with `--ink texture` it is another image, so that
+colour helps less. In a few epochs, small models may learn white ink but not the others. `data` also writes the masks
+of the test images.
 
-`measure` asks of each model: do the scores that a patch gives to other patches tell which of them are on its side of
-the mask? It computes the area under the ROC curve (`timm_sape.analysis.separation`) for each layer and head, of these
-scores:
+`measure` checks for each model whether the scores that a patch gives to other patches tell which of them are on its
+side of the mask. For each layer and head, it computes the area under the ROC curve (`timm_sape.analysis.separation`)
+of these scores:
 
-- `position`: what position adds to the logits of attention;
-- `distance`: for SaPE2, the distance that `position` is a multiple of, negated, so that near is high;
+- `position`: what position adds to the attention logits;
+- `distance`: for SaPE2, the distance of which `position` is a multiple, negated so that near patches score high;
 - `content`: q.k, plain attention; `logits`: `content` + `position`, the input of the softmax;
-- `keys`: -|k_i - k_j|, which every model has; SaPE2's distance is one between linear functions of k;
+- `keys`: -|k_i - k_j|, for comparison in all models; SaPE2's distance is one between linear functions of k;
 - `colour`, `place`: the negated difference of mean colours, and the negated distance on the grid, without a model.
 
-As controls, each is computed with the masks of other images, and for the models before training.
+As controls, all scores are also measured with the masks of other images, and for the models before training.
 """
 import argparse
 from pathlib import Path
@@ -51,22 +51,22 @@ from timm_sape.position_data import load_cifar10_splits
 SIDE, PATCH = 32, 4
 DIGIT = 24  # pixels, three times the eight of scikit-learn
 COLUMNS = ('from foreground', 'from background', 'both', 'best head')
-CONTRAST = 120  # smallest difference of the ink to the mean colour behind it; the largest is 255 * sqrt(3)
-INKS = {'white': 255, 'colour': None}  # arguments of `paste`; a texture is drawn
-SHUFFLES = 5  # masks of other images per image
+CONTRAST = 120  # least Euclidean distance of the ink from the mean colour behind it, of at most 255 * sqrt(3)
+INKS = {'white': 255, 'colour': None}  # what `paste` gets as `ink`; for 'texture' it is a random image
+SHUFFLES = 5  # number of other images whose masks are used for each image
 
 
 def paste(texture, digit, rng, ink):
     """Paste a digit onto a texture.
 
     Args:
-        texture: 0 to 255, `[32, 32, 3]`.
-        digit: 0 to 1, `[8, 8]`.
-        rng: Draws the place and the colour.
-        ink: Another texture, or a grey value. None for a random colour that differs from what it covers.
+        texture: Image, 0 to 255, `[32, 32, 3]`.
+        digit: Intensity of the digit, 0 to 1, `[8, 8]`.
+        rng: numpy's generator, which draws the place and the colour.
+        ink: Another texture, or a grey value. None for a random colour that differs from the colours it covers.
 
     Returns:
-        The image, 0 to 255, and the share of ink in each pixel, `[32, 32]`.
+        The image, 0 to 255, `[32, 32, 3]`, and the share of ink in each pixel, 0 to 1, `[32, 32]`.
     """
     large = F.interpolate(torch.from_numpy(digit)[None, None], (DIGIT, DIGIT), mode='bicubic', align_corners=False)
     mask = np.zeros((SIDE, SIDE))
@@ -104,7 +104,7 @@ def write_data(source, output, counts, ink, seed):
 
 
 def read_test(folder, count):
-    """Read test images and which patches are ink, `[n, N]`: 1 for at least half ink, 0 for none, else -1."""
+    """Read test images, and the class of each patch, `[n, N]`: 1 if at least half of it is ink, 0 if none, else -1."""
     dataset = ImageFolder(folder / 'test')
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count].tolist()
     images, shares = [], []
@@ -118,7 +118,7 @@ def read_test(folder, count):
 
 
 def without_model(images):
-    """Compute the scores that need no model: the negated difference of mean colours, and the negated distance."""
+    """Compute the scores that need no model, `colour` and `place`, each `[n, N, N]`."""
     pixels = torch.stack([torch.from_numpy(np.array(image)).float() for image in images])  # [n, 32, 32, 3]
     colours = F.avg_pool2d(pixels.permute(0, 3, 1, 2), PATCH).flatten(2).mT  # [n, N, 3]
     side = torch.arange(SIDE // PATCH, dtype=torch.float)
@@ -128,7 +128,7 @@ def without_model(images):
 
 @torch.no_grad()
 def scores_of(model, images):
-    """Compute all scores of all layers and heads, `[n, L * h, N, N]`, by name."""
+    """Compute the scores of all layers and heads by name, each `[n, L * h, N, N]`."""
     found = {}
     for batch in images.split(100):
         norms = [block.attn.k_norm for block in model.blocks]
@@ -141,7 +141,7 @@ def scores_of(model, images):
         if any(layer.position.any() for layer in maps.layers):
             parts['position'] = [layer.position for layer in maps.layers]
             parts['logits'] = [layer.content + layer.position for layer in maps.layers]
-        if 'sape2' in model.pos_enc:  # position is a distance times a gain per head
+        if 'sape2' in model.pos_enc:  # `position` is a distance times a gain per head; only its sign matters
             signs = [layer.position.mean(dim=(0, 2, 3), keepdim=True).sign() for layer in maps.layers]
             parts['distance'] = [-sign * layer.position for sign, layer in zip(signs, maps.layers)]
         for score, layers in parts.items():
@@ -150,11 +150,15 @@ def scores_of(model, images):
 
 
 def measured(scores, foreground):
-    """Compute the columns of the table: areas under the ROC curve of `scores`, `[n, heads, N, N]`.
+    """Compute the columns of the table, which are areas under the ROC curve.
 
-    They are means over images and heads, from the foreground, from the background, and over both. The best head, and
-    whether its scores are high for the same side or for the other, is chosen on every other image and measured on the
-    rest.
+    The first three are means over images and heads: for patches of the foreground, of the background, and both. The
+    last one is that of the best head. This head, and whether its scores are high for its own side or for the other, is
+    chosen on every other image, and measured on the rest.
+
+    Args:
+        scores: `[n, heads, N, N]`.
+        foreground: `[n, N]`.
     """
     sides = torch.stack(separation(scores, foreground))  # [2, n, heads]
     chosen, held_out = (sides[:, start::2].nanmean(dim=(0, 1)) for start in (0, 1))  # [heads]
@@ -165,7 +169,7 @@ def measured(scores, foreground):
 
 
 def shuffled(scores, foreground):
-    """Do the same with the masks of other images. Returns the mean of several."""
+    """As `measured`, but with the masks of other images. The mean over several such masks."""
     found = [measured(scores, foreground.roll(shift, 0)) for shift in range(1, SHUFFLES + 1)]
     return {column: round(mean(each[column] for each in found), 4) for column in COLUMNS}
 
@@ -203,7 +207,7 @@ def measure(args):
 
 
 def summary(rows):
-    """Make a row per group of seeds: mean ± standard deviation."""
+    """Group the rows that differ only in the seed: mean ± standard deviation of each column."""
     groups = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in ('runs', 'model', 'state', 'score', 'mask')), []).append(row)
@@ -214,7 +218,7 @@ def summary(rows):
 
 
 def compared(rows):
-    """Compare SaPE2's distance, trained, with the own masks, with each control."""
+    """Compare SaPE2's distance in trained models, measured with the images' own masks, with each control."""
     both = {tuple(row[key] for key in ('runs', 'model', 'seed', 'state', 'score', 'mask')): row['both'] for row in rows}
     colour = both['', '', '', 'no model', 'colour', 'own']
     table = []

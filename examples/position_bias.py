@@ -2,14 +2,13 @@
 
     python examples/position_bias.py --data-dir ROOT
 
-ROOT contains CIFAR-10, as torchvision stores it or as folders of images. In CIFAR-10-Position two classes are split
-into eight by the corner that the image is in; the corners of the other eight classes are random. So position tells much
-about the former and nothing about the latter. A small Vision Transformer learns all sixteen. Then P-SHAP is measured on
-the correctly classified test images, and a one-sided Mann-Whitney U test checks whether it is higher for the classes
-that depend on position (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias in Vision Transformer
-Classifiers', Sec. 5.1).
+ROOT contains CIFAR-10, as torchvision stores it or as folders of images. In CIFAR-10-Position each image is at half its
+size in a random corner. Two classes are split into eight by corner, so position matters for them; for the other eight
+classes it says nothing. A small Vision Transformer learns all sixteen. Then P-SHAP is measured on the correctly
+classified test images, and a one-sided Mann-Whitney U test checks whether it is higher for the classes that depend on
+position (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias in Vision Transformer Classifiers', Sec. 5.1).
 
-Training takes a hundredth of the paper's: 32 x 32 pixels in patches of 4, width 96, 4 layers, mean pooling, AdamW.
+Training takes a hundredth of the paper's time: 32 x 32 pixels in patches of 4, width 96, 4 layers, mean pooling, AdamW.
 """
 import argparse
 from pathlib import Path
@@ -38,7 +37,7 @@ BATCH = 128
 
 
 def tensors(dataset, count, seed):
-    """Draw a part of a data set, as normalized images `[n, 3, 32, 32]` and labels `[n]`."""
+    """Draw a random subset of a data set, as normalized images `[n, 3, 32, 32]` and labels `[n]`."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     pairs = [dataset[i] for i in tqdm(order, desc='images', delay=2)]
     images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))

@@ -1,10 +1,10 @@
-"""Quick start: train SaPE2(K)+APE and APE, save and load a model, and draw what looks near and far to it.
+"""Quick start: train SaPE2(K)+APE and APE, save and load a model, and draw which patches look near and far to it.
 
     python examples/quickstart.py
 
-The images need no download: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. With patches of one pixel the
-model sees 64 tokens. Each says next to nothing, so everything depends on their positions. Loader, optimizer, scheduler,
-metrics and checkpoints are timm's. It takes two to three minutes on two CPU cores.
+No download is needed: the images are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. With patches of one pixel
+the model sees 64 tokens. A single pixel says next to nothing, so everything depends on positions. Loader, optimizer,
+scheduler, metrics and checkpoints are timm's. It takes two to three minutes on two CPU cores.
 """
 import argparse
 from pathlib import Path
@@ -40,7 +40,7 @@ SIZE = dict(
 
 
 class Digits(torch.utils.data.Dataset):
-    """A data set for timm's loader, which sets `transform`."""
+    """A data set for timm's `create_loader`, which sets `transform`."""
     transform = None
 
     def __init__(self, images, labels):
@@ -92,17 +92,17 @@ def predict(model, inputs):
 
 
 def position_bias(model, inputs):
-    """Compute what SaPE2 adds to the logits of attention, mean over all layers and heads, `[B, N, N]`."""
+    """Compute what SaPE2 adds to the attention logits, averaged over all layers and heads, `[B, N, N]`."""
     maps = position_maps(model.eval(), inputs)
     return torch.stack([layer.position for layer in maps.layers]).mean(dim=(0, 2)).numpy()
 
 
 def ink_auroc(distances, ink, patches):
-    """Compute how often ink is nearer than background, from one ink patch per image; mean over images.
+    """Compute how often ink is nearer than background to one ink patch per image, averaged over images.
 
     Args:
-        distances: Between patches, `[B, N, N]`. That of a patch to itself is not used.
-        ink: Whether a patch is ink, `[B, N]`.
+        distances: Distances between patches, `[B, N, N]`. That of a patch to itself is not used.
+        ink: Whether a patch is ink, bool `[B, N]`.
         patches: Index of the ink patch of each image, `[B]`.
 
     Returns:
@@ -116,7 +116,7 @@ def ink_auroc(distances, ink, patches):
 
 
 def draw(path, image, rows, ink_patch, background_patch):
-    """Draw the paper's Figure 4: an image, the bias between all its patches, and two rows of it as maps."""
+    """Draw the paper's Figure 4 for a digit: the image, the bias between its patches, and two rows of that as maps."""
     fig = Figure(figsize=(16, 4.4 * len(rows)), layout='constrained')
     fig.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     for part, (title, bias) in zip(fig.subfigures(len(rows), hspace=0.06), rows):
@@ -161,8 +161,8 @@ def main():
     loader = make_loader(images, labels, batch_size=32, is_training=True)
     inputs, targets = next(iter(make_loader(test_images, test_labels, batch_size=len(test_labels))))
 
-    # Chosen before any training: the first 100 held-out digits, and a random ink patch of each. Ink has at least half
-    # of the largest intensity, 16. The picture shows the first of these digits.
+    # Use the first 100 held-out digits, and a random ink patch of each, chosen before any training. A pixel is ink if
+    # it has at least half of the largest intensity, 16. The figure shows the first of these digits.
     pixels = test_images[:100].reshape(-1, 64)
     ink = pixels >= 8
     rng = np.random.default_rng(0)
@@ -217,10 +217,10 @@ def main():
         rows.append((f'SaPE2(K)+APE, {state} (AUROC {auroc:.2f} over {len(ink)} digits)', biases[-1][0]))
     draw(picture, test_images[0], rows, patches[0], background_patch)
 
-    save_for_hf(model, checkpoint, safe_serialization=True)  # the last one trained, of SaPE2
+    save_for_hf(model, checkpoint, safe_serialization=True)  # the model that was trained last, with SaPE2
     reloaded = timm.create_model(f'local-dir:{checkpoint}', pretrained=True)
     if not torch.equal(predict(reloaded, inputs), predict(model, inputs)):
-        raise RuntimeError(f'The model loaded from {checkpoint} does not give the logits of the one saved.')
+        raise RuntimeError(f'The model loaded from {checkpoint} does not give the same logits as the saved one.')
 
     print(f'\n{picture}: what looks near and far from two patches of a digit, trained and untrained')
     print(f'{checkpoint}: timm.create_model("local-dir:{checkpoint}", pretrained=True) gives the same logits')

@@ -1,4 +1,4 @@
-"""What happens to weights between a file and a model: what is adapted, what is refused, and what stays true."""
+"""Loading weights: which are adapted, which are refused, and what stays the same."""
 import argparse
 import copy
 import json
@@ -21,7 +21,7 @@ SAME = dict(rtol=0, atol=1e-6)
 
 
 def tiny(pos_enc, size=A, **kwargs):
-    """A model of two small blocks, patches of 8x8, with nothing trivially zero in it; the same one each time."""
+    """A model of two small blocks with patches of 8x8 and no parameter that is trivially zero. Always the same one."""
     kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -37,7 +37,7 @@ def randomise(model, seed=0):
 
 
 def from_file(pos_enc, path, size=A, declared=A, overlay=None, **kwargs):
-    """Load on the pretrained road. `declared` is the image size that the file is said to be trained on."""
+    """Load on the pretrained path. `declared` is the image size that the config gives for the file."""
     overlay = dict(file=str(path), num_classes=10, **(overlay or {}))
     if declared is not None:
         overlay['input_size'] = (3, *declared)
@@ -57,7 +57,7 @@ def save(model_or_state, path):
 
 
 def save_dir(model, path):
-    """Save as for the Hub; what config.json says."""
+    """Save as for the Hub. Returns the content of config.json."""
     save_for_hf(model, path, safe_serialization=True)
     return json.loads((path / 'config.json').read_text())
 
@@ -79,7 +79,7 @@ def assert_equal(state, expected):
         assert torch.equal(state[name], expected[name]), name
 
 
-# ---- the pretrained road is strict outside the head
+# ---- the pretrained path is strict outside the head
 
 
 @pytest.mark.parametrize('num_classes', [10, 3], ids=['same head', 'new head'])
@@ -87,7 +87,7 @@ def assert_equal(state, expected):
     'cls_token', 'pos_embed', 'norm.weight', 'blocks.1.attn.qkv.bias', 'patch_embed.proj.weight',
     'blocks.0.attn.encodings.sape2_k.table_y', 'blocks.1.attn.encodings.sape2_k._extra_state'])
 def test_missing_entry_is_refused(key, num_classes, tmp_path):
-    """timm alone forgives a missing entry as soon as the head changes."""
+    """timm itself accepts missing entries once the head changes."""
     state = tiny('ape+sape2_k').state_dict()
     del state[key]
     path = save(state, tmp_path / 'w.pth')
@@ -149,9 +149,10 @@ def test_keywords_that_change_the_parameters_never_load(keywords, tmp_path):
 
 
 def test_what_a_bare_file_cannot_know(tmp_path):
-    """Without parameters there is nothing to compare: a rotary model's file loads into `nope`, and means another model.
+    """An encoding without parameters leaves no entries: the file of a rotary model loads into `nope`, which differs.
 
-    So does SaPE2's with another preset. Only a saved config tells, see the tests of `local-dir:` below.
+    So does SaPE2's file into a model with another preset. Only a saved config tells them apart, see the tests of
+    `local-dir:` below.
     """
     path = save(tiny('rope2d'), tmp_path / 'w.pth')
     assert (logits(from_file('nope', path)) - logits(tiny('rope2d'))).abs().max() > 1e-3
@@ -162,7 +163,7 @@ def test_what_a_bare_file_cannot_know(tmp_path):
     assert (logits(other) - logits(tiny('sape2_k'))).abs().max() > 1e-4
 
 
-# ---- files that are no checkpoints
+# ---- files that are not checkpoints
 
 
 def write_cut(path, keep, legacy=False):
@@ -240,7 +241,7 @@ def test_wrong_prefix_tokens(pos_enc, kwargs, tmp_path):
 
 @pytest.mark.parametrize('reg_tokens', [1, 2, 3, 4, 5])
 def test_wrong_prefix_tokens_of_a_small_table(reg_tokens, tmp_path):
-    """The rows left for patches may happen to make a square, or none may be left."""
+    """The rows that remain for patches may make a square by chance, or none may remain."""
     path = save(tiny('ape', (16, 16)), tmp_path / 'w.pth')
     with pytest.raises(ValueError, match='prefix tokens|reg_token'):
         from_file('ape', path, (16, 16), (16, 16), reg_tokens=reg_tokens)
@@ -248,7 +249,7 @@ def test_wrong_prefix_tokens_of_a_small_table(reg_tokens, tmp_path):
 
 @pytest.mark.parametrize('pos_enc', ['ape', 'ape+sape2_k'])
 def test_grid_that_nobody_declared(pos_enc, tmp_path):
-    """15 patches are 3x5 or 5x3 or 1x15: the file does not say."""
+    """15 patches can be 3x5, 5x3 or 1x15, and the file does not say which."""
     saved = tiny(pos_enc, A)
     path = save(saved, tmp_path / 'w.pth')
     with pytest.raises(ValueError, match=r'16 rows.*neither a square.*input_size=\(3, height, width\)'):
@@ -260,7 +261,7 @@ def test_grid_that_nobody_declared(pos_enc, tmp_path):
 
 
 def test_row_of_the_class_token_is_no_patch(tmp_path):
-    """The 16 rows of 3x5 patches and a class token must not be taken for 4x4 patches; the saved size is known."""
+    """16 rows, of 3x5 patches and a class token, must not be taken for 4x4 patches. The saved size is known."""
     save_dir(tiny('ape', A), tmp_path)
     with pytest.raises(ValueError, match='pos_embed'):
         from_dir(tmp_path, no_embed_class=True)
@@ -315,7 +316,7 @@ def test_local_dir_of_an_encoding_with_keywords(tmp_path):
             dict(pos_enc_kwargs={}),
             dict(pos_enc_kwargs={'sape2_k': {'preset': 'appendix'}}),
             dict(pos_enc='ape+sape2_q', pos_enc_kwargs={}),
-            dict(pos_enc='ape+sape2_q'),  # the saved keywords must not be blamed on the user
+            dict(pos_enc='ape+sape2_q'),  # the message must not treat the saved keywords as the user's
             dict(pos_enc='rope2d'),
     ):
         with pytest.raises(ValueError, match='The saved model .* was trained with pos_enc ape.sape2_k'):
@@ -343,7 +344,7 @@ def test_local_dir_with_another_file(tmp_path):
     ('test_vit_ape', 'nope', 'nope'),
 ])
 def test_config_is_canonical(name, typed, canonical, tmp_path):
-    """However the encoding was typed, or not typed at all."""
+    """The saved `pos_enc` has the same form however the encoding was given, or if none was given."""
     kwargs = {} if typed is None else {'pos_enc': typed}
     model = randomise(timm.create_model(name, img_size=A, patch_size=8, num_classes=10, **kwargs))
     config = save_dir(model, tmp_path)
@@ -370,7 +371,7 @@ def test_config_keeps_keywords_by_their_canonical_name(tmp_path):
 
 
 def test_backend_is_no_keyword():
-    """It would travel to machines that have another."""
+    """A saved backend would be wrong on machines that do not have it."""
     with pytest.raises(ValueError, match="no keyword 'backend'"):
         tiny('sape2_k', pos_enc_kwargs={'sape2_k': {'backend': 'reference'}})
 
@@ -417,7 +418,7 @@ def test_trained_grid_survives(pos_enc, tmp_path):
 
 
 def test_trained_grid_matters():
-    """Else the test above could not fail: the same tables on another trained grid are another model."""
+    """The same tables with another trained grid are another model. Otherwise the test above could not fail."""
     keywords = {'sape2_k': {'npos': 5}}
     model = tiny('sape2_k', A, pos_enc_kwargs=keywords)
     other = tiny('sape2_k', A, pos_enc_kwargs=keywords, ref_grid_size=(4, 4))
@@ -426,7 +427,7 @@ def test_trained_grid_matters():
 
 @pytest.mark.parametrize('pos_enc,keywords', [('cope', {}), ('sape2_k', {'sape2_k': {'npos': 5}})])
 def test_trained_grid_travels_where_shapes_fit_anyway(pos_enc, keywords):
-    """Tables of one size for all grids fit everywhere; their grid decides, and the message says how to give it."""
+    """Tables of the same size for all grids fit anywhere. Their grid matters, and the message says how to give it."""
     saved = tiny(pos_enc, A, pos_enc_kwargs=keywords)
     model = tiny(pos_enc, B, pos_enc_kwargs=keywords)
     with pytest.raises(ValueError, match=r'trained on grid \(3, 5\) instead of \(4, 4\).*ref_grid_size=3,5'):
@@ -439,7 +440,7 @@ def test_trained_grid_travels_where_shapes_fit_anyway(pos_enc, keywords):
     torch.testing.assert_close(logits(model), logits(saved), **SAME)
 
 
-def test_ref_grid_size_makes_room_on_a_road_without_filter():
+def test_ref_grid_size_makes_room_on_a_path_without_filter():
     saved = tiny('sape2_k', A)
     model = tiny('sape2_k', B, ref_grid_size=(3, 5))
     model.load_state_dict(saved.state_dict())
@@ -465,7 +466,7 @@ def test_ref_grid_size_unlike_the_checkpoints(pos_enc, tmp_path):
 @pytest.mark.parametrize('foreach', [True, False])
 @pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope', 'rope2d_mixed'])
 def test_train_and_resume(pos_enc, foreach, tmp_path):
-    """Trained on at B with an average beside it, saved by timm's saver, taken up again by each of its readers."""
+    """Trained further at B with an average, saved by timm's saver, and resumed by each function that reads the file."""
     model = from_file(pos_enc, save(tiny(pos_enc, A), tmp_path / 'start.pth'), B)
     start = snapshot(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -513,7 +514,7 @@ def test_train_and_resume(pos_enc, foreach, tmp_path):
 
 
 def test_copy_is_checked_against_itself():
-    """The hook that refuses misfits must look at the copy, not at the model that was copied."""
+    """The hook that refuses unfit checkpoints must check the copy, not the model that was copied."""
     model = tiny('ape', A)
     clone = copy.deepcopy(model)
     clone.set_input_size(B)
@@ -532,10 +533,10 @@ def test_pickled_model(tmp_path):
         again.load_state_dict(tiny('ape+sape2_k', B).state_dict())
 
 
-# ---- roads without a filter: what does not fit is refused, nothing is half-loaded
+# ---- loading paths without a filter: unfit checkpoints are refused, and none is loaded in part
 
 
-ROADS = {
+LOADERS = {
     'load_state_dict': lambda model, path: model.load_state_dict(torch.load(path)),
     'load_checkpoint': lambda model, path: load_checkpoint(model, path),
     'resume_checkpoint': lambda model, path: resume_checkpoint(model, path),
@@ -551,14 +552,14 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize('road', ROADS)
+@pytest.mark.parametrize('loader', LOADERS)
 @pytest.mark.parametrize('saved,wanted,says', MISFITS, ids=lambda v: str(v).replace(' ', ''))
-def test_misfit_is_refused_before_anything_is_loaded(road, saved, wanted, says, tmp_path):
+def test_misfit_is_refused_before_anything_is_loaded(loader, saved, wanted, says, tmp_path):
     path = str(save(randomise(tiny(*saved), seed=3), tmp_path / 'w.pth'))
     model = tiny(*wanted)
     before = snapshot(model)
     with pytest.raises(ValueError, match=f'{says}.*pretrained=True.*local-dir:.*hf-hub:.*--pretrained-path'):
-        ROADS[road](model, path)
+        LOADERS[loader](model, path)
     assert_equal(model.state_dict(), before)
 
 
@@ -570,10 +571,10 @@ def test_misfit_of_a_checkpoint_path_is_refused(saved, wanted, says, tmp_path):
 
 
 @pytest.mark.parametrize('pos_enc', PARTS)
-def test_fitting_checkpoint_loads_on_every_road(pos_enc, tmp_path):
+def test_fitting_checkpoint_loads_on_every_path(pos_enc, tmp_path):
     saved = randomise(tiny(pos_enc), seed=3)
     path = str(save(saved, tmp_path / 'w.pth'))
-    for load in ROADS.values():
+    for load in LOADERS.values():
         model = tiny(pos_enc)
         load(model, path)
         assert_equal(model.state_dict(), snapshot(saved))
@@ -585,7 +586,7 @@ def test_fitting_checkpoint_loads_on_every_road(pos_enc, tmp_path):
 @pytest.mark.parametrize('saved,wanted', [
     ('nope', 'sape2_k'), ('sape2_k', 'nope'), ('sape2_k', 'sape2_q'), ('ape', 'nope'), ('nope', 'ape+rope2d_mixed')])
 def test_not_strict_is_as_in_torch(saved, wanted):
-    """What both have is loaded, what one of them has is reported."""
+    """Entries that both have are loaded; the others are reported."""
     state, model = randomise(tiny(saved), seed=3).state_dict(), tiny(wanted)
     before = snapshot(model)
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -598,7 +599,7 @@ def test_not_strict_is_as_in_torch(saved, wanted):
 
 
 def test_not_strict_still_refuses_wrong_shapes():
-    """So does torch."""
+    """As torch does."""
     model = tiny('ape+sape2_k', B)
     before = snapshot(model)
     with pytest.raises(ValueError, match='pos_embed|table_x'):
@@ -618,7 +619,7 @@ def test_partial_checkpoint_without_strict():
 
 @pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', 'module._orig_mod.'])
 def test_prefixes_of_wrappers(prefix, tmp_path):
-    """timm takes them off on the roads from a file; torch does not, here or elsewhere."""
+    """timm removes them where it loads a file. torch never does."""
     saved = randomise(tiny('ape+sape2_k'), seed=3)
     state = {prefix + name: value for name, value in saved.state_dict().items()}
     path = save({'state_dict': state}, tmp_path / 'w.pth')
@@ -652,7 +653,7 @@ def test_model_inside_a_wrapper():
     assert 'module.pos_embed' in unexpected
 
 
-# ---- adaptation on the pretrained roads
+# ---- adaptation on the pretrained paths
 
 
 @pytest.mark.parametrize('kwargs', [
@@ -664,12 +665,12 @@ def test_model_inside_a_wrapper():
     dict(num_classes=0),
     dict(global_pool='max', fc_norm=False),
 ], ids=str)
-@pytest.mark.parametrize('road', ['file', 'local-dir'])
-def test_adapted_as_timm_adapts_its_own(road, kwargs, tmp_path):
-    """First convolution, patch size, position table and head, compared with timm's ViT on the same road."""
+@pytest.mark.parametrize('kind', ['file', 'local-dir'])
+def test_adapted_as_timm_adapts_its_own(kind, kwargs, tmp_path):
+    """First convolution, patch size, position table and head, compared with timm's ViT on the same path."""
     size = dict(depth=1, img_size=32, num_classes=10)
     source = randomise(timm.create_model('vit_tiny_patch16_224', **size))
-    if road == 'file':
+    if kind == 'file':
         overlay = dict(file=str(save(source, tmp_path / 'w.pth')), input_size=(3, 32, 32), num_classes=10)
         created = [
             timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **dict(size, **kwargs)).eval()
@@ -719,7 +720,7 @@ def test_features_only_from_a_file(tmp_path):
 
 
 def test_failing_load_leaves_nothing_behind(tmp_path):
-    """A refused checkpoint must not change what the next model is made of."""
+    """A refused checkpoint must not affect the next model."""
     good, bad = save(tiny('sape2_k'), tmp_path / 'good.pth'), save(tiny('sape2_q'), tmp_path / 'bad.pth')
     write_cut(tmp_path / 'cut.safetensors', 0.5)
 
@@ -739,13 +740,13 @@ def test_failing_load_leaves_nothing_behind(tmp_path):
     assert torch.equal(logits(from_file('sape2_k', good)), logits(tiny('sape2_k')))
 
 
-# ---- what a careless user does
+# ---- mistakes of users
 
 
 @pytest.mark.parametrize('cast', [
     lambda v: v.half(), lambda v: v.double().mul(3).div(3).float()], ids=['halved', 'averaged'])
 def test_every_entry_in_floats(cast, tmp_path):
-    """Soups and casts of whole files make floats of the saved grid too."""
+    """Averaging or casting whole files turns the saved grid into floats too."""
     saved = tiny('ape+sape2_k', A)
     path = save({k: cast(v) for k, v in saved.state_dict().items()}, tmp_path / 'w.pth')
     model = from_file('ape+sape2_k', path, img_size=[64, 64])
@@ -756,7 +757,7 @@ def test_every_entry_in_floats(cast, tmp_path):
 
 
 def test_grid_of_a_file_of_parameters_alone(tmp_path):
-    """Whoever knows the trained grid can say it; else it is asked for."""
+    """A user who knows the trained grid can give it. Otherwise the message asks for it."""
     saved = tiny('sape2_k', A)
     path = save(dict(saved.named_parameters()), tmp_path / 'w.pth')
     with pytest.raises(ValueError, match=r'does not say on which grid.*give ref_grid_size=\(H, W\)'):
@@ -766,7 +767,7 @@ def test_grid_of_a_file_of_parameters_alone(tmp_path):
 
 
 def test_default_said_aloud(tmp_path):
-    """A keyword that repeats the default contradicts nothing."""
+    """Giving a keyword its default value is no contradiction."""
     saved = tiny('sape2_k')
     timm.models.save_for_hf(saved, tmp_path, safe_serialization=True)
     for keywords in ({'preset': 'appendix'}, {'npos': None}):
@@ -776,11 +777,11 @@ def test_default_said_aloud(tmp_path):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc_kwargs={'sape2_k': {'preset': 'equations'}})
 
 
-# ---- encodings that know their grid, on roads that do not ask the model
+# ---- encodings that know their grid, on loading paths that bypass the model
 
 
 def on_grid(pos_enc, grid, **kwargs):
-    """A model whose encodings weigh something, always the same."""
+    """A model in which encodings matter, always the same one."""
     torch.manual_seed(0)
     model = timm.create_model(
         'test_vit_pos_enc', pos_enc=pos_enc, img_size=(8 * grid[0], 8 * grid[1]), patch_size=8, num_classes=3, **kwargs)
@@ -795,7 +796,7 @@ RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm
 
 @pytest.mark.parametrize('name', RESCALING)
 def test_trained_grid_through_a_wrapper(name):
-    """A wrapper loads straight into the modules; buffers follow the grid that comes with the weights."""
+    """A wrapper loads into the modules directly. Buffers follow the grid that comes with the weights."""
     kwargs = {'pos_enc_kwargs': {name: {'resolution': 'rescale'}}}
     trained, other = on_grid(name, (3, 5), **kwargs), on_grid(name, (6, 7), **kwargs)
     torch.nn.ModuleDict({'model': other}).load_state_dict(
@@ -809,7 +810,7 @@ def test_trained_grid_through_a_wrapper(name):
 def test_tables_of_another_grid_through_a_wrapper(name):
     other = on_grid(name, (5, 3) if name != 'ape2d' else (3, 5))
     state = on_grid(name, (3, 5)).state_dict()
-    if name == 'ape2d':  # whose tables tell rows from columns anyway
+    if name == 'ape2d':  # the shapes of its tables tell rows from columns anyway
         state['encodings.ape2d._extra_state'] = torch.tensor([4, 4])
     with pytest.raises(ValueError, match=f"'{name}': the checkpoint is of a grid of .*set_input_size"):
         torch.nn.ModuleDict({'model': other}).load_state_dict({f'model.{k}': v for k, v in state.items()})

@@ -1,5 +1,5 @@
-"""What the paper's claims are tested with: maps that separate foreground from background, images that move, and the two
-examples that measure both on the models of an experiment."""
+"""Tools for the paper's claims: separation of foreground and background, shifted images, and the two examples that use
+them on the models of an experiment."""
 import argparse
 import csv
 import importlib.util
@@ -33,7 +33,7 @@ EXAMPLES = Path(__file__).parents[1] / 'examples'
 
 
 def plain_separation(scores, mask):
-    """Row by row with scikit-learn: from the foreground, from the background."""
+    """The measure computed row by row with scikit-learn: from the foreground, and from the background."""
     means = []
     for side in (1, 0):
         aurocs = []
@@ -87,10 +87,10 @@ def test_separation_says_what_is_wrong(scores, mask, text):
 
 
 def test_separation_of_what_is_no_number():
-    """Sorted, NaN would be the highest score. Infinite ones are masked pairs."""
+    """NaN would be sorted as the highest score. Infinite scores are masked pairs."""
     scores, mask = torch.zeros(1, 3, 3), torch.tensor([[1, 1, 0]])
     assert separation(scores.index_fill(1, torch.tensor(2), -math.inf), mask).from_foreground.item() == 0.5
-    with pytest.raises(ValueError, match='NaN have no order'):
+    with pytest.raises(ValueError, match='Some scores are NaN and cannot be compared'):
         separation(scores.index_fill(1, torch.tensor(2), math.nan), mask)
 
 
@@ -113,7 +113,7 @@ def test_shifted_images():
 
 
 class Quadrants(nn.Module):
-    """Chooses the quarter of the image that is brightest."""
+    """A model that classifies an image by its brightest quarter."""
     num_classes = 4
 
     def forward(self, images):
@@ -122,7 +122,7 @@ class Quadrants(nn.Module):
 
 @pytest.fixture
 def spots(tmp_path):
-    """White spots of 2 x 2 pixels in black images of 8 x 8, in the middle of a quarter; class by quarter."""
+    """Black images of 8 x 8 pixels with a white spot of 2 x 2 in the middle of a quarter, which is the class."""
     for label in range(4):
         pixels = np.zeros((8, 8, 3), dtype=np.uint8)
         y, x = 4 * (label // 2) + 1, 4 * (label % 2) + 1
@@ -172,7 +172,7 @@ def test_models_without_classes(spots, tmp_path, capsys):
 def test_more_labels_than_classes(spots, tmp_path, capsys):
     save_for_hf(timm.create_model('test_vit_nope', num_classes=2, img_size=32, patch_size=8), tmp_path / 'model')
     assert main(['shifts', str(tmp_path / 'model'), '--data-dir', str(spots), '--workers', '0', '--by', '1']) == 2
-    assert 'labels up to 3, but the model knows 2 classes' in capsys.readouterr().err
+    assert 'labels up to 3, but the model has 2 classes' in capsys.readouterr().err
 
 
 # Examples
@@ -183,7 +183,7 @@ KWARGS = {'img_size': 32, 'patch_size': 4, 'embed_dim': 32, 'depth': 2, 'num_hea
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    """What `timm-sape experiment` leaves, of models that have not learned anything."""
+    """The output of `timm-sape experiment`, with models that have not learned anything."""
     root = tmp_path_factory.mktemp('runs')
     negative = {**KWARGS, 'pos_enc_kwargs': {'sape2_k': {'bias_scale': -1.0}}}
     for label, name, kwargs in (
@@ -215,7 +215,7 @@ def run(*command):
 
 @pytest.fixture(scope='module')
 def digits(tmp_path_factory):
-    """What examples/foreground.py makes of noise instead of CIFAR-10."""
+    """Data of examples/foreground.py, with noise instead of CIFAR-10."""
     root = tmp_path_factory.mktemp('digits')
     rng = np.random.default_rng(0)
     for split in ('train', 'test'):

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it, from a directory that has nothing to do with the package."""
+"""The command line, run as a user runs it, from a directory outside of the package."""
 import csv
 import gc
 import json
@@ -25,7 +25,7 @@ from timm_sape.ops.triton_limits import LIMITS
 CHECKOUT = Path(__file__).parents[1]
 NEEDLE = 'vit_small_sape2_k'
 
-# Prints what a script can see of how it was started, then ends as it is told.
+# Prints what a script can see of how it was started, then ends as its arguments say.
 SCRIPT = f"""
 import json
 import sys
@@ -101,7 +101,7 @@ def test_run_of_a_directory(tmp_path, capsys):
     assert 'is a directory' in err and str(tmp_path / 'train.py') in err
 
 
-# The console script, and whether it has imported what takes long.
+# The console script, and whether it has imported slow packages.
 CONSOLE = """
 import sys
 from timm_sape_cli import main
@@ -157,7 +157,7 @@ class Mine(timm_sape.PositionEncoding):
 
 @pytest.fixture
 def modules(tmp_path):
-    """Two modules that register an encoding, each beside one that it imports: here, and in a folder."""
+    """Two modules that register an encoding, one here and one in a folder, each next to a module that it imports."""
     for folder, name in ((tmp_path, 'mine_here'), (tmp_path / 'sub', 'mine_there')):
         folder.mkdir(exist_ok=True)
         folder.joinpath(f'{name}.py').write_text(MINE.format(name=name))
@@ -167,7 +167,7 @@ def modules(tmp_path):
 
 @pytest.mark.parametrize('program', [('-m', 'timm_sape'), ('-c', CONSOLE)], ids=['module', 'script'])
 def test_import(modules, program):
-    """By name and by file, before the subcommand and after it; in both ways of starting the program."""
+    """By name and by file, before and after the subcommand, with both ways of starting the program."""
     options = ['list', 'mine*', '--import', 'sub/mine_there.py']
     done = run_cli('--import', 'mine_here', *options, cwd=modules, program=program)
     assert done.returncode == 0, done.stderr
@@ -196,7 +196,7 @@ def test_import_in_other_commands(modules):
     ('raises_here.py', '{cwd}/raises_here.py, line 2, ZeroDivisionError: division by zero'),
     ('wrong_here', 'SyntaxError: '),
     ('lacks_here.py', "{cwd}/lacks_here.py, line 1, ModuleNotFoundError: No module named 'no_such_thing'"),
-    ('taken_here.py', "/taken_here.py, line 2, ValueError: Encoding 'ape' is registered already, by timm_sape."),
+    ('taken_here.py', "/taken_here.py, line 2, ValueError: Encoding 'ape' is already registered, by timm_sape."),
     ('json.py', 'json is the name of another module too, '),
 ])
 def test_import_says_what_is_wrong(module, message, tmp_path, monkeypatch, capsys):
@@ -204,7 +204,7 @@ def test_import_says_what_is_wrong(module, message, tmp_path, monkeypatch, capsy
         'raises_here': 'x = 1\nx / 0',
         'wrong_here': 'def',
         'lacks_here': 'import no_such_thing',
-        'taken_here': "import timm_sape\ntimm_sape.register_encoding('ape')(timm_sape.FixedEncoding)",
+        'taken_here': "import timm_sape\ntimm_sape.register_encoding('ape')(timm_sape.PositionEncoding)",
         'json': '',
     }
     for name, text in files.items():
@@ -311,7 +311,7 @@ for command in (
 
 
 def test_commands_without_scipy(tmp_path):
-    """They say what to install. What needs no statistics works."""
+    """They say what to install. Commands that need no statistics work."""
     done = subprocess.run(
         [sys.executable, '-c', COMMANDS_WITHOUT_SCIPY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ['2'] * 5
@@ -346,14 +346,14 @@ def test_bench_sape2(tmp_path, capsys, monkeypatch):
     assert [(row['pos_enc'], row['backend']) for row in models] == [
         ('ape+sape2_k', 'reference'), ('ape+sape2_k', 'torch'), ('ape+sape2sq_k', '')]
     saved = [float(row['saved_ratio']) for row in models]
-    assert saved[0] > saved[2] > saved[1] > 0.9  # who stores everything, who stores further channels, who nothing
+    assert saved[0] > saved[2] > saved[1] > 0.9  # which store everything, further channels, nothing
     assert '| ape+sape2_k | torch |' in capsys.readouterr().out
     assert 'appendix' in (tmp_path / 'memory.svg').read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cost-models.csv', 'cost.csv', 'memory.svg']
 
 
 def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
-    """When a model runs out of memory; and a size that is too much for one backend does not end the others."""
+    """If a model runs out of memory, earlier results are kept. A size too large for one backend does not end others."""
     def measure(*args, original=bench_sape2.bench_encodings, **kwargs):
         if os.environ.get('TIMM_SAPE_BACKEND') == 'triton':
             raise torch.OutOfMemoryError
@@ -361,7 +361,7 @@ def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 1)})
     monkeypatch.setattr(bench_sape2, 'bench_encodings', measure)
-    monkeypatch.setitem(LIMITS, True, (64, 3))
+    monkeypatch.setitem(LIMITS, 32, (64, 3))
     with pytest.raises(torch.OutOfMemoryError):
         main([
             'bench', 'sape2', *SMALL, '--settings', '32/4', '--backends', 'torch', 'triton',
@@ -372,7 +372,7 @@ def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_batches_on_a_gpu():
-    """Committed figures of CPUs keep theirs; on a GPU there are more images, which Appendix D still has memory for."""
+    """CPUs keep the batch size of committed figures. On GPUs it is larger, but leaves enough memory for Appendix D."""
     for n, (batch, heads) in bench_sape2.SIZES.items():
         assert bench_sape2.batch_and_heads(n, torch.device('cpu')) == (batch, heads)
         more, same = bench_sape2.batch_and_heads(n, torch.device('cuda'))
@@ -381,7 +381,7 @@ def test_batches_on_a_gpu():
 
 @pytest.mark.parametrize('amp', [False, True])
 def test_models_are_checked_as_they_are_timed(amp, monkeypatch):
-    """Under autocast, too, if they are timed so; without cuDNN's tf32, which would be taken for an error of ours."""
+    """Under autocast, too, if they are timed like that. And without cuDNN's tf32, which would look like our error."""
     seen = []
 
     def create(*args, original=bench._create):
@@ -416,7 +416,7 @@ def test_bench_encodings(tmp_path, capsys):
 
 
 def test_saved_bytes_keeps_nothing():
-    """A hook that returned the tensor would tie nodes that keep their output, such as exp, to themselves."""
+    """Hooks must not return the tensor: nodes that save their output, such as exp, would then refer to themselves."""
     kept = []
 
     def function():
@@ -447,7 +447,7 @@ def test_bench_overwrites_nothing_unless_forced(args, taken, measured, tmp_path,
     monkeypatch.setattr(measured, interrupted)
     assert main(['bench', *args, '--output', 'cost.csv']) == 2
     assert capsys.readouterr().err == f'timm-sape: nothing written; --force overwrites what is there: {taken}\n'
-    assert not started  # it is said before the work
+    assert not started  # the message comes before the work
     assert main(['bench', *args, '--output', 'cost.csv', '--force']) == 130
     assert started and [path.name for path in Path().iterdir()] == [taken] and Path(taken).read_text() == 'mine'
 

@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_image
 
 import timm_sape
 from harness import assert_near
-from timm_sape.analysis import awaken_encodings, position_maps
+from timm_sape.analysis import position_maps, randomize_encodings
 from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing
 from timm_sape.cli import main
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
                 part.save(folder / 'data' / split / name / f'{i}.png')
     torch.manual_seed(0)
     model = timm.create_model('test_vit_sape2_k_ape', num_classes=2, img_size=(24, 32), patch_size=8)
-    awaken_encodings(model)
+    randomize_encodings(model)
     timm.models.save_for_hf(model, folder / 'model', safe_serialization=True)
     return folder
 
@@ -97,7 +97,7 @@ def test_map_from_the_shell(tmp_path):
     ('pshap --model model --data-dir data --workers 0', 0, '| all | 24 |'),
     ('pshap --model model --data-dir nowhere', 2, "There is no image or folder 'nowhere'"),
     ('probe model --image china.jpg', 0, 'theorems hold'),
-    ('probe model --image none.jpg', 2, 'none.jpg is no image that can be read'),
+    ('probe model --image none.jpg', 2, 'none.jpg is not an image that can be read'),
     ('sweep model --data-dir data --sizes 24 16x32 --workers 0', 0, '| model | own | 16x32 | 8 |'),
     ('sweep model --data-dir data --sizes 25', 2, 'does not divide the size 25x25'),
     ('compare model local-dir:model --data-dir data --workers 0', 0, '| 0/0 | 1.000 |'),
@@ -122,8 +122,8 @@ def test_what_is_printed(args, code, text, capsys):
     (['--model', 'vit_base_sincos2d_ape'], "write timm.create_model('vit_base_ape', pos_enc='ape+sincos2d')"),
     (['--model', 'data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
     (['--model', 'local-dir:data'], 'data is a folder without config.json'),
-    (['--image', 'none.jpg'], 'none.jpg is no image that can be read'),
-    (['--image', 'model/config.json'], 'is no image that can be read'),
+    (['--image', 'none.jpg'], 'none.jpg is not an image that can be read'),
+    (['--image', 'model/config.json'], 'is not an image that can be read'),
     (['--patches', '4,0'], 'there is no patch 4,0: x goes from 0 to 3, y from 0 to 2'),
     (['--layers', '2'], 'There is no layer 2: the model has 2, 0 to 1'),
     (['--cmap', 'blue-ish'], "There is no colour map 'blue-ish'"),
@@ -135,7 +135,7 @@ def test_what_is_printed(args, code, text, capsys):
     (['--img-size', '100000'], 'an image of 100000 x 100000 pixels takes 120.0 GB, a model many times that, and this'),
     (['--output', 'a' * 300 + '.png'], 'File name too long'),
     (['--numbers', 'a' * 300 + '.csv'], 'File name too long'),
-    (['--image', 'a' * 300], 'is no image that can be read'),
+    (['--image', 'a' * 300], 'is not an image that can be read'),
     (['--what', 'distance', '--layers', '0'], '--what distance shows all layers; leave --layers out'),
     (['--model', 'vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
     (['--model', 'vit_tiny_ape'], 'position adds nothing to the logits of layer 11 of vit_tiny_ape'),
@@ -154,7 +154,7 @@ def test_damaged_files(tmp_path, capsys):
     for model, text in (
             (f'test_vit_ape@{tmp_path}/x.pth', 'has no weights that can be read safely'),
             (f'test_vit_ape@{tmp_path}/x.safetensors', 'has no weights that can be read safely'),
-            (f'{tmp_path}/x.pth', 'is no checkpoint that can be read safely'),
+            (f'{tmp_path}/x.pth', 'is not a checkpoint that can be read safely'),
             ('test_vit_rope2d@model/model.safetensors', 'does not fit the model')):
         assert main(['map', '--model', model, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 2
         error, = capsys.readouterr().err.splitlines()
@@ -172,7 +172,7 @@ def test_grey_images(tmp_path, capsys):
 
 
 def test_data_set_of_torchvision(tmp_path, capsys):
-    """One that is not made of files, of grey images."""
+    """A data set of grey images that is not a folder of images."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 28, 28), dtype=np.uint8)
     raw = tmp_path / 'MNIST' / 'raw'
     raw.mkdir(parents=True)
@@ -209,7 +209,7 @@ def test_map_of_a_model_that_diverged(folder, tmp_path, what, capsys):
     (['--what', 'attention', '--numbers', 'x.csv'], 432e6, 'maps of 1 x 4 heads between 1,024 patches take 0.4 GB'),
 ])
 def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
-    """Refused where there is less memory than they need, and not where there is more."""
+    """Refused if there is less memory than maps need, but not if there is more."""
     monkeypatch.chdir(tmp_path)
     Image.new('RGB', (8, 8)).save('image.png')
     arguments = ['--model', 'test_vit_nope', '--img-size', '512', '--image', 'image.png', '--output', 'map.png', *args]
@@ -234,7 +234,7 @@ def test_no_device_without_numbers(capsys):
     (['checkpoint-7.pth.tar'], 'checkpoint-7.pth.tar'),
 ])
 def test_folder_of_a_training(names, named, tmp_path, capsys):
-    """The message has the path to type, which loads."""
+    """The message contains the path to type, and that path loads."""
     run = tmp_path / 'run'
     run.mkdir()
     model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=24, patch_size=8)
@@ -251,7 +251,7 @@ def test_folder_of_a_training(names, named, tmp_path, capsys):
 
 
 def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
-    """Said at once, not after half a minute of attempts; with what to do, which works."""
+    """The message comes at once, not after half a minute of attempts, and the fix in it works."""
     def fail(*args, **kwargs):
         raise ConnectionError('no')
 
@@ -273,7 +273,7 @@ def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
 
 
 def test_masked_out(tmp_path):
-    """Each head of LookHere looks another way: the mean is over those that see a patch."""
+    """Heads of LookHere see different patches, so the mean is over the heads that see a patch."""
     arguments = ['--model', 'test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
     files = ['--output', str(tmp_path / 'map.png'), '--numbers', str(tmp_path / 'map.json')]
     assert main(['map', *arguments, *files]) == 0
@@ -307,9 +307,9 @@ def test_pshap(tmp_path, capsys):
 @pytest.mark.parametrize('args, text', [
     (['--background', '0'], 'background must be 1 or more'),
     (['--amp'], 'leave it out'),
-    (['--data-dir', 'china.jpg'], 'two images at least'),
+    (['--data-dir', 'china.jpg'], 'at least two images'),
     (['--data-dir', 'data', '--split', 'dev'], "has no folder 'dev'. Its folders: test, train"),
-    (['--num-images', '1'], 'two images at least'),
+    (['--num-images', '1'], 'at least two images'),
 ])
 def test_pshap_says_what_is_wrong(args, text, capsys):
     assert main(['pshap', '--model', 'model', '--data-dir', 'data', '--workers', '0', *args]) == 2
@@ -320,21 +320,34 @@ def test_probe(tmp_path, capsys):
     output = tmp_path / 'probe.json'
     size = ['--img-size', '48', '64', '--image', 'china.jpg']
     encodings = ['nope', 'ape', 'rope2d', 'sape2_k']
-    arguments = ['test_vit_pos_enc', '--pos-enc', *encodings, '--awaken', *size, '--output', str(output)]
+    arguments = ['test_vit_pos_enc', '--pos-enc', *encodings, '--randomize', *size, '--output', str(output)]
     assert main(['probe', *arguments]) == 0
     found = json.loads(output.read_text())
     assert list(dict.fromkeys(row['model'] for row in found['rows'])) == encodings
     assert {row['verdict'] for row in found['rows']} == {'pass', ''}
     assert 'theorems hold' in capsys.readouterr().out
-    # untrained, what starts at zero breaks the promise to know where patches are: exit code 1
+    # An encoding that starts at zero does not know where patches are until it is trained, so a theorem fails: code 1.
     assert main(['probe', 'test_vit_irpe_k', *size]) == 1
     assert '| changes | fail |' in capsys.readouterr().out
     assert main(['probe', 'model', '--image', 'flower.jpg']) == 0
 
 
+def test_old_name_of_randomize(capsys):
+    arguments = ['probe', 'test_vit_irpe_k', '--img-size', '32', '48', '--image', 'china.jpg']
+    assert main([*arguments, '--randomize']) == 0
+    expected = capsys.readouterr().out
+    assert main([*arguments, '--awaken']) == 0
+    assert capsys.readouterr().out == expected
+    with pytest.raises(SystemExit, match='0'):
+        main(['probe', '--help'])
+    found = capsys.readouterr().out
+    assert '--randomize' in found and 'awaken' not in found
+
+
 @pytest.mark.parametrize('args, text', [
     (['test_vit_pos_enc', '--pos-enc', 'rope9d'], "Unknown position encoding 'rope9d'"),
-    (['test_vit_nope', '--image', 'none.jpg'], 'none.jpg is no image'),
+    (['test_vit_nope', '--image', 'none.jpg'], 'none.jpg is not an image'),
+    (['vit_tiny_patch16_224@random', '--randomize'], '--randomize is only for models of timm_sape; leave it out'),
 ])
 def test_probe_says_what_is_wrong(args, text, capsys):
     assert main(['probe', '--image', 'china.jpg', *args]) == 2

@@ -27,9 +27,9 @@ from timm_sape.lab.experiment.plan import load_plan, script_options
 CHECKOUT = Path(__file__).parents[1]
 EPOCHS = 4
 
-# What timm's train.py does, seen from outside: options from a YAML file, logs on stderr, a summary whose header is
-# written again after a resume, checkpoints that are written aside, Ctrl-C taken for the end. `model_kwargs` tell it how
-# to behave.
+# Behaves like timm's train.py, seen from outside: options come from a YAML file, logs go to stderr, the header of the
+# summary is written again after a resume, checkpoints are first written to another file, and Ctrl-C counts as the
+# normal end. `model_kwargs` tell it how to behave.
 STAND_IN = r"""
 import argparse, os, pickle, shutil, sys, time, zipfile
 import yaml
@@ -172,7 +172,7 @@ class Lab:
         return main(self.arguments(*options))
 
     def begin(self, *options):
-        """The command in a process of its own, which can be killed."""
+        """Run the command in a process of its own, which can be killed."""
         return begin(self.arguments(*options))
 
     def wait_for(self, text, seconds=30):
@@ -189,7 +189,7 @@ class Lab:
             for folder, what, at, process, *rest in lines]
 
     def epochs(self):
-        """How often each epoch of each run was begun."""
+        """How often each epoch of each run was started."""
         return Counter((note[0], note[1]) for note in self.notes() if note[1] != 'end')
 
     def rows(self):
@@ -233,14 +233,14 @@ def lab(tmp_path, checkpoints, monkeypatch):
 
 
 def assert_whole(lab, runs=('A/seed1', 'A/seed2', 'B/seed1', 'B/seed2')):
-    """All epochs are there once, whatever happened."""
+    """Each epoch is in the summary once, whatever happened."""
     for run in runs:
         lines = lab.summary(run).splitlines()
         assert [line.split(',')[0] for line in lines] == ['epoch', *map(str, range(EPOCHS))]
     assert {row['status'] for row in lab.rows().values()} == {'finished'}
 
 
-# -- what comes out
+# -- results
 
 
 def test_experiment(lab, capsys):
@@ -319,14 +319,14 @@ def test_folders_need_no_quotes(lab):
     assert lab() == 0
     assert {path.name for path in lab.output.iterdir() if path.is_dir()} == {'.locks', 'APE-rate-.5-a-b', 'É-1'}
     assert {path.name for path in (lab.output / '.locks').iterdir()} >= {'APE-rate-.5-a-b-seed1', 'É-1-seed1'}
-    assert lab.rows()['APE, rate .5 (a+b)', 1]['status'] == 'finished'  # tables have the label as it is
+    assert lab.rows()['APE, rate .5 (a+b)', 1]['status'] == 'finished'  # tables have the unchanged label
     assert [run.label for run in experiment.trained_models(lab.output)] == ['APE, rate .5 (a+b)', 'É 1']
     before = lab.notes_file.read_text()
     assert lab() == 0 and lab.notes_file.read_text() == before
 
 
 def test_folders_of_earlier_versions_are_found(lab):
-    """They had the label as it is, and did not store it. Their runs are not repeated, and new seeds go beside them."""
+    """They were named by the unchanged label and did not store it. Their runs are not repeated; new seeds join them."""
     lab.plan({'A, b': 'test_vit_ape'})
     assert lab('--seeds', 1) == 0
     (lab.output / 'A-b').rename(lab.output / 'A, b')
@@ -340,7 +340,7 @@ def test_folders_of_earlier_versions_are_found(lab):
     assert {path.name for path in lab.output.iterdir() if path.is_dir()} == {'.locks', 'A, b'}
     assert [run[:2] for run in experiment.trained_models(lab.output)] == [('A, b', 1), ('A, b', 2)]
     lab.plan({'A, b': {'model': 'test_vit_ape', 'lr': 0.5}})
-    assert lab() == 2  # and are guarded against other options
+    assert lab() == 2  # and protected from other options
 
 
 def archived(lab, kept):
@@ -384,13 +384,13 @@ def test_archive(lab, capsys):
     capsys.readouterr()
     assert lab(*done, '--dry-run') == 0 and capsys.readouterr().out.splitlines()[-1].startswith('0 minutes to go')
     assert lab(*done) == 0 and lab.notes_file.read_text() == before
-    assert lab('--output', kept) == 1  # what is missing is, but what diverged is not
+    assert lab('--output', kept) == 1  # missing runs are repeated, but diverged ones are not
     new = lab.notes_file.read_text().removeprefix(before)
     assert f'{kept}/nan/seed1 epoch-0' in new and 'seed2' not in new and 'A/' not in new
 
 
 def test_archive_guards_its_runs(lab, capsys):
-    """Against other options and other images, as folders do."""
+    """It refuses other options and other images, as folders do."""
     kept = lab.folder / 'kept'
     assert lab('--seeds', 1) == 0 and lab('--archive', kept) == 0
     lab.plan({'A': {'model': 'test_vit_ape', 'lr': 0.5}, 'B': 'test_vit_nope'})
@@ -453,7 +453,7 @@ def test_crashed_and_diverged(lab, capsys):
     assert '6 of 7 runs are not finished' in capsys.readouterr().err
 
     notes = len(lab.notes())
-    assert lab() == 1  # what crashed goes on, what diverged does not
+    assert lab() == 1  # crashed runs are resumed, diverged ones are not
     rows = lab.rows()
     assert [rows[label, 1]['status'] for label in ('A', 'crash', 'die', 'quit', 'nan', 'reject')] == [
         'finished', 'finished', 'finished', 'finished', 'diverged', 'crashed']
@@ -544,7 +544,7 @@ def test_two_starts_at_once(lab):
         assert command.exitcode == 0
     assert_whole(lab)
     assert set(lab.epochs().values()) == {1} and len({note[3] for note in lab.notes()}) == 4
-    assert most_at_once(lab) == 2  # the places are those of the machine, not of a command
+    assert most_at_once(lab) == 2  # the slots are those of the machine, not of a command
 
 
 def test_running_is_seen(lab):
@@ -557,7 +557,7 @@ def test_running_is_seen(lab):
     assert [row['status'] for row in experiment.rows_of(plan, lab.output)] == ['finished', *3 * ['waiting']]
 
 
-# -- what a killed train.py leaves
+# -- remains of a killed train.py
 
 
 def test_summary_as_it_is_left(tmp_path):
@@ -568,7 +568,7 @@ def test_summary_as_it_is_left(tmp_path):
     records.write_summary(tmp_path, rows)
     assert tmp_path.joinpath('summary.csv').read_text() == 'epoch,train_loss,eval_top1\n0,2,10\n1,1.8,12\n'
     assert records.read_summary(tmp_path / 'none') == {}
-    tmp_path.joinpath('summary.csv').write_text('1,1.8,12\n2,1.7,13\n')  # somebody has removed what was above
+    tmp_path.joinpath('summary.csv').write_text('1,1.8,12\n2,1.7,13\n')  # somebody removed the lines above
     assert records.read_summary(tmp_path) == {}
 
 
@@ -585,7 +585,7 @@ def test_checkpoints_as_they_are_left(tmp_path, checkpoints):
     assert records.last_checkpoint(tmp_path) == (tmp_path / 'tmp.pth.tar', 3)  # `last` was removed, not yet replaced
     put('last', 3, 0)
     put('tmp', 3, 100)
-    assert records.last_checkpoint(tmp_path) == (tmp_path / 'checkpoint-1.pth.tar', 2)  # what a reboot did not write
+    assert records.last_checkpoint(tmp_path) == (tmp_path / 'checkpoint-1.pth.tar', 2)  # others were lost in a reboot
     put('checkpoint-1', 1, 100)
     with pytest.raises(RuntimeError, match='no checkpoint can be read, such as checkpoint-1.pth.tar'):
         records.last_checkpoint(tmp_path)
@@ -633,7 +633,7 @@ HEAD = b'epoch,train_loss,eval_top1\n'
     b'', bytes(100), b'\xff\xfe', HEAD + b'2,1.8,49\n' + bytes(50), HEAD + b'3,abc,50\n', HEAD + b'3,1.7,5x0\n'],
     ids=['empty', 'NULs', 'no text', 'half', 'no loss', 'no accuracy'])
 def test_lost_summaries(lab, content):
-    """What a reboot leaves of a summary is not shown as the result, and does not end the others."""
+    """The rest of a summary after a reboot is not shown as the result, and does not stop other runs."""
     assert lab('--models', 'A') == 0
     folder = lab.output / 'A' / 'seed1'
     (folder / 'summary.csv').write_bytes(content)
@@ -643,7 +643,7 @@ def test_lost_summaries(lab, content):
     assert lab.epochs()['A/seed1', 'epoch-3'] == 1
 
 
-# -- the places
+# -- the slots
 
 
 class Job:
@@ -727,7 +727,7 @@ def test_differences_are_of_seeds_that_both_have():
 
 
 def test_the_commit_is_that_of_the_start(lab, monkeypatch):
-    """A checkout may move on while an experiment runs."""
+    """The checkout may change while an experiment runs."""
     commits = iter(['1111111', '2222222'])
     monkeypatch.setattr(runner, 'commit', lambda: next(commits))
     lab.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'}, seeds=[1])
@@ -901,7 +901,7 @@ def test_no_data(lab, capsys):
 def test_data_that_have_a_name(lab):
     lab.plan({
         'A': {'model': 'test_vit_ape', 'dataset': 'torch/image_folder'},
-        'B': {'model': 'test_vit_ape', 'dataset': 'torch/cifar10', 'dataset_download': True},  # train.py brings it
+        'B': {'model': 'test_vit_ape', 'dataset': 'torch/cifar10', 'dataset_download': True},  # train.py downloads it
     }, seeds=[1])
     assert lab() == 0
 
@@ -949,7 +949,7 @@ def test_other_options_than_it_was_begun_with(lab, mode, capsys):
     lambda data: (data / 'test' / 'a' / '0.png').write_bytes(b'another size'),
 ], ids=['one less', 'another'])
 def test_other_images_than_it_was_begun_with(lab, change, capsys):
-    """Else the runs of one row would be of different data."""
+    """Otherwise the runs of a row would differ in their data."""
     assert lab('--models', 'A', '--seeds', 1) == 0
     recorded = json.loads((lab.output / 'A' / 'seed1' / 'run.json').read_text())['starts'][0]['images']
     assert recorded.keys() == {'train', 'test'} and recorded['train'].startswith('2 files, ')
@@ -985,7 +985,7 @@ def test_places_on_gpus(monkeypatch):
 
 
 def test_how_busy_gpus_are(lab, monkeypatch, capsys):
-    """With a stand-in for nvidia-smi, which knows GPU-5 alone."""
+    """With a stand-in for nvidia-smi, which only knows GPU-5."""
     stand_in = lab.folder / 'bin' / 'nvidia-smi'
     stand_in.parent.mkdir()
     stand_in.write_text(
@@ -995,7 +995,7 @@ def test_how_busy_gpus_are(lab, monkeypatch, capsys):
     monkeypatch.setenv('PATH', f'{stand_in.parent}:{os.environ["PATH"]}')
     assert [runner.gpu_utilisation(gpu) for gpu in ('GPU-5', 'GPU-6')] == [40, None]
     monkeypatch.setattr(runner, 'POLL', 0.02)
-    monkeypatch.setattr(runner, 'GPU_POLL', 0)  # at each look at what runs, the first before it can have ended
+    monkeypatch.setattr(runner, 'GPU_POLL', 0)  # on every check, the first of which comes before a run can end
     slots = [runner.Slot(f'place-{gpu}', 'a GPU', {'CUDA_VISIBLE_DEVICES': gpu}) for gpu in ('GPU-5', 'GPU-6')]
     monkeypatch.setattr(experiment, 'make_slots', lambda *args: slots)
     assert lab('--seeds', 1) == 0
@@ -1084,7 +1084,7 @@ def test_dry_run(lab, capsys):
 
 @pytest.mark.parametrize('workers, first, steps', [(0, 3, 40), (3, 9, 40), (3, 9, 12)])
 def test_steps_that_were_loaded_ahead_do_not_count(lab, workers, first, steps, capsys, monkeypatch):
-    # as if batches came three at a time
+    # as if batches came in groups of three
     lab.script.write_text(STAND_IN.replace('range(4)', f'range({steps})').replace('/4 (', f'/{steps} (').replace(
         '0.500s', f'{{3 * (step >= {first} and step % 3 == 2):.3f}}s'))
     seen, stop = [], trial._Trial.stop

@@ -1,4 +1,4 @@
-"""timm_sape.hub.load of folders, and of a config.json that is not right: the same model, or one line that says why."""
+"""timm_sape.hub.load of folders and of a wrong config.json: the same model, or a line that says why not."""
 import copy
 import json
 import random
@@ -24,7 +24,7 @@ IMAGES = torch.randn(2, 3, 48, 80, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    """A folder, and the model in it, no parameter of which is what it was at the start."""
+    """A folder, and the model in it, whose parameters all differ from their initial values."""
     folder = tmp_path_factory.mktemp('saved') / 'model'
     torch.manual_seed(0)
     model = timm.create_model('test_vit_nope', **MODEL).eval()
@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def config(saved):
-    """The config, and a function that writes one and loads the folder."""
+    """The config, and a function that writes a config and loads the folder."""
     file = saved[0] / 'config.json'
     before = file.read_text()
 
@@ -60,7 +60,7 @@ def assert_same(loaded, model):
 # ---- folders
 
 def test_folders(saved, monkeypatch):
-    """By path and by string, relative and absolute, with one slash as a repository has it; with other arguments."""
+    """By path and by string; relative, absolute, and with one slash, like a repository; with other arguments."""
     folder, model = saved
     monkeypatch.chdir(folder.parents[1])
     relative = folder.relative_to(folder.parents[1])
@@ -78,7 +78,7 @@ def test_folders(saved, monkeypatch):
 
 
 def test_folder_of_another_architecture(tmp_path):
-    """A model of timm's, and one that was grafted onto it."""
+    """A model of timm, and one that was grafted onto it."""
     model = timm.create_model('test_vit', num_classes=3).eval()
     hub.save(model, tmp_path / 'model')
     x = torch.randn(1, 3, 160, 160)
@@ -98,7 +98,7 @@ def test_loading_draws_nothing(saved):
 
 
 def test_other_threads_build_models(saved):
-    """What is counted while a folder is checked are the tensors of that thread."""
+    """The check of a folder counts only the tensors of its own thread."""
     ended, failed = threading.Event(), []
 
     def build():
@@ -139,7 +139,7 @@ def test_wrong_folders(saved, tmp_path):
     weights = (saved[0] / 'model.safetensors').read_bytes()
     (folder / 'model.safetensors').write_bytes(weights[:-1])
     expect(f'{folder}: model.safetensors is not what config.json says it is, by its checksum: it was cut off, damaged')
-    assert (folder / 'model.safetensors').exists()  # it is not in a cache, but the user's
+    assert (folder / 'model.safetensors').exists()  # it is the user's file, not in a cache
     config = json.loads(text)
     del config['timm_sape']['sha256']
     (folder / 'config.json').write_text(json.dumps(config))
@@ -152,7 +152,7 @@ def test_wrong_folders(saved, tmp_path):
 # ---- entries of config.json
 
 def changed(config, path, value):
-    """A copy with another value; `...` for none."""
+    """A copy of the config with another value of an entry, or without the entry if the value is `...`."""
     config = copy.deepcopy(config)
     inner, names = config, path.split('.')
     for name in names[:-1]:
@@ -215,7 +215,7 @@ def test_wrong_entries(path, value, message, config):
     ('pretrained_cfg.input_size', [3, 10 ** 6, 10 ** 6], 'pretrained_cfg.input_size of config.json must be ['),
 ])
 def test_sizes_that_no_memory_holds(path, value, message, config, monkeypatch):
-    """Refused soon, and nothing of the size is built."""
+    """They are refused fast, and nothing of this size is built."""
     right, load = config
     monkeypatch.setattr(timm.models._builder, 'load_pretrained', lambda *args, **kwargs: pytest.fail('built'))
     start, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -239,7 +239,7 @@ def test_texts_that_are_no_config(text, message, config):
 
 
 def test_weights_of_stock_timm(saved, tmp_path):
-    """Without our entry in the config shapes may differ, as timm adapts some; absurd sizes are refused all the same."""
+    """Without our entry in the config, shapes may differ, because timm adapts some. Absurd sizes are still refused."""
     config = json.loads((saved[0] / 'config.json').read_text())
     del config['timm_sape']
     config['model_args']['patch_size'] = 8
@@ -253,7 +253,7 @@ def test_weights_of_stock_timm(saved, tmp_path):
 
 
 def test_an_encoding_that_cannot_be_built_without_numbers(tmp_path):
-    """The check on the meta device says nothing then."""
+    """If an encoding cannot be built on the meta device, the check there is skipped."""
     class Stubborn(timm_sape.PositionEncoding):
         per_layer = False
 
@@ -291,7 +291,7 @@ def paths_of(value, path=()):
 
 
 def mutated(config, rng):
-    """A config in which one to three entries are gone, of another type, or where no entry should be."""
+    """A config in which one to three entries are removed, have another type, or are added in wrong places."""
     config = copy.deepcopy(config)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         *outer, last = rng.choice([path for path in paths_of(config) if path])
@@ -310,7 +310,7 @@ def mutated(config, rng):
 
 @pytest.mark.parametrize('seed', range(8))
 def test_fuzz(seed, saved, config):
-    """The same model, or a ValueError of one line; never another exception or another model."""
+    """The result is the same model or a ValueError of one line, never another exception or another model."""
     right, load = config
     outcomes = {'same': 0, 'refused': 0}
     for i in range(50):

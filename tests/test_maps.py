@@ -1,11 +1,11 @@
-"""Maps of position: what they show is what the layers compute."""
+"""Maps of position show what the layers compute."""
 import pytest
 import timm
 import torch
 import torch.nn as nn
 
 import timm_sape
-from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
+from common import POS_ENCS, ToyLayer, ToyShared, randomize, registered
 from harness import assert_near
 from timm_sape.analysis import attention_distance, position_maps, similarity
 from timm_sape.functional import sape2_bias
@@ -23,7 +23,7 @@ def build(pos_enc, **kwargs):
     kwargs = dict(img_size=SIZE, patch_size=8, reg_tokens=2) | kwargs
     model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).double().eval()
     with torch.no_grad():
-        return awaken(model)
+        return randomize(model)
 
 
 def images(batch=2, size=SIZE):

@@ -1,4 +1,4 @@
-"""CIFAR-10-Position, its folders and their command, and RandAugment without geometry."""
+"""CIFAR-10-Position, its folders and the command that writes them, and RandAugment without geometry."""
 import functools
 import json
 import os
@@ -59,14 +59,14 @@ class Images:
 
 
 class Sorted(Images):
-    """As many images of each class in a row."""
+    """The same number of images of each class, sorted by class."""
 
     def __getitem__(self, index):
         return random_image(index), index * 10 // self.num_images
 
 
 def filled_corners(image):
-    """Where an image without black pixels of its own lies."""
+    """The corners that an image without black pixels of its own covers."""
     pixels = np.asarray(image)
     height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
     rows = {'top': slice(height), 'bottom': slice(-height, None)}
@@ -91,7 +91,7 @@ def test_shrink_to_corner(corner, size, mode):
     out = functools.partial(shrink_to_corner, corner=corner)(image)
     assert out.mode == mode and out.size == size
     assert torch.equal(pil_to_tensor(out).float(), expected)
-    assert torch.equal(pil_to_tensor(image).float(), pixels)  # not written into
+    assert torch.equal(pil_to_tensor(image).float(), pixels)  # the original is unchanged
 
 
 @pytest.mark.parametrize('image, corner, text', [
@@ -140,7 +140,7 @@ def as_corners(seed, num_images=16):
 
 
 def test_corners_stay_what_they_are():
-    """Not even the version of a library may change them."""
+    """They must not change, not even with the version of a library."""
     assert as_corners(0) == [1, 0, 3, 2, 2, 3, 0, 1, 1, 0, 3, 2, 2, 1, 3, 0]
     assert as_corners(1) == [1, 3, 0, 2, 1, 3, 0, 2, 0, 1, 3, 2, 2, 3, 0, 1]
 
@@ -244,7 +244,7 @@ def tree(folder):
 def test_writing_refuses_and_force_replaces(tmp_path):
     folder = tmp_path / 'data'
     folder.mkdir()
-    write_position_dataset(position_splits(), folder)  # an empty one is taken
+    write_position_dataset(position_splits(), folder)  # an empty folder is accepted
     before = tree(folder)
     with pytest.raises(ValueError, match='data exists; --force'):
         write_position_dataset(position_splits(seed=1), folder)
@@ -347,7 +347,7 @@ def image_folder(tmp_path):
 
 @pytest.fixture
 def cifar_root(tmp_path, monkeypatch):
-    """As torchvision stores CIFAR-10, with eight images a file."""
+    """A folder in torchvision's format of CIFAR-10, with eight images per file."""
     folder = tmp_path / 'root' / 'cifar-10-batches-py'
     folder.mkdir(parents=True)
     for n, name in enumerate(['test_batch', *(f'data_batch_{i}' for i in range(1, 6))]):
@@ -393,7 +393,7 @@ def test_command(image_folder, tmp_path, capsys):
     assert run_data(*args, '--position-classes', 'cat', 'dog', '--seed', '3') == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [f'{output}/train: 80 images, 16 classes', f'{output}/val: 40 images, 16 classes']
-    assert not err  # nothing in two seconds
+    assert not err  # no output in the first two seconds
     assert json.loads((output / 'cifar10_position.json').read_text())['position_classes'] == ['cat', 'dog']
     before = tree(output)
     assert run_data(*args) == 2
@@ -431,7 +431,7 @@ def op_names(transform):
 
 
 def stock_transform(aa, img_size=32, **options):
-    """What train.py makes of --aa, and of the options that we recommend."""
+    """The transform that train.py creates for --aa, and with the options that we recommend."""
     keep = dict(scale=[1.0, 1.0], ratio=[1.0, 1.0], hflip=0.0)
     return create_transform(
         (3, img_size, img_size), is_training=True, auto_augment=aa, interpolation='random', use_prefetcher=True,
@@ -477,8 +477,8 @@ def test_rand_augment_keeps_ratios_of_weights(name):
 
 @pytest.mark.parametrize('config_str, op_name', [('rand-m10-inc1', 'PosterizeIncreasing'), ('rand-m0', 'Posterize')])
 def test_rand_augment_posterizes_to_one_bit_at_least(config_str, op_name):
-    """Pillow 13 refuses none, which timm's own operation draws in one image of some 650 of `PLAIN`."""
-    augment = pickle.loads(pickle.dumps(position_preserving_rand_augment(config_str)))  # as to a worker
+    """Pillow 13 refuses zero bits, which timm's own operation draws for about one in 650 images of `PLAIN`."""
+    augment = pickle.loads(pickle.dumps(position_preserving_rand_augment(config_str)))  # as it is sent to a worker
     op, = (op for op in augment.ops if op.name == op_name)
     op.prob = 1.0
     image = random_image(0)
@@ -516,17 +516,17 @@ def test_bright_pixel_stays_where_it_is():
             random.seed(0)
             out = np.asarray(op(Image.fromarray(pixels)), dtype=int)
             away = np.abs(out - out[far]).sum(-1)  # [H, W]
-            # no higher anywhere, and but for blurs and sharpening nowhere else
+            # the difference is not larger anywhere, and except for blurs and sharpening it is nowhere else
             assert away.max() == away[row, column], (op, row, column)
             if op.name not in SMEARING_OPS:
                 assert (away > 0).sum() <= 1, (op, row, column)
             if away.max() and (out != pixels).any():
                 acted.add(op.name)
-    assert acted > set(AUTHORS_OPS) - {'AutoContrast', 'Equalize'}  # of so few colours, these two keep or merge all
+    assert acted > set(AUTHORS_OPS) - {'AutoContrast', 'Equalize'}  # with so few colours, these two keep or merge all
 
 
 def test_most_operations_know_no_places():
-    """They commute with any shuffling of the pixels."""
+    """They commute with any permutation of pixels."""
     pixels = np.random.default_rng(0).integers(0, 256, (16 * 16, 3), dtype=np.uint8)
     order = np.random.default_rng(1).permutation(16 * 16)
 
@@ -537,7 +537,7 @@ def test_most_operations_know_no_places():
     for op in all_kept_ops():
         if op.name not in SMEARING_OPS:
             assert (apply(op, pixels[order]) == apply(op, pixels)[order]).all(), op
-    for op in rand_augment_transform('rand-m9').ops:  # and the test can tell
+    for op in rand_augment_transform('rand-m9').ops:  # negative control
         op.prob = 1.0
         if op.name in GEOMETRIC_OPS:
             assert (apply(op, pixels[order]) != apply(op, pixels)[order]).any(), op
@@ -564,7 +564,7 @@ def test_other_built_in_strings_do_not(aa):
 
 @pytest.mark.parametrize('img_size', [32, 64])
 def test_recommended_options_of_train_py(img_size):
-    """The image arrives whole, at any scale, and only so."""
+    """With these options, but not with others, the model sees the whole image, at any size."""
     bright = random_image(0, 32, 32).point(lambda v: 128 + v // 2)  # not made black by enlarging
     image = shrink_to_corner(bright, 'top-right')
     whole = stock_transform(None, img_size, color_jitter=0.0)

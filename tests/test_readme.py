@@ -1,4 +1,4 @@
-"""The README tells the truth about the registry, and its code runs. Run as a script, prints the table of encodings."""
+"""The README agrees with the registry and the results, and its code runs. As a script, prints the encodings' table."""
 import csv
 import operator
 import re
@@ -43,7 +43,7 @@ def test_costs_are_those_that_were_measured():
 
 
 def test_costs_of_sape2_are_those_that_were_measured():
-    """Forward and backward over plain attention: for each file a line of ours, and one of Appendix D."""
+    """Forward and backward time over plain attention: for each file a line for our code and one for Appendix D."""
     lines = README.read_text().splitlines()
     starts = [i for i, line in enumerate(lines) if re.match(r'\| ours, .*\(results/sape2_.*\.csv\)', line)]
     assert len(starts) == 3
@@ -56,7 +56,7 @@ def test_costs_of_sape2_are_those_that_were_measured():
 
 
 def runs_of(plan):
-    """Notes and rows of a table of runs; each has finished, with the accuracy that its summary says."""
+    """Notes and rows of a table of runs. All runs have finished, with the accuracy in their summaries."""
     folder = RESULTS / 'cpu_cifar10'
     notes = (folder / f'{plan}.md').read_text().splitlines()[-1]
     rows = [
@@ -91,7 +91,7 @@ def test_archives_have_the_runs_of_the_tables_once(folder):
 
 
 def test_a_line_of_the_archive_repeats_the_run(tmp_path, monkeypatch):
-    """By the code of EXPERIMENTS.md, which writes the options that the plan had."""
+    """The code of EXPERIMENTS.md writes the options that the plan had."""
     guide = (README.parent / 'train_configs' / 'EXPERIMENTS.md').read_text()
     code, = re.findall(r'```python\n(.*?)```', guide, flags=re.DOTALL)
     (tmp_path / 'results').symlink_to(RESULTS)
@@ -102,7 +102,7 @@ def test_a_line_of_the_archive_repeats_the_run(tmp_path, monkeypatch):
 
 
 def top1_of(plan, seeds='123'):
-    """Top-1 of each model with these seeds, which are all that it has."""
+    """Top-1 of each model with exactly these seeds."""
     top1 = {(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]}
     models = {model for model, _ in top1}
     assert len(top1) == len(seeds) * len(models)
@@ -198,7 +198,7 @@ def test_ablations_at_half_the_rate_are_those_of_the_runs():
 
 
 def test_new_seeds_are_those_of_the_runs():
-    """Top-1 of three models at both rates, and the difference to APE, by both intervals."""
+    """Top-1 of three models at both rates, and the difference to APE with both intervals."""
     top1 = top1_of('pairs', '456789')
     assert len(top1) == 6
     page = (RESULTS / 'README.md').read_text()
@@ -213,7 +213,7 @@ def test_new_seeds_are_those_of_the_runs():
 
 
 def test_differences_that_hang_on_the_interval():
-    """One of the two leaves out 0, the other does not."""
+    """One of the two intervals excludes 0, the other does not."""
     top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'half_rate_ablations', 'pooling')))
     page = (RESULTS / 'README.md').read_text()
     lines = [line.strip('| ').split(' | ') for line in page.splitlines() if line.count('[') == 2]
@@ -229,7 +229,7 @@ def test_differences_that_hang_on_the_interval():
 
 
 def test_code_runs(tmp_path, monkeypatch):
-    """All of it, but with random weights where it would fetch some."""
+    """All of the code, but with random weights where it would download some."""
     monkeypatch.chdir(tmp_path)
     known = timm_sape.list_encodings()
     blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)

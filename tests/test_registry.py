@@ -1,4 +1,4 @@
-"""Names: what may be registered and typed, and what a third-party encoding does in a model."""
+"""Names: which can be registered, which users can type, and third-party encodings in a model."""
 import argparse
 import inspect
 import json
@@ -23,7 +23,7 @@ HOST = dict(dim=64, num_heads=4, grid_size=(4, 4), num_prefix_tokens=1)
 
 @pytest.fixture(autouse=True)
 def no_traces():
-    """Forget whatever a test registers."""
+    """Remove whatever a test registers."""
     encodings, aliases = dict(registry._encodings), dict(registry._aliases)
     yield
     for known, before in ((registry._encodings, encodings), (registry._aliases, aliases)):
@@ -64,7 +64,7 @@ def test_created_by_name(name):
 
 @pytest.mark.parametrize('name', list_encodings())
 def test_help(name):
-    """`help` of an encoding begins with its full name and describes each keyword, those of its bases included."""
+    """`help` of an encoding begins with its full name and describes all keywords, including those of its bases."""
     doc = inspect.getdoc(registry.get_encoding(name))
     title = registry.encoding_title(name)
     assert 5 < len(title) <= 52 and doc.startswith(f'{title}.') and doc.count('\n\nInherited keywords:\n') <= 1
@@ -73,7 +73,7 @@ def test_help(name):
         assert len(re.findall(rf'^    {keyword}: \S', doc, re.MULTILINE)) == 1, keyword
 
 
-def test_help_of_ones_own():
+def test_help_of_a_third_party():
     class Base(timm_sape.CoordinateEncoding):
         """Not registered.
 
@@ -120,7 +120,7 @@ def test_register():
     assert {'mine', 'my_own', 'm2'} <= set(list_encodings(aliases=True))
     assert 'm2' not in list_encodings()
     assert build('m2+ape').pos_enc == 'ape+mine'
-    assert Mine.__name__ == 'Mine'  # the decorator hands the class back
+    assert Mine.__name__ == 'Mine'  # the decorator returns the class
 
 
 @pytest.mark.parametrize('name, aliases, taken', [
@@ -131,7 +131,7 @@ def test_register():
 ])
 def test_taken_names(name, aliases, taken):
     before = list_encodings(aliases=True)
-    with pytest.raises(ValueError, match=f"'{taken}' is registered already"):
+    with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
         register_encoding(name, aliases=aliases)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
 
@@ -148,19 +148,19 @@ def test_taken_name_says_by_whom():
     with pytest.raises(ValueError, match=r"'sape2'.*by timm_sape.encodings.sape2.*PositionEncodingK. Choose another"):
         register_encoding('sape2')(type('Mine', (PositionEncoding,), {}))
     register_encoding('mine')(type('Mine', (PositionEncoding,), {}))
-    with pytest.raises(ValueError, match="'mine' is registered already"):
+    with pytest.raises(ValueError, match="'mine' is already registered"):
         register_encoding('mine')(type('Other', (PositionEncoding,), {}))
 
 
 def test_a_cell_run_again():
-    """The same class from the same place replaces the one before, as in a notebook; the new one is used."""
+    """A class of the same name from the same module replaces the old one, as in a notebook."""
     for _ in range(2):
         cls = register_encoding('mine', aliases=('too',))(type('Mine', (PositionEncoding,), {}))
         assert timm_sape.get_encoding('mine') is timm_sape.get_encoding('too') is cls
 
 
 def test_what_authors_forget():
-    """Each in one line: a method that must be defined, the table, tokens that a bias left out."""
+    """Each has a message in one line: a required method, the table, tokens that are missing in a bias."""
     class Forgetful(timm_sape.FixedEncoding):
         pass
 
@@ -188,14 +188,14 @@ def test_what_authors_forget():
 def test_malformed_names(name):
     before = list_encodings(aliases=True)
     for kwargs in (dict(name=name), dict(name='mine', aliases=(name,))):
-        with pytest.raises(ValueError, match='use small letters, digits and underscores'):
+        with pytest.raises(ValueError, match='use lowercase letters, digits and underscores'):
             register_encoding(**kwargs)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
 
 
 @pytest.mark.parametrize('cls', [nn.Module, dict, lambda **host: None, PositionEncoding(**HOST)])
 def test_not_an_encoding(cls):
-    with pytest.raises(ValueError, match="'mine'.*is no subclass of timm_sape.PositionEncoding"):
+    with pytest.raises(ValueError, match="'mine'.*is not a subclass of timm_sape.PositionEncoding"):
         register_encoding('mine')(cls)
     assert 'mine' not in list_encodings()
 
@@ -203,7 +203,8 @@ def test_not_an_encoding(cls):
 @pytest.mark.parametrize('hook, per_layer', [
     ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False)])
 def test_shared_where_it_cannot_be(hook, per_layer):
-    with pytest.raises(ValueError, match=f"'mine' overrides '{hook}', which is called where per_layer={not per_layer}"):
+    says = f"'mine' overrides '{hook}', so its class must set per_layer = {not per_layer}"
+    with pytest.raises(ValueError, match=says):
         register_encoding('mine')(type('Mine', (PositionEncoding,), {
             'per_layer': per_layer, hook: lambda self, *args: None}))
     assert 'mine' not in list_encodings()
@@ -327,14 +328,14 @@ def test_keywords_are_copied():
     ('ape++cope', None, 'has an empty part'),
     (3, None, "pos_enc must be a string such as 'ape\\+sape2_k', got 3"),
     (['ape', 'cope'], None, 'pos_enc must be a string'),
-    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is no part of pos_enc='ape'"),
-    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is no part of"),
+    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is not a part of pos_enc='ape'"),
+    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is not a part of"),
     ('ape', {'capo': {}}, "Unknown position encoding 'capo'"),
     ('sape2_k', {'sape2': {'npos': 9}, 'sape2_k': {'npos': 9}}, "'sape2_k' under two names. Give them once"),
     ('cope', {'npos': 9}, "must map parts to their keywords, e.g. .*, got {'npos': 9}"),
     ('cope', {'cope': 9}, 'must map parts to their keywords'),
     ('cope', ['npos'], 'must map parts to their keywords'),
-    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, to survive saving.*Tensor'),
+    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, so that it can be saved.*Tensor'),
     ('cope', {'cope': {'npos': {9}}}, 'must be plain JSON.*set'),
     ('cope', {'cope': {'npos': nn.Linear}}, 'must be plain JSON'),
 ])
@@ -347,7 +348,7 @@ def test_conflicts(pos_enc, pos_enc_kwargs, text):
 
 
 def parsed(*words):
-    """What timm's scripts make of words after `--model-kwargs`."""
+    """Words after `--model-kwargs`, as timm's scripts parse them."""
     parser = argparse.ArgumentParser()
     parser.add_argument('--model-kwargs', nargs='*', action=ParseKwargs)
     return parser.parse_args(['--model-kwargs', *words]).model_kwargs['pos_enc_kwargs']
@@ -358,12 +359,12 @@ def parsed(*words):
     ('{sape2_k: {npos: 9, bias_scale: -1e-3}}', {'sape2_k': {'npos': 9, 'bias_scale': -1e-3}}),
     ('{"rope_dinov3": {"rescale": null}, "irpe_k": {"shared_heads": false}}',
         {'rope_dinov3': {'rescale': None}, 'irpe_k': {'shared_heads': False}}),
-    ('preset:equations', {'sape2_k': {'preset': 'equations'}}),  # nobody can tell: the example
+    ('preset:equations', {'sape2_k': {'preset': 'equations'}}),  # unclear what is meant, so the message has an example
     ('{npos:9}', {'sape2_k': {'preset': 'equations'}}),
     ('{{{', {'sape2_k': {'preset': 'equations'}}),
 ])
 def test_keywords_that_lost_their_quotes(text, meant):
-    """The message has the words to type, which timm's parser and a shell understand."""
+    """The message contains the words to type, which timm's parser and a shell understand."""
     arrived = parsed(f'pos_enc_kwargs={text}')
     assert arrived == text  # timm did not understand it
     with pytest.raises(ValueError, match='must map parts to their keywords, got the text') as error:
@@ -381,7 +382,7 @@ def test_third_party_rotation_conflicts():
 # --- third-party encodings at work -----------------------------------------------------------------------------------
 
 class Toy(PositionEncoding):
-    """Knows its layer, and has a parameter that is different in each instance."""
+    """An encoding that knows its layer, and has a parameter that is different in each instance."""
 
     def __init__(self, *, strength=1.0, layer=0, device=None, dtype=None, **host):
         super().__init__(layer=layer, **host)
@@ -407,7 +408,7 @@ class Embed(Toy):
 
 
 class FactorOnly(Toy):
-    """Adds zeros, since tokens are mixed only where something is added to them."""
+    """Adds zeros, because `mix` is called only if something is added to the tokens."""
     per_layer = False
 
     def embed(self, x, grid):
@@ -418,7 +419,7 @@ class FactorOnly(Toy):
 
 
 class Rotation(Toy):
-    """The first pair of channels turns with x, the last with y, the others stay."""
+    """The first pair of channels is rotated by x, the last by y, the others not at all."""
 
     def angles(self, grid):
         y, x = grid.coordinates(dtype=self.weight.dtype).unbind(-1)
@@ -435,7 +436,7 @@ class RotationPerHead(Rotation):
 
 
 class PositionBias(Toy):
-    """Left is preferred."""
+    """Prefers keys to the left."""
 
     def position_bias(self, grid):
         x = grid.coordinates(dtype=self.weight.dtype)[:, 1]
@@ -449,7 +450,7 @@ class PositionBiasPerHead(PositionBias):
 
 
 class ContentBias(Toy):
-    """Queries by their first channel, keys by their second, whatever the scale of the logits."""
+    """Adds a channel of the query and a channel of the key, whatever the scale of the logits."""
     per_layer = True
 
     def content_bias(self, q, k, grid):
@@ -462,7 +463,7 @@ class ContentBiasOfAllHeads(ContentBias):
 
 
 class Values(Toy):
-    """Probability times column, in the first channel of each head."""
+    """The expected column of the keys, in the first channel of each head."""
     per_layer = True
 
     def values(self, attn, grid):
@@ -479,7 +480,7 @@ def per_layer(cls):
 
 
 def forward_by_hand(model, x, encodings):
-    """timm's ViT in plain operations, where the encoding of layer i, `encodings[i]`, acts through its one hook."""
+    """timm's ViT in plain operations. The encoding of layer i, `encodings[i]`, acts through its only hook."""
     grid = timm_sape.Grid(4, 4, 1)
     tokens = model.patch_embed(x)
     tokens = torch.cat([model.cls_token.expand(len(x), -1, -1), tokens], dim=1)
@@ -519,7 +520,7 @@ TOYS = [
 @pytest.mark.parametrize('pos_enc, fused', [('a_toy', True), ('a_toy+ape', False), ('z_toy+ape', True)])
 @pytest.mark.parametrize('cls', TOYS, ids=lambda cls: cls.__name__)
 def test_hooks(cls, pos_enc, fused):
-    """Registered a moment ago, and at work in a model, as by hand; alone, and before and after `ape`."""
+    """A new encoding acts in a model as computed by hand, alone, and combined with `ape`, before and after it."""
     name = pos_enc.split('+')[0]
     register_encoding(name)(cls)
     torch.manual_seed(0)
@@ -557,7 +558,7 @@ def test_parameters_carry_the_name():
 
 
 def test_biases_add_up():
-    """Fixed and from content, shared and per layer, all at once."""
+    """Biases from geometry and from content, shared and per layer, all at once."""
     names = {
         'toy_a': shared(PositionBias),
         'toy_b': per_layer(PositionBiasPerHead),
@@ -587,7 +588,7 @@ def test_biases_add_up():
 
 
 def test_factors_multiply_and_terms_add():
-    """Mixers act one after the other on tokens and on the sum of terms, whatever the order of the names."""
+    """Several mixers act in turn on the tokens and on the sum of terms, whatever the order of their names."""
     for name, cls in {'a_toy': FactorOnly, 'b_toy': Embed, 'z_toy': FactorOnly}.items():
         register_encoding(name)(cls)
     model = build('b_toy+ape+z_toy+a_toy', {'z_toy': {'strength': 0.5}}).double().eval()
@@ -603,7 +604,7 @@ def test_factors_multiply_and_terms_add():
 
 
 def test_what_the_host_tells():
-    """Sizes are those of the model, rows before columns; each layer hears its index."""
+    """An encoding gets the sizes of the model, rows before columns, and the index of its layer."""
     told = []
 
     def init(self, **host):
@@ -622,7 +623,7 @@ def test_what_the_host_tells():
 
 @pytest.mark.parametrize('model', ['test_vit_sape2_k', 'test_vit_rope2d_ape', 'vit_tiny_cope'])
 def test_in_every_model(model):
-    """`pos_enc=` overrides what the name of an entrypoint says."""
+    """`pos_enc=` overrides the encoding in the name of an entrypoint."""
     register_encoding('toy')(Values)
     built = build('toy+ape', {'toy': {'strength': 0.5}}, model, depth=1)
     assert built.pos_enc == 'ape+toy'
@@ -631,7 +632,7 @@ def test_in_every_model(model):
 
 
 def test_overrides():
-    """A hook counts if the class or a base of it has it."""
+    """A hook counts as overridden if the class or one of its bases defines it."""
     assert [hook for hook in PositionEncoding.HOOKS if per_layer(RotationPerHead).overrides(hook)] == ['rotation']
     assert [hook for hook in PositionEncoding.HOOKS if Embed.overrides(hook)] == ['embed', 'mix']
     assert [hook for hook in PositionEncoding.HOOKS if Toy.overrides(hook)] == []

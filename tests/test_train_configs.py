@@ -1,4 +1,4 @@
-"""The recipes in train_configs: siblings differ in their model alone, and train.py takes every key and value."""
+"""Recipes in train_configs: those in a folder differ only in the model, and train.py accepts every key and value."""
 import ast
 import os
 import re
@@ -14,7 +14,7 @@ from timm.data.auto_augment import rand_augment_transform
 import timm_sape  # noqa: F401, registers the models
 
 ROOT = Path(__file__).parents[1]
-# A folder with a plan in it has one recipe, for `timm-sape experiment`; its plans are tested with that.
+# A folder with a plan has a single recipe, for `timm-sape experiment`. The tests of that command cover its plans.
 RECIPES = sorted(p for p in ROOT.glob('train_configs/*') if p.is_dir() and not (p / 'plan.yaml').exists())
 CONFIGS = sorted([*ROOT.glob('train_configs/*/recipe.yaml'), *(c for p in RECIPES for c in p.glob('*.yaml'))])
 TRAIN_PY_ARGS = Path(__file__).parent / 'data' / 'train_py_args.txt'
@@ -52,9 +52,9 @@ def load(config: Path) -> Dict[str, Any]:
 
 
 def wrong_types(values: Dict[str, Any]) -> List[str]:
-    """Keys whose values are not what train.py wants.
+    """Keys whose values do not have the type that train.py needs.
 
-    YAML 1.1 reads 1e-3 as text. argparse mends that in a single value, not in a list.
+    YAML 1.1 reads 1e-3 as text. argparse converts a single value, but not the values in a list.
     """
     wrong = []
     for key, value in values.items():

@@ -1,31 +1,48 @@
-"""timm's attention layer and blocks as hosts of encodings."""
-from typing import Optional, Tuple
+"""timm's attention layers and blocks as hosts of encodings."""
+from typing import Iterable, List, Optional, Tuple
 
 import torch
-from timm.layers import Attention
+import torch.nn as nn
+from timm.layers import Attention, AttentionRope
+from timm.models.eva import EvaAttention, EvaBlock
 from timm.models.vision_transformer import Block, ResPostBlock
 
-from .position import LayerEncodings, Position
+from .position import AnyPosition, LayerEncodings
 
-__all__ = ['PosEncAttention', 'PosEncBlock', 'PosEncResPostBlock']
+__all__ = [
+    'HOSTS',
+    'PosEncAttention',
+    'PosEncAttentionRope',
+    'PosEncBlock',
+    'PosEncEvaAttention',
+    'PosEncEvaBlock',
+    'PosEncResPostBlock',
+    'adopt_blocks',
+    'unknown_blocks',
+]
 
 
-class PosEncAttention(Attention):
-    """timm's `Attention` with position in it.
+class HostsEncodings(nn.Module):
+    """What timm's attention layers have in common once position acts in them.
 
-    It is built as timm builds it. The model then replaces `encodings` by the ones of this layer.
+    A layer is built as timm builds it. The model then replaces `encodings` by the ones of this layer. A subclass says
+    where q, k and v come from.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.encodings = LayerEncodings()
 
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens `[B, N, D]` to normed q, normed k, and v, each `[B, h, N, d]`."""
+        raise NotImplementedError
+
     def forward(
             self,
             x: torch.Tensor,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
-            position: Optional[Position] = None,
+            position: Optional[AnyPosition] = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -33,13 +50,13 @@ class PosEncAttention(Attention):
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]`.
             is_causal: Mask out all later tokens.
-            position: What the layers of this forward pass share. None if no encoding acts on blocks.
+            position: What the layers of this forward pass share. None if no encoding acts inside the blocks.
 
         Returns:
             `[B, N, D]`.
 
         Raises:
-            ValueError: If `position` is missing where an encoding needs it.
+            ValueError: If `position` is missing where an encoding needs it, or is not a `Position`.
         """
         x = self.encodings.add_before(x, position)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
@@ -57,14 +74,51 @@ class PosEncAttention(Attention):
             out = out * gate
         return self.proj_drop(self.proj(out))
 
-    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens `[B, N, D]` to normed q, normed k, and v, each `[B, h, N, d]`."""
-        B, N, _ = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # [B, h, N, d]
+    def _normed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         # Under autocast norms widen q and k. Fused attention would narrow them again; doing it here treats all
         # implementations alike.
         return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, N, h*d]` to `[B, h, N, d]`."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _split(self, qkv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        """`[B, N, 3*h*d]` to q, k and v, each `[B, h, N, d]`."""
+        B, N, _ = qkv.shape
+        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class PosEncAttention(HostsEncodings, Attention):
+    """timm's `Attention` with position in it."""
+
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._normed(*self._split(self.qkv(x)))
+
+
+class PosEncEvaAttention(HostsEncodings, EvaAttention):
+    """timm's `EvaAttention`, whose keys have no bias, with position in it."""
+
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.qkv is None:
+            return self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        qkv = self.qkv(x)
+        if self.q_bias is not None:
+            qkv = qkv + torch.cat([self.q_bias, self.k_bias, self.v_bias]).to(qkv.dtype)
+        return self._normed(*self._split(qkv))
+
+
+class PosEncAttentionRope(HostsEncodings, AttentionRope):
+    """timm's `AttentionRope`, whose keys and values may have fewer heads, with position in it.
+
+    Each query head gets a copy of its keys and values, as in timm, so encodings see h heads of each.
+    """
+
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.qkv is not None:
+            return self._normed(*self._split(self.qkv(x)))
+        q, k, v = self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        return q, *(t.repeat_interleave(self.num_kv_groups, dim=1) if self.num_kv_groups > 1 else t for t in (k, v))
 
 
 class PosEncBlock(Block):
@@ -75,9 +129,9 @@ class PosEncBlock(Block):
             x: torch.Tensor,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
-            position: Optional[Position] = None,
+            position: Optional[AnyPosition] = None,
     ) -> torch.Tensor:
-        """`[B, N, D]` to `[B, N, D]`; arguments as for `PosEncAttention`."""
+        """`[B, N, D]` to `[B, N, D]`; arguments as for its attention layer."""
         y = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -85,17 +139,59 @@ class PosEncBlock(Block):
 
 
 class PosEncResPostBlock(ResPostBlock):
-    """timm's `ResPostBlock`, in which norms come after attention and MLP, likewise."""
+    """timm's `ResPostBlock` (norms after attention and MLP), which passes the position on to its attention layer."""
 
     def forward(
             self,
             x: torch.Tensor,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
-            position: Optional[Position] = None,
+            position: Optional[AnyPosition] = None,
     ) -> torch.Tensor:
-        """`[B, N, D]` to `[B, N, D]`; arguments as for `PosEncAttention`."""
+        """`[B, N, D]` to `[B, N, D]`; arguments as for its attention layer."""
         y = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.norm1(y))
         x = x + self.drop_path2(self.norm2(self.mlp(x)))
         return self.attn.encodings.add_after(x, position)
+
+
+class PosEncEvaBlock(EvaBlock):
+    """timm's `EvaBlock`, likewise."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+            position: Optional[AnyPosition] = None,
+    ) -> torch.Tensor:
+        """`[B, N, D]` to `[B, N, D]`; arguments as for its attention layer."""
+        y = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
+        x = x + self.drop_path1(y if self.gamma_1 is None else self.gamma_1 * y)
+        y = self.mlp(self.norm2(x))
+        x = x + self.drop_path2(y if self.gamma_2 is None else self.gamma_2 * y)
+        return self.attn.encodings.add_after(x, position)
+
+
+HOSTS = {
+    Attention: PosEncAttention,
+    AttentionRope: PosEncAttentionRope,
+    Block: PosEncBlock,
+    EvaAttention: PosEncEvaAttention,
+    EvaBlock: PosEncEvaBlock,
+    ResPostBlock: PosEncResPostBlock,
+}
+
+
+def unknown_blocks(blocks: Iterable[nn.Module]) -> List[str]:
+    """Names of the classes among blocks and their attention layers that cannot be made hosts."""
+    kinds = {type(module) for block in blocks for module in (block, getattr(block, 'attn', None))}
+    return sorted(kind.__name__ for kind in kinds - HOSTS.keys() - {type(None)})
+
+
+def adopt_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Make blocks that timm has built hosts of encodings: modules stay timm's and get our classes, as FSDP does it."""
+    for block in blocks:
+        for module in (block, block.attn):
+            module.__class__ = HOSTS[type(module)]
+        block.attn.encodings = LayerEncodings()

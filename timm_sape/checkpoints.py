@@ -13,20 +13,29 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed, to_2tuple
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
 from .encodings import CoordinateEncoding, ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
 
 __all__ = [
-    'Reading', 'filter_state_dict', 'misfit', 'reading_errors', 'refuse_misfit', 'refuse_other_encoding', 'unwrap',
+    'Reading',
+    'convert_to_naflex',
+    'convert_to_plain',
+    'filter_state_dict',
+    'misfit',
+    'reading_errors',
+    'refuse_misfit',
+    'refuse_other_encoding',
+    'unwrap',
 ]
 
 # num_classes is that of the file: timm drops a head whose number of classes is not the declared one.
 PRETRAINED_PATHS = (
     'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
+TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
 GRID = '._extra_state'  # how the name of an entry ends in which an encoding saves its grid
 
 GridSize = Tuple[int, int]
@@ -41,14 +50,13 @@ def filter_state_dict(
 
     Args:
         state_dict: The checkpoint.
-        model: A `VisionTransformerPosEnc`. Its tables take the size of the checkpoint's, where those are never resized.
+        model: A `PosEncModel`. Its tables take the size of the checkpoint's, where those are never resized.
         ref_grid_size: The trained grid, if the user gave one; the checkpoint's own must not differ.
 
     Raises:
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
-    state_dict = from_timm(unwrap(state_dict), model)
-    state_dict = checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
+    state_dict = model.convert_checkpoint(unwrap(state_dict))
     for path, encoding in _encodings_with_grids(model):
         grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size)
         if grid is not None:
@@ -67,6 +75,79 @@ def filter_state_dict(
         raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
     _warn_of_lost_head(state_dict, model, heads)
     return state_dict
+
+
+def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
+    state_dict = from_timm(state_dict, model)
+    return checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
+
+
+def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `NaFlexVitPosEnc`, with patch embedding and table of its sizes.
+
+    It may be of a plain model. Rows that its table has for prefix tokens are added to these tokens.
+    """
+    out = dict(state_dict)
+    if 'patch_embed.proj.weight' in out:
+        rows = out.get('pos_embed')
+        tokens = [name for name in ('cls_token', 'reg_token') if name in out]
+        num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
+        if rows is not None:
+            grid = _grid_of_rows(out, num_prefix_tokens, model.grid_size)
+            split = rows.shape[1] - math.prod(grid)
+            if split and model.encodings.acting_on('mix'):
+                raise ValueError(
+                    f'The checkpoint has a pos_embed with rows for its prefix tokens, which {model.pos_enc!r} weighs '
+                    'apart from these tokens, so they cannot be added to them. Train the plain model with '
+                    'no_embed_class=True.')
+            gate = out.get('encodings.auto_ape.gate.weight')
+            of_prefix = rows[:, :split] if gate is None else rows[:, :split] * (100 * gate)
+            for name in tokens if split else ():
+                out[name] = out[name] + of_prefix[:, :out[name].shape[1]]
+                of_prefix = of_prefix[:, out[name].shape[1]:]
+            out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
+        for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
+            out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
+    weight, size = out.get('embeds.proj.weight'), model.patch_size
+    if weight is not None and weight.ndim == 4:
+        if weight.shape[2:] != size:
+            weight = resample_patch_embed(weight, list(size))
+        if model.embeds.is_linear:
+            weight = weight.permute(*((0, 2, 3, 1) if model.embeds.channels_last else (0, 1, 2, 3))).flatten(1)
+        out['embeds.proj.weight'] = weight
+    table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
+    if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
+        old, new = tuple(table.shape[1:3]), model.grid_size
+        table = resample_abs_pos_embed(table.flatten(1, 2), new_size=new, old_size=old, num_prefix_tokens=0)
+        out['embeds.pos_embed'] = table.unflatten(1, new)
+    return out
+
+
+def _grid_of_rows(
+        entries: Mapping[str, torch.Tensor],
+        num_prefix_tokens: int,
+        own: GridSize,
+) -> GridSize:
+    """The grid of a plain model's `pos_embed`, which may have rows for prefix tokens or not.
+
+    Args:
+        entries: The checkpoint.
+        num_prefix_tokens: How many prefix tokens it has.
+        own: The grid of the model that it is loaded into, which is tried before squares.
+
+    Raises:
+        ValueError: If it can be none.
+    """
+    rows = entries['pos_embed'].shape[1]
+    saved = [tuple(v.tolist()) for k, v in entries.items() if k.endswith(GRID) and v.shape == (2,)]
+    squares = [(math.isqrt(n),) * 2 for n in (rows, rows - num_prefix_tokens) if n > 0]
+    for grid in (*saved[:1], own, *squares):
+        if rows - math.prod(grid) in (0, num_prefix_tokens):
+            return grid
+    raise ValueError(
+        f'pos_embed of the checkpoint has {rows} rows. With or without its {num_prefix_tokens} prefix tokens they are '
+        f'neither a square grid nor that of the model, {own[0]}x{own[1]}. Give the img_size that it was trained with.')
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -118,7 +199,7 @@ def _trained_grid(
         # Saved with 'extrapolate', where the grid did not matter. The config knows the size of the images.
         args = model.pretrained_model_args
         size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-        return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.patch_embed.patch_size))
+        return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
     if is_reference or any(name.startswith(f'{path}.') for name in state_dict):
         fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(
@@ -129,7 +210,7 @@ def _trained_grid(
 
 def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
     """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
-    strides = (s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel))
+    strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
     height, width = (size // stride for size, stride in zip(size, strides))
     return height, width
 
@@ -228,7 +309,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         # torch.distributed.checkpoint has entries that are not tensors, where an encoding saves no grid
         return {
             k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and (
-                k == 'pos_embed' or k.startswith('encodings.') or '.attn.encodings.' in k)}
+                k in TABLES or k.startswith('encodings.') or '.attn.encodings.' in k)}
 
     given, expected = position(state_dict), position(model.state_dict())
     if not strict:
@@ -249,7 +330,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
             hint += fitted
         raise ValueError(
             f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
-            f'{model.patch_embed.grid_size}): {report}. This loading path resizes nothing.{hint} To load it as it is, '
+            f'{model.grid_size}): {report}. This loading path resizes nothing.{hint} To load it as it is, '
             'create the model with the arguments that it was trained with (pos_enc, img_size, patch_size, ...; scripts '
             'take those that have no option of their own by --model-kwargs). To adapt a checkpoint of the same '
             f'encodings to another size, use {PRETRAINED_PATHS}.')
@@ -268,7 +349,7 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
     with_parameters = {
         name for name in model.pos_enc.split('+')
         if any(f'encodings.{name}.' in k for k in model.state_dict())}
-    has_table = {'auto_ape' if 'auto_ape' in names else 'ape'} if 'pos_embed' in entries else set()
+    has_table = {'auto_ape' if 'auto_ape' in names else 'ape'} if any(name in entries for name in TABLES) else set()
     found['pos_enc'] = names | has_table
     own['pos_enc'] = with_parameters | ({'ape', 'auto_ape'} & set(model.pos_enc.split('+')))
     if found['pos_enc'] == own['pos_enc']:
@@ -281,22 +362,25 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
             found.pop('pos_enc', None)
             found['pos_enc_kwargs'] = {**found.get('pos_enc_kwargs', {}), name: {'resolution': 'rescale'}}
 
-    kernel = shape('patch_embed.proj.weight')
+    prefix, holder = ('embeds.', model.embeds) if hasattr(model, 'embeds') else ('', model)
     num_prefix_tokens = 0
     for token, argument in (('cls_token', 'class_token'), ('reg_token', 'reg_tokens')):
-        length = shape(token)[1] if len(shape(token)) == 3 else 0
+        length = shape(prefix + token)[1] if len(shape(prefix + token)) == 3 else 0
         num_prefix_tokens += length
-        value = getattr(model, token, None)
+        value = getattr(holder, token, None)
         found[argument], own[argument] = length, 0 if value is None else value.shape[1]
     found['class_token'], own['class_token'] = bool(found['class_token']), bool(own['class_token'])
-    if len(kernel) == 4:
-        found['embed_dim'], own['embed_dim'] = kernel[0], model.embed_dim
-        found['patch_size'], own['patch_size'] = _short(kernel[2:]), _short(model.patch_embed.patch_size)
-        grid = _grid_of_entries(entries, model, num_prefix_tokens)
+    kernel = _kernel_size(shape('embeds.proj.weight') or shape('patch_embed.proj.weight'), model.in_chans)
+    if kernel is not None:
+        found['patch_size'], own['patch_size'] = _short(kernel), _short(model.kernel_size)
+        grid = _grid_of_entries(entries, num_prefix_tokens, getattr(model, 'no_embed_class', True))
         if grid is not None:
-            strides = [s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel[2:])]
+            strides = [s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel)]
             found['img_size'] = _short([size * stride for size, stride in zip(grid, strides)])
-            own['img_size'] = _short(model.patch_embed.img_size)
+            own['img_size'] = _short([size * stride for size, stride in zip(model.grid_size, model.patch_size)])
+    width = shape(f'{prefix}cls_token') or shape('norm.weight')
+    if width:
+        found['embed_dim'], own['embed_dim'] = width[-1], model.embed_dim
     blocks = [int(match[1]) for match in (re.match(r'blocks\.(\d+)\.', k) for k in entries) if match]
     if blocks:
         found['depth'], own['depth'] = max(blocks) + 1, len(model.blocks)
@@ -305,19 +389,30 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
 
 def _grid_of_entries(
         entries: Mapping[str, torch.Tensor],
-        model: nn.Module,
         num_prefix_tokens: int,
+        no_embed_class: bool,
 ) -> Optional[GridSize]:
     """The grid that a checkpoint says or shows, None if it does neither."""
     for key, value in entries.items():
         if key.endswith(GRID) and value.shape == (2,):
             height, width = (int(size) for size in value.tolist())
             return height, width
+    if 'embeds.pos_embed' in entries and entries['embeds.pos_embed'].ndim == 4:
+        height, width = entries['embeds.pos_embed'].shape[1:3]
+        return height, width
     if 'pos_embed' in entries and entries['pos_embed'].ndim == 3:
-        rows = entries['pos_embed'].shape[1] - (0 if model.no_embed_class else num_prefix_tokens)
+        rows = entries['pos_embed'].shape[1] - (0 if no_embed_class else num_prefix_tokens)
         side = math.isqrt(max(rows, 0))
         return (side, side) if side ** 2 == rows > 0 else None
     return None
+
+
+def _kernel_size(weight: Sequence[int], in_chans: int) -> Optional[Tuple[int, int]]:
+    """Height and width of the kernel of a patch embedding with weights of this shape. None if they do not tell."""
+    if len(weight) == 4:
+        return weight[2], weight[3]
+    side = math.isqrt(weight[1] // in_chans) if len(weight) == 2 else 0
+    return (side, side) if len(weight) == 2 and side ** 2 * in_chans == weight[1] else None
 
 
 def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""From the names in timm's checkpoints to ours: its rotary ViTs and its ViTs with relative position."""
+"""Conversion of checkpoints of timm's rotary ViTs and of its ViTs with relative position to our names."""
 from typing import Dict, Mapping
 
 import torch
@@ -16,15 +16,15 @@ def num_prefix_rows(model: nn.Module) -> int:
 
 
 def from_timm(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Rename the entries of timm's rotary and relative-position ViTs. Other checkpoints are returned as they are.
+    """Rename the entries of timm's rotary and relative-position ViTs. Other checkpoints are returned unchanged.
 
     Args:
         state_dict: The checkpoint.
-        model: A `VisionTransformerPosEnc`. The checkpoint is converted only if the model has the encoding that it
-            becomes.
+        model: A `VisionTransformerPosEnc`. The checkpoint is converted only if the model has the matching encoding,
+            `rope2d`, `rope2d_mixed` or `cpb`.
     """
     parts = model.pos_enc.split('+')
-    # timm's other rotary models differ in base and order of axes. All of them have register tokens.
+    # timm's other rotary models have another base and order of axes. All of them have register tokens.
     is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and 'reg_token' not in state_dict
     if is_naver and {'rope2d', 'rope2d_mixed'} & set(parts):
         return _from_naver(state_dict, model)
@@ -34,7 +34,7 @@ def from_timm(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mappi
 
 
 def _from_relpos(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
-    """timm's `vit_relpos_*`, and `vit_srelpos_*`, whose layers share one MLP, to `cpb` with `mode='cr'`."""
+    """From timm's `vit_relpos_*`, and `vit_srelpos_*`, whose layers share one MLP, to `cpb` with `mode='cr'`."""
     out = {}
     for key, value in state_dict.items():
         shared = key.removeprefix('shared_rel_pos.')
@@ -46,10 +46,11 @@ def _from_relpos(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Di
 
 
 def _from_naver(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
-    """timm's `vit_*_patch16_rope*_224`, which are of its Eva class, to `rope2d` and `rope2d_mixed`.
+    """From timm's `vit_*_patch16_rope*_224`, which are of its Eva class, to `rope2d` and `rope2d_mixed`.
 
-    If the model has no layer scale, theirs is folded into the projections before it. One tensor holds the mixed
-    frequencies of all layers, `[2, L, h, d/2]`. Their `pos_embed` has no rows for prefix tokens, so it gets zeros.
+    If our model has no layer scale, theirs is multiplied into the projections before it. Their mixed frequencies are
+    one tensor for all layers, `[2, L, h, d/2]`, and are split. Their `pos_embed` has no rows for prefix tokens, so
+    zeros are put in their place.
     """
     out = {}
     for key, value in state_dict.items():

@@ -41,12 +41,12 @@ def sape2_bias(
 ) -> torch.Tensor:
     """The position bias of SaPE2, b^x + b^y (Eq. 9 to 15), before any scale.
 
-    Differentiable in q, k and both tables. Where the paper disagrees with itself or is silent:
+    Differentiable in q, k and both tables. The paper contradicts itself in places and is silent in others. Here
 
-    - the gates are scaled by `gate_scale`, by default 1/sqrt(d) as in Appendix D; Eq. 9 has 1;
-    - any H x W: Appendix D mixes H and W up and runs on squares only;
-    - prefix tokens take no part, and every pair with one has a bias of zero;
-    - at an integer position the gradient is the slope to the right; Eq. 11 has none there;
+    - gates are scaled by `gate_scale`, by default 1/sqrt(d) as in Appendix D; Eq. 9 has 1;
+    - grids are any H x W; Appendix D confuses H and W and runs on squares only;
+    - prefix tokens take no part: every pair with one has a bias of zero;
+    - the gradient at an integer position is the slope to the right; Eq. 11 has none there;
     - `mode='qk'`, which the paper names but does not define, concatenates the codes of both modes, so that their
       squared distances add;
     - on another grid than `ref_grid_size`, positions along x are scaled by W0/W and codes by sqrt(W0/W), so that the
@@ -59,19 +59,19 @@ def sape2_bias(
             `ref_grid_size`), so npos = W + 1 never clamps.
         table_y: Embeddings of the positions along a column, `[npos, d]`; npos may differ.
         grid_size: (H, W) in patches.
-        mode: 'k', 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates are of q.k always.
-        gate_scale: Factor of q.k inside the gates, a number or a tensor of one. Default 1/sqrt(d).
+        mode: 'k', 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates always use q.k.
+        gate_scale: Factor of q.k inside the gates, a number or a tensor of one element. Default 1/sqrt(d).
         num_prefix_tokens: P.
         ref_grid_size: (H0, W0), the grid that the tables were trained on. None for no rescaling.
-        keep_indices: Raster indices of the patches that are there, distinct, in any order, int64 `[B, K]`. A dropped
-            patch has gate 0.
+        keep_indices: Raster indices of the patches that were not dropped, distinct, in any order, int64 `[B, K]`. A
+            dropped patch has gate 0.
 
     Returns:
-        `[B, h, N, N]`, symmetric, at least 0, in float32 or wider.
+        `[B, h, N, N]`, symmetric, at least 0, in the widest dtype of q, k and the tables, float32 at least.
 
     Raises:
-        ValueError: If shapes, sizes or the mode do not fit. Swapped arguments cannot be told from right ones: `table_y`
-            before `table_x`, or (W, H) for `grid_size`.
+        ValueError: If shapes, sizes, devices or the mode do not fit. Swapped arguments go unnoticed: `table_y` before
+            `table_x`, or (W, H) for `grid_size`.
     """
     grid, gate_scale, ref_grid_size = _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
@@ -116,16 +116,18 @@ def sape2_attention(
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
         backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'triton' (NVIDIA
-            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the quickest that can do it. Masks, causality, dropout,
-            torch.func, forward-mode and second derivatives only the reference has (for the last it must be asked for),
-            and in a graph that is exported it is always the reference.
+            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the fastest that can be used. Only the reference
+            supports masks, causality, dropout, q, k and v of different dtypes, torch.func and forward mode. Second
+            derivatives work with every backend, but are computed by the reference. Exported graphs always contain the
+            reference.
 
     Returns:
-        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in float32 at least.
+        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever
+        the dtype of the tables; by the reference in the widest dtype of all.
 
     Raises:
-        ValueError: If shapes, sizes, numbers or the mode do not fit, or the backend that was asked for cannot do it.
-            Swapped arguments cannot be told from right ones: `table_y` before `table_x`, or (W, H) for `grid_size`.
+        ValueError: If shapes, sizes, devices, numbers or the mode do not fit, or the requested backend cannot be used.
+            Swapped arguments go unnoticed: `table_y` before `table_x`, or (W, H) for `grid_size`.
     """
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
@@ -157,7 +159,7 @@ def sape2_attention(
 def _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices,
 ) -> Tuple[Grid, Union[float, torch.Tensor], Optional[Tuple[int, int]]]:
-    """The grid, the factor inside the gates, and the grid to rescale to, None if there is nothing to rescale."""
+    """The grid, the factor inside the gates, and the size of the trained grid, None if there is nothing to rescale."""
     if isinstance(gate_scale, torch.Tensor):
         if gate_scale.numel() != 1:
             raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')

@@ -23,15 +23,16 @@ __all__ = ['Grid']
 class Grid:
     """Where the tokens of one forward pass are.
 
-    The model makes one per forward pass and hands it down as an argument, so no module has to remember it.
+    The model makes one per forward pass and passes it on as an argument, so no module has to store it.
 
     Args:
         height: H, patches along y.
         width: W, patches along x.
         num_prefix_tokens: P, tokens before the patches.
-        keep_indices: Raster indices of the patches that are there if some were dropped, in the order of the sequence,
-            int64 `[B, K]`. None if all patches are there.
-        device: Device of the tokens, for what an encoding computes from the grid alone. None for torch's default.
+        keep_indices: If patches were dropped, the raster indices of those that remain, in the order of the sequence,
+            int64 `[B, K]`. None if all patches are in the sequence.
+        device: Device of the tokens, for tensors that an encoding computes from the grid alone. None for torch's
+            default.
     """
     height: int
     width: int
@@ -41,6 +42,7 @@ class Grid:
 
     @property
     def size(self) -> Tuple[int, int]:
+        """(H, W)."""
         return self.height, self.width
 
     @property
@@ -49,13 +51,13 @@ class Grid:
         return self.height * self.width
 
     def to(self, *args, **kwargs) -> 'Grid':
-        """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
         like = torch.empty(0, device=self.device).to(*args, **kwargs)
         kept = None if self.keep_indices is None else self.keep_indices.to(like.device)
         return replace(self, keep_indices=kept, device=like.device)
 
     def matches(self, size: Tuple[int, int]) -> bool:
-        """Whether this is a grid of `size`. False for symbolic sizes: to compare them would put a guard on them."""
+        """Whether this grid has `size` (H, W). False for symbolic sizes, where comparing would add a guard."""
         return type(self.height) is int and type(self.width) is int and self.size == tuple(size)
 
     def coordinates(self, device=None, dtype=None) -> torch.Tensor:
@@ -65,17 +67,17 @@ class Grid:
         return torch.stack(torch.meshgrid(y, x, indexing='ij'), dim=-1).flatten(0, 1)  # [H*W, 2]
 
     def pad_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Prefix rule for tokens: from rows of patches `[..., N-P, C]` to rows of all tokens `[..., N, C]`."""
+        """Add zero rows for the prefix tokens: from rows of patches `[..., N-P, C]` to rows of tokens `[..., N, C]`."""
         p = self.num_prefix_tokens
         return F.pad(table, (0, 0, p, 0)) if p else table
 
     def pad_prefix(self, bias: torch.Tensor) -> torch.Tensor:
-        """Prefix rule for logits: from between patches `[..., N-P, N-P]` to between tokens `[..., N, N]`."""
+        """Prefix rule for logits: from a bias between patches `[..., N-P, N-P]` to one between tokens `[..., N, N]`."""
         p = self.num_prefix_tokens
         return F.pad(bias, (p, 0, p, 0)) if p else bias
 
     def between_tokens(self, bias: torch.Tensor) -> torch.Tensor:
-        """From a bias between all patches of the grid to one between the tokens that are there, by the prefix rule.
+        """From a bias between all patches of the grid to one between the tokens in the sequence, by the prefix rule.
 
         Args:
             bias: `[H*W, H*W]`, `[h, H*W, H*W]` or `[B, h, H*W, H*W]`.
@@ -86,7 +88,7 @@ class Grid:
         return self.keep_pairs(self.pad_prefix(bias))
 
     def keep_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of the patches that are there: `[(h,) H*W, C]` as it is, or `[B, h|1, K, C]` if some were dropped."""
+        """Rows of the patches in the sequence: `[(h,) H*W, C]` unchanged, or `[B, h|1, K, C]` if some were dropped."""
         if self.keep_indices is None:
             return table
         table = table[(None,) * (4 - table.ndim)]  # [1, h|1, H*W, C]
@@ -94,7 +96,7 @@ class Grid:
         return table.gather(2, self.keep_indices[:, None, :, None].expand(-1, table.shape[1], -1, table.shape[-1]))
 
     def keep_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of the tokens that are there: `[P+H*W, C]` as it is, or `[B, P+K, C]` if some were dropped."""
+        """Rows of the tokens in the sequence: `[P+H*W, C]` unchanged, or `[B, P+K, C]` if patches were dropped."""
         if self.keep_indices is None:
             return table
         p = self.num_prefix_tokens
@@ -103,13 +105,13 @@ class Grid:
         return torch.cat([prefix, patches], dim=1)
 
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Entries between the tokens that are there, out of a bias or mask between all tokens of the grid.
+        """From a bias or mask between all tokens of the grid to one between the tokens in the sequence.
 
         Args:
             logits: Broadcastable to `[B, h, P+H*W, P+H*W]`.
 
         Returns:
-            As given, or `[B, h|1, P+K, P+K]` if patches were dropped.
+            `logits` unchanged, or `[B, h|1, P+K, P+K]` if patches were dropped.
         """
         if self.keep_indices is None:
             return logits
@@ -124,7 +126,14 @@ class Grid:
         return logits.gather(3, index[:, None, None, :].expand(-1, num_heads, num_keep, -1))
 
     def scatter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Put patch tokens in their places, `[B, h, N-P, C]` to `[B, h, H*W, C]`, zeros where a patch was dropped."""
+        """Put patch tokens in their places on the grid, with zeros for dropped patches.
+
+        Args:
+            tokens: `[B, h, N-P, C]`.
+
+        Returns:
+            `[B, h, H*W, C]`.
+        """
         if self.keep_indices is None:
             return tokens
         batch, num_heads, _, channels = tokens.shape
@@ -132,7 +141,7 @@ class Grid:
         return tokens.new_zeros(batch, num_heads, self.num_patches, channels).scatter(2, index, tokens)
 
     def gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The inverse of `scatter`: `[B, h, H*W, C]` to `[B, h, N-P, C]`."""
+        """The inverse of `scatter`: from `[B, h, H*W, C]` to `[B, h, N-P, C]`."""
         if self.keep_indices is None:
             return tokens
         index = self.keep_indices[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[-1])

@@ -207,7 +207,7 @@ def save(
             raise
         except Exception as e:  # models that timm has not made fail in many ways
             raise ValueError(
-                f'The model cannot be saved as timm saves those that timm.create_model makes: {_described(e)}') from e
+                f'The model cannot be saved as timm saves those that timm.create_model makes: {described(e)}') from e
         config = json.loads((staged / CONFIG_NAME).read_text())
         # timm reads it at the root of the config; with this one, transformers would pass it to create_model twice
         config['model_args'].pop('num_classes', None)
@@ -285,7 +285,7 @@ def load(
     except OSError:
         raise
     except Exception as e:  # timm does not check the values in a config
-        raise ValueError(f'{where}: {_culprit(config, folder)}{_described(e)}') from e
+        raise ValueError(f'{where}: {_culprit(config, folder)}{described(e)}') from e
 
 
 def read_config(where: str, file: Path) -> Dict[str, Any]:
@@ -302,7 +302,7 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as e:
-        raise ValueError(f'{where}: {CONFIG_NAME} is not JSON ({_described(e)}).') from e
+        raise ValueError(f'{where}: {CONFIG_NAME} is not JSON ({described(e)}).') from e
     try:
         entries = dict(_entries(config))
     except RecursionError as e:
@@ -332,7 +332,7 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
             parse_pos_enc(args['pos_enc'], args.get('pos_enc_kwargs'))
     except Exception as e:  # encodings of others check their keywords as they like
         raise ValueError(
-            f'{where}: timm-sape {timm_sape.__version__} cannot make its position encoding. ({_described(e)})') from e
+            f'{where}: timm-sape {timm_sape.__version__} cannot make its position encoding. ({described(e)})') from e
     return config
 
 
@@ -381,7 +381,7 @@ def _refuse_misfit(where: str, folder: Path, config: Dict[str, Any]) -> None:
         shapes = _shapes(folder)
     except Exception as e:  # safetensors has errors of its own
         raise ValueError(
-            f'{where}: Cannot read the checkpoint {HF_SAFE_WEIGHTS_NAME}. Is it cut off? ({_described(e)})') from e
+            f'{where}: Cannot read the checkpoint {HF_SAFE_WEIGHTS_NAME}. Is it cut off? ({described(e)})') from e
     cfg = config.get('pretrained_cfg', config)
     num_classes, offset, heads = config.get('num_classes'), cfg.get('label_offset') or 0, cfg.get('classifier') or ()
     for head in [heads] if isinstance(heads, str) else heads:
@@ -498,7 +498,7 @@ def _sha256(file: Path) -> str:
         return sha_fileobj(f).hex()
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """An error in one line that is not too long. It names the type, unless the message is meant for users."""
     text = ' '.join(str(error).split())
     return _cut(text if type(error) is ValueError else f'{type(error).__name__}: {text}', 500)
@@ -539,7 +539,7 @@ def _refuse_other_logits(model: nn.Module, folder: Path, input_size: Sequence[in
         with torch.random.fork_rng(devices=[]):  # saving in the middle of a training must not change the training
             loaded = timm.create_model(f'local-dir:{folder}', pretrained=True)
     except Exception as e:
-        raise ValueError(f'Not saved, since it could not be loaded back: {_described(e)}') from e
+        raise ValueError(f'Not saved, since it could not be loaded back: {described(e)}') from e
     loaded.to(device=p.device, dtype=p.dtype).eval()
     state = model.state_dict()
     changed = [name for name, value in loaded.state_dict().items() if not torch.equal(value, state[name])]
@@ -649,7 +649,7 @@ def _plain_errors(
         status = getattr(getattr(e, 'response', None), 'status_code', None)
         if isinstance(e, LocalEntryNotFoundError):  # first, as it is a subclass of EntryNotFoundError
             error = ConnectionError(
-                f'{constants.ENDPOINT} cannot be reached ({_described(unreachable or e.__cause__ or e)}), and {name} '
+                f'{constants.ENDPOINT} cannot be reached ({described(unreachable or e.__cause__ or e)}), and {name} '
                 f'of {repo_id} is not in the cache.')
         elif isinstance(e, GatedRepoError):
             error = ValueError(f'{repo_id} is gated: ask for access on its page, and give a token of that account.')

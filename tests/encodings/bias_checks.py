@@ -22,11 +22,11 @@ from timm_sape import Grid
 from timm_sape.encodings.offset_bias import OffsetBiasEncoding
 from timm_sape.encodings.rpb import between_patches
 
-SCALE = 0.3  # of the logits, for encodings that make channels of q and k
+SCALE = 0.3  # of the logits, for encodings that append channels to q and k
 
 
 def bias_of(encoding, grid, inputs=()):
-    """What an encoding adds to the logits, `[B|1, h, N, N]`. `inputs` are q, k and the tokens."""
+    """The bias that an encoding adds to the logits, `[B|1, h, N, N]`. `inputs` are q, k and the tokens."""
     if encoding.overrides('position_bias'):
         bias = encoding(torch.zeros(1), grid=grid, hook='position_bias')
         return bias if bias.ndim == 4 else bias[None]

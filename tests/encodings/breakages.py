@@ -1,4 +1,4 @@
-"""Ways to break the package that the tests of several encodings must notice: replacements for methods of `Grid`."""
+"""Broken methods of `Grid`, which the tests of several encodings must notice."""
 import torch.nn.functional as F
 
 from timm_sape import Grid

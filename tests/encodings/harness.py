@@ -1,4 +1,4 @@
-"""What the tests of single encodings share: encodings, grids and inputs on which mistakes show, and comparisons."""
+"""Shared by the tests of single encodings: encodings, grids and inputs that reveal mistakes, and comparisons."""
 import itertools
 
 import timm
@@ -19,13 +19,13 @@ OTHER_GRIDS = [  # a grid, and the one that the encoding is made for
 def create(
         name, grid_size=(3, 5), num_prefix_tokens=0, *, heads=2, head_dim=8, dim=None, ref_grid_size=None,
         dtype=torch.float64, random=True, **keywords):
-    """An encoding in evaluation mode, every parameter of which matters: none is zero, none small.
+    """An encoding in evaluation mode, whose parameters all matter: none is zero or small.
 
     Args:
         name: Its name, with `auto_` for a gate.
-        grid_size: The grid that it is made for.
-        random: False to leave the initial values.
-        keywords: Its own, and what else a host says, such as `depth`.
+        grid_size: (H, W) of the grid that it is made for.
+        random: False to keep the initial values.
+        keywords: Keywords of the encoding, and of the host, such as `depth`.
     """
     encoding = timm_sape.create_encoding(
         name, dim=heads * head_dim if dim is None else dim, num_heads=heads, grid_size=grid_size,
@@ -38,7 +38,7 @@ def create(
 
 
 def make_grid(grid_size, num_prefix_tokens=0, num_keep=None, batch=3):
-    """With `num_keep`, other patches are dropped from each image, and the order is random."""
+    """With `num_keep`, each image keeps other random patches in a random order."""
     keep_indices = None
     if num_keep is not None:
         generator = torch.Generator().manual_seed(2)
@@ -48,7 +48,7 @@ def make_grid(grid_size, num_prefix_tokens=0, num_keep=None, batch=3):
 
 
 def make_qkv(grid, *, heads=2, head_dim=8, batch=1, dtype=torch.float64):
-    """q, k and v, `[B, h, N, d]`, as leaves. B is that of the grid, if patches were dropped."""
+    """q, k and v, `[B, h, N, d]`, as leaves. If patches were dropped, B is that of the grid."""
     batch, num_patches = (batch, grid.num_patches) if grid.keep_indices is None else grid.keep_indices.shape
     shape = (3, batch, heads, grid.num_prefix_tokens + num_patches, head_dim)
     qkv = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -64,7 +64,7 @@ def make_tokens(grid, *, dim=16, batch=2, dtype=torch.float64, seed=5):
 
 
 def make_flat_regions(grid, noise=0.01, *, heads=2, head_dim=8, batch=2, dtype=torch.float64):
-    """q and k of an image of two flat regions with little texture, such as an object before a wall, as leaves.
+    """q and k of an image of two flat regions with little texture, such as an object in front of a wall, as leaves.
 
     One region is larger than the other.
     """
@@ -77,12 +77,12 @@ def make_flat_regions(grid, noise=0.01, *, heads=2, head_dim=8, batch=2, dtype=t
 
 
 def where(grid):
-    """What the references want to know of a grid."""
+    """What the references need to know about a grid."""
     return {'num_prefix_tokens': grid.num_prefix_tokens, 'keep_indices': grid.keep_indices}
 
 
 def attend(encoding, q, k, v, grid, *, scale=None, x=None, **options):
-    """Attention of a layer that has this encoding and nothing else, `[B, h, N, d]`."""
+    """Attention of a layer with only this encoding, `[B, h, N, d]`."""
     layer = LayerEncodings(
         {encoding.name: encoding}, rotate_half=getattr(encoding, 'rotate_half', False), needs_position=True)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -90,7 +90,7 @@ def attend(encoding, q, k, v, grid, *, scale=None, x=None, **options):
 
 
 def embed(encoding, tokens, grid, **given):
-    """Tokens of a model that has this encoding and nothing else, `[B, N, D]`."""
+    """Tokens of a model with only this encoding, `[B, N, D]`."""
     nothing = {'pos_embed': None, 'images': None, 'patch_size': None, 'object_index': None}
     return SharedEncodings({encoding.name: encoding}).embed(tokens, grid, {**nothing, **given})
 
@@ -118,7 +118,7 @@ def make_images(batch=2, size=(32, 32), dtype=torch.float32):
 
 
 def check_first_tokens(pos_enc, expected, **kwargs):
-    """What enters the first block is `expected(encoding, tokens, grid)`, and dropped patches take theirs along."""
+    """The first block gets `expected(encoding, tokens, grid)`, and kept patches keep their own positions."""
     model = make_model(pos_enc, reg_tokens=4, **kwargs).double()
     plain = make_model('nope', reg_tokens=4).double()
     images, grid = make_images(dtype=torch.float64), Grid(4, 4, 5)
@@ -135,7 +135,7 @@ def check_first_tokens(pos_enc, expected, **kwargs):
 
 
 def inputs_of(modules, model, images):
-    """The first argument of each of these modules, in the order of the calls of a forward pass."""
+    """The first arguments of these modules, in the order of their calls in a forward pass."""
     seen = []
     handles = [m.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for m in modules]
     model(images)
@@ -145,7 +145,7 @@ def inputs_of(modules, model, images):
 
 
 def assert_near(actual, expected, tolerance=1e-10, what='value'):
-    """Same shape, and no entry further off than `tolerance` times the largest one. NaN is never near."""
+    """Shapes are equal, and no entry is off by more than `tolerance` times the largest one. NaN always fails."""
     assert actual.shape == expected.shape, f'{what}: {list(actual.shape)} instead of {list(expected.shape)}'
     actual, expected = actual.detach().double(), expected.detach().double()
     same = actual == expected  # infinities
@@ -155,14 +155,14 @@ def assert_near(actual, expected, tolerance=1e-10, what='value'):
 
 
 def gradients(output, inputs):
-    """Gradients of a weighted sum of all entries, 0 for what plays no part."""
+    """Gradients of a weighted sum of all entries, 0 for inputs that it does not depend on."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     found = torch.autograd.grad(output, inputs, weights.to(output), allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found)]
 
 
 def compare(actual, expected, inputs, tolerance=1e-10):
-    """Values, and the gradient of every input, by name."""
+    """Compare values, and the gradients of all inputs, which are given by name."""
     assert_near(actual, expected, tolerance)
     names, inputs = list(inputs), list(inputs.values())
     for what, a, b in zip(names, gradients(actual, inputs), gradients(expected, inputs)):
@@ -170,7 +170,7 @@ def compare(actual, expected, inputs, tolerance=1e-10):
 
 
 def catches(check, monkeypatch, *patch):
-    """A check that passes must fail once the package is broken by `monkeypatch.setattr(*patch)`."""
+    """The check passes, but fails once `monkeypatch.setattr(*patch)` breaks the package."""
     check()
     monkeypatch.setattr(*patch)
     try:
@@ -182,7 +182,7 @@ def catches(check, monkeypatch, *patch):
 
 
 def assert_offsets_alone(logits, tolerance=1e-13):
-    """Logits `[h, H, W, H, W]` between patches that are all alike stay the same when both patches move."""
+    """Logits `[h, H, W, H, W]` between identical patches do not change when both patches move by the same offset."""
     for y, x in itertools.product(range(logits.shape[1]), range(logits.shape[2])):
         height, width = logits.shape[1] - y, logits.shape[2] - x
         assert_near(logits[:, y:, x:, y:, x:], logits[:, :height, :width, :height, :width], tolerance)

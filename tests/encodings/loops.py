@@ -1,14 +1,13 @@
-"""What the references of several encodings share: plain float64 loops, one scalar or vector at a time.
+"""Shared by the references of encodings: plain float64 loops over scalars or vectors.
 
-The references are the slowest and plainest form there is, and the truth that the package is held to. Nothing in them is
-shared with the package, and autograd gives their gradients. Tensors are `[B, h, N, d]` with prefix tokens first;
-patches are numbered row by row.
+The references are slow and simple, and the package must agree with them. They share no code with the package, and
+autograd gives their gradients. Tensors are `[B, h, N, d]` with prefix tokens first; patches are numbered row by row.
 """
 import math
 
 import torch
 
-torch.set_num_threads(1)  # scalar by scalar there is nothing to share, and threads only wait for each other
+torch.set_num_threads(1)  # scalars leave no work for more threads, which would only wait for each other
 
 
 def vectors(x):
@@ -29,7 +28,7 @@ def places(b, grid_size, keep_indices):
 
 
 def rescaled(size, ref_size):
-    """The coordinate of row or column i among `size`, in patches of the trained grid, which has `ref_size`."""
+    """The coordinate of row or column i of `size`, in patches of the trained grid, which has `ref_size` of them."""
     return lambda i: (i + 0.5) * ref_size / size - 0.5
 
 
@@ -48,7 +47,7 @@ def look_up(table, p):
 
 
 def attention(q, k, v, *, scale=None, bias=None, attn_mask=None, is_causal=False):
-    """softmax(scale * q.k + bias) v, one query at a time."""
+    """softmax(scale * q.k + bias) v, one query at a time, `[B, h, N, d]`."""
     batch, num_heads, num_tokens, dim = q.shape
     scale = 1 / math.sqrt(dim) if scale is None else scale
     full = (batch, num_heads, num_tokens, num_tokens)
@@ -77,7 +76,7 @@ def attention(q, k, v, *, scale=None, bias=None, attn_mask=None, is_causal=False
 
 
 def rotated(x, angle, grid_size, num_prefix_tokens=0, keep_indices=None, rotate_half=False):
-    """Turn pairs of channels of each patch by `angle(h, t, y, x)`; prefix tokens stay.
+    """Rotate pairs of channels of each patch by `angle(h, t, y, x)`. Prefix tokens do not change.
 
     Pair t is the channels 2t and 2t + 1, or t and t + d/2 with `rotate_half`.
     """
@@ -128,7 +127,7 @@ def content_bias(pair, batch, num_heads, grid_size, num_prefix_tokens=0, keep_in
 
 
 def changed_patches(tokens, change, grid_size, num_prefix_tokens=0, keep_indices=None):
-    """Tokens `[B, N, D]` with `change(token, b, y, x)` in place of each patch of image `b`; prefix tokens stay."""
+    """Tokens `[B, N, D]` with `change(token, b, y, x)` in place of each patch of image `b`. Prefix tokens stay."""
     images = []
     for b, image in enumerate(tokens.unbind(0)):
         image = list(image.unbind(0))

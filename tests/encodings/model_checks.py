@@ -9,7 +9,7 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from timm.optim import create_optimizer_v2
 
 import timm_sape
-from common import awaken
+from common import randomize
 from harness import assert_near
 
 
@@ -18,12 +18,12 @@ def images(height=24, width=40):
 
 
 def build(pos_enc, keywords=None, random=True, **kwargs):
-    """A small model in evaluation mode, every parameter of which matters.
+    """A small model in evaluation mode, whose parameters all matter.
 
     Args:
         pos_enc: Its encodings.
-        keywords: Those of the encoding that comes last.
-        random: False to leave the initial values.
+        keywords: Keywords of the last encoding.
+        random: False to keep the initial values.
     """
     torch.manual_seed(0)
     defaults = dict(
@@ -31,7 +31,7 @@ def build(pos_enc, keywords=None, random=True, **kwargs):
         global_pool='avg', fc_norm=False)
     keywords = {pos_enc.split('+')[-1]: keywords} if keywords else {}
     model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, pos_enc_kwargs=keywords, **{**defaults, **kwargs})
-    return awaken(model.eval()) if random else model.eval()
+    return randomize(model.eval()) if random else model.eval()
 
 
 def own_encodings(model, name):
@@ -142,7 +142,7 @@ def check_trained_grid_is_saved(name):
 
 
 def check_fixed(name, check_encoding, per_layer=False):
-    """The encoding has nothing to learn or save, and right tables in a new model and after `init_weights`.
+    """The encoding has nothing to learn or save. Its tables are right in a new model and after `init_weights`.
 
     Args:
         check_encoding: Called with the index of the layer and its encoding.

@@ -111,7 +111,7 @@ def test_decay(distance):
 
 @pytest.mark.parametrize('axis', [0, 1])
 def test_mirrored(axis):
-    """It tells neither left from right nor up from down."""
+    """The bias does not tell left from right, nor up from down."""
     assert all(unchanged_when_mirrored('alibi2d', axis))
     assert all(unchanged_when_mirrored('alibi2d', axis, **MANHATTAN))
 

@@ -1,4 +1,4 @@
-"""What holds for every encoding of tokens, and for compositions of them, whatever its equations are."""
+"""Properties of every encoding of tokens, and of their compositions, whatever the equations."""
 import pytest
 import torch
 
@@ -20,14 +20,14 @@ COMPOSITIONS = [
 
 
 def test_names():
-    """The rule above finds at least these."""
+    """The rule above must find at least these."""
     assert {'ape', 'ape2d', 'cape', 'fourier', 'lape', 'ope', 'peg', 'pemix', 'sincos1d', 'sincos2d'} <= set(NAMES)
 
 
 @pytest.mark.parametrize('name', [
     name for name in ADD_TO_TOKENS if not timm_sape.get_encoding(name).asks_for])
 def test_content_does_not_matter(name):
-    """The term of an encoding that asks for nothing is the same for all images."""
+    """If an encoding does not ask for the image, its term is the same for all images."""
     grid, encoding = Grid(3, 5, 1), create(name, (3, 5), 1)
     tokens = make_tokens(grid)
     a, b = (encoding(x, grid=grid, hook='embed') for x in (tokens, 2 * tokens))
@@ -36,7 +36,7 @@ def test_content_does_not_matter(name):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_parameters_added(name):
-    """As many as the documentation says, in one instance, and none of them decays."""
+    """A single instance adds as many parameters as documented, and none of them has weight decay."""
     other = 'ape' if name == 'sincos2d' else 'sincos2d'
     kwargs = {'img_size': (32, 48), 'reg_tokens': 2, 'depth': 3}
     model, plain = make_model(f'{name}+{other}', **kwargs), make_model(other, **kwargs)
@@ -70,7 +70,7 @@ def test_model(pos_enc):
 
 @pytest.mark.parametrize('name', GATED)
 def test_gate(name):
-    """At 0 the model is the one without the encoding; it opens, and then all parameters learn."""
+    """With a gate of 0 the model equals the one without the encoding. The gate learns, and then all parameters do."""
     x = make_images()
     plain, model = make_model('nope'), make_model(f'auto_{name}', pos_enc_kwargs={f'auto_{name}': {'init': 0}})
     assert_near(model(x), plain(x), 1e-6)

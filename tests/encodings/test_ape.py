@@ -26,7 +26,7 @@ def check(grid_size, num_prefix_tokens=0, num_prefix_rows=0, num_keep=None, own_
     tokens, table, tolerance = make_tokens(grid), pos_embed, 1e-10
     if own_size != grid_size:
         table, tolerance = resampled(pos_embed, own_size, grid_size, num_prefix_rows), 1e-5
-        tokens = torch.zeros_like(tokens, requires_grad=True)  # the bound is for the term alone
+        tokens = torch.zeros_like(tokens, requires_grad=True)  # so that the tolerance is relative to the term
     actual = embed(encoding, tokens, grid, pos_embed=pos_embed)
     expected = reference.ape(tokens, table, grid_size, **where(grid))
     compare(actual, expected, {'tokens': tokens, 'pos_embed': pos_embed}, tolerance)

@@ -96,7 +96,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 @VARIANTS
 def test_separable(combine):
-    """A step from row to row is the same in all columns, however the tables are set."""
+    """The difference between two rows is the same in all columns, whatever the tables."""
     table = create('ape2d', (3, 5), combine=combine)(torch.zeros(1), grid=Grid(3, 5), hook='embed')
     steps = table.unflatten(0, (3, 5)).diff(dim=0)
     assert torch.allclose(steps, steps[:, :1].expand_as(steps))
@@ -126,7 +126,7 @@ def test_half_models(grid_size, tolerance, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the term, forwards and backwards."""
+    """Autocast does not affect the term or its gradients."""
     grid = Grid(3, 5, 1)
     encoding, tokens = create('ape2d', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
     term = encoding(tokens, grid=grid, hook='embed')

@@ -110,9 +110,9 @@ def test_augmented_equations_by_keyword(keywords):
 
 
 def displacements(grid, batch=400, **keywords):
-    """By how much each patch is moved, as the phases of the waves tell, `[B, H*W, 2]`."""
+    """The displacement of each patch, computed from the phases of the waves, `[B, H*W, 2]`."""
     torch.manual_seed(0)
-    dim = 4096  # neighboring waves have about the same length
+    dim = 4096  # so that successive waves have about the same length
     encoding = create('cape', grid.size, dim=dim, **keywords)
     tokens = torch.zeros(batch, grid.num_patches, dim, dtype=torch.float64)
     waves = []
@@ -138,7 +138,7 @@ def test_global_shift():
     assert_near(moved, moved[:, :1].expand_as(moved), 1e-9)
     check_uniform(moved[:, 0, 0], 0.5)
     check_uniform(moved[:, 0, 1], 0.5)
-    assert abs(torch.corrcoef(moved[:, 0].T)[0, 1]) < 0.15  # y and x have nothing to do with each other
+    assert abs(torch.corrcoef(moved[:, 0].T)[0, 1]) < 0.15  # y and x are independent
 
 
 def test_local_shift():
@@ -163,7 +163,7 @@ def test_scale():
 
 
 def test_augmentation_is_for_training():
-    """Each image has its own, each pass another; in evaluation there is none, and no random number is drawn."""
+    """It differs between images and between passes. In evaluation mode there is none, and no random number is drawn."""
     grid = Grid(3, 5, 2)
     encoding, tokens = create('cape', (3, 5), 2).train(), make_tokens(grid)
     torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_augmentation_is_for_training():
 
 @pytest.mark.parametrize('checkpointing', [False, True])
 def test_augmentation_with_gradient_checkpointing(checkpointing):
-    """What is drawn in the forward pass is not drawn again in the backward pass."""
+    """The backward pass uses the random numbers of the forward pass."""
     model = make_model('cape').train()
     model.set_grad_checkpointing(checkpointing)
     x = make_images()
@@ -231,7 +231,7 @@ def steps_of_one_axis(self, grid, device, dtype):
 
 
 def linspace_positions(self, grid, device, dtype):
-    """As linspace has it: one patch alone stands at -1."""
+    """As with linspace, where a single patch is at -1."""
     _, step = positions(self, grid, device, dtype)
     y, x = (torch.linspace(-1, 1, size, dtype=dtype) for size in grid.size)
     return torch.stack(torch.meshgrid(y, x, indexing='ij'), dim=-1).flatten(0, 1), step
@@ -268,7 +268,7 @@ def own_table(grid_size):
 
 
 def test_products_of_waves_are_relative():
-    """All rows have one length, and the product of two is a function of the offset."""
+    """All rows have the same norm, and the product of two is a function of the offset."""
     table = own_table((4, 5))
     assert_near(table.square().sum(-1), torch.full((4, 5), 8.0), 1e-12)
     products = torch.einsum('yxc,vuc->yxvu', table, table)
@@ -303,7 +303,7 @@ def test_float32():
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('grid_size', [(3, 5), (6, 4)])
 def test_half_models(grid_size, dtype):
-    """The term of a half model is computed in float32, in training too; the factor widens no token."""
+    """The term of a half model is computed in float32, in training too. The factor does not widen tokens."""
     grid = Grid(*grid_size, 1)
     encoding = create('cape', (3, 5), 1, dtype=torch.float32).to(dtype)
     wide = copy.deepcopy(encoding).double()(make_tokens(grid), grid=grid, hook='embed')
@@ -318,7 +318,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the term."""
+    """Autocast does not affect the term."""
     for grid in (Grid(3, 5, 1), Grid(6, 4, 1)):
         encoding, tokens = create('cape', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
         term = encoding(tokens, grid=grid, hook='embed')

@@ -6,7 +6,7 @@ from timm.models import save_for_hf
 
 import bias_checks
 from bias_checks import SIZES, bias_of, make_inputs
-from common import awaken
+from common import randomize
 from harness import assert_near, catches, compare, create, make_grid, where
 from model_checks import build, check_model, check_neutral_start, images, own_encodings
 from reference_cope import cope_between, cope_bias
@@ -87,7 +87,7 @@ def test_neutral_start():
 
 def test_saved_config(tmp_path):
     """The keyword changes no shape, so the config has to say it."""
-    model = awaken(build('ape+cope', {'bias_scale': 'one'}, random=False))
+    model = randomize(build('ape+cope', {'bias_scale': 'one'}, random=False))
     save_for_hf(model, tmp_path, safe_serialization=True)
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
     assert own_encodings(loaded, 'cope')[0].bias_scale == 1

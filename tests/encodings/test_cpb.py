@@ -56,7 +56,7 @@ def test_kept_patches(grid_size, num_prefix_tokens, num_keep, mode):
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('grid_size, own_size', [*OTHER_GRIDS, ((4, 3), (3, 5))])
 def test_another_grid(grid_size, own_size, mode):
-    """The MLP goes on for further offsets."""
+    """The MLP is applied to the larger offsets, too."""
     check(grid_size, 1, None, own_size, mode=mode)
 
 
@@ -97,7 +97,7 @@ def timm_mlp(encoding, prefix_tokens=0):
 @pytest.mark.parametrize('prefix_tokens', [0, 1, 5])
 @pytest.mark.parametrize('mode', MODES)
 def test_same_as_timm(mode, prefix_tokens, grid_size):
-    """Not to more digits, since timm computes coordinates in float32."""
+    """The tolerance is that of float32, in which timm computes coordinates."""
     encoding = create('cpb', grid_size, prefix_tokens, **SIZES, mode=mode, hidden=9)
     expected = timm_mlp(encoding, prefix_tokens).get_bias()
     assert_near(bias_of(encoding, Grid(*grid_size, prefix_tokens)), expected, 1e-6)

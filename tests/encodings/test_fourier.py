@@ -87,7 +87,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 
 def test_not_separable():
-    """A step from row to row is not the same in all columns, as it has to be in ape2d."""
+    """The difference between two rows is not the same in all columns, unlike in ape2d."""
     steps = create('fourier', (3, 5))(torch.zeros(1), grid=Grid(3, 5), hook='embed').unflatten(0, (3, 5)).diff(dim=0)
     assert not torch.allclose(steps, steps[:, :1].expand_as(steps))
 
@@ -127,7 +127,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the term, forwards and backwards."""
+    """Autocast does not affect the term or its gradients."""
     grid = Grid(3, 5, 1)
     encoding, tokens = create('fourier', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
     term = encoding(tokens, grid=grid, hook='embed')

@@ -112,7 +112,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 # --- properties ------------------------------------------------------------------------------------------------------
 
 def test_chain_of_norms():
-    """p_l is LN_l of p_(l-1), with mean 0 and variance 1 at first: the eps weighs in the first alone."""
+    """p_l is LN_l of p_(l-1). At first each has mean 0 and variance 1, so eps only matters in the first norm."""
     for model in initial_models('lape', depth=4, reg_tokens=3):
         encoding = model.encodings['lape']
         terms, previous = terms_of(encoding, Grid(4, 4, 4)), encoding.table[0]
@@ -137,7 +137,7 @@ def test_scale_of_the_table_is_forgotten():
 
 @pytest.mark.parametrize('patch_drop_rate', [0.0, 0.5])
 def test_for_attention_alone(patch_drop_rate):
-    """Attention sees LN1(x) + p_l, prefix rows included; stem, residual path and MLP see no position."""
+    """Attention sees LN1(x) + p_l, including prefix rows. Stem, residual path and MLP do not see p."""
     model = make_model('lape', reg_tokens=2, patch_drop_rate=patch_drop_rate).double().train()
     plain = make_model('nope', reg_tokens=2).double()
     images = make_images(dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_for_attention_alone(patch_drop_rate):
 
 
 def test_norms_go_with_their_layers():
-    """A model that is cut down keeps the first ones, and what they add."""
+    """A truncated model keeps the norms of its layers, which still add the same."""
     model = make_model('lape', depth=4)
     terms = terms_of(model.encodings['lape'], Grid(4, 4, 1))
     model.prune_intermediate_layers([1])
@@ -193,7 +193,7 @@ def test_half_models(grid_size, tolerance, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the terms, and changes gradients little."""
+    """Autocast does not affect the terms, and changes gradients little."""
     grid, encoding = Grid(3, 5, 1), create_lape((3, 5), 1, dtype=torch.float32)
     expected = terms_of(encoding, grid)
     with torch.autocast('cpu', torch.bfloat16):
@@ -205,8 +205,8 @@ def test_autocast():
 # --- compositions, checkpoints and initial values --------------------------------------------------------------------
 
 @pytest.mark.parametrize('pos_enc, text', [
-    ('ape+lape', "'lape' cannot stand beside 'ape': it is 'ape' handed from layer to layer"),
-    ('auto_ape+auto_lape', "'auto_lape' cannot stand beside 'ape': it is 'ape' handed from layer to layer"),
+    ('ape+lape', "'lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"),
+    ('auto_ape+auto_lape', "'auto_lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"),
 ])
 def test_wrong_compositions(pos_enc, text):
     with pytest.raises(ValueError, match=text):
@@ -219,7 +219,7 @@ def test_other_prefix_tokens(saved):
     state = make_model('lape', **saved).state_dict()
     model = make_model('lape', reg_tokens=4)
     rows = state['encodings.lape.table'].shape[1]
-    with pytest.raises(ValueError, match=f"The table of 'lape' has {rows} rows, which is not 5 for the prefix tokens"):
+    with pytest.raises(ValueError, match=f"The table of 'lape' has {rows} rows, not 5 for the prefix tokens"):
         checkpoints.filter_state_dict(dict(state), model)
     with pytest.raises(ValueError, match='encodings.lape.table .* instead of .*This loading path resizes nothing'):
         model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""lookhere: heads that each look to one side, and less at what is further away."""
+"""lookhere: each head looks in one direction, and less at distant patches."""
 import pytest
 import torch
 
@@ -88,7 +88,7 @@ def test_decay(keywords):
 
 @pytest.mark.parametrize('axis', [0, 1])
 def test_mirrored(axis):
-    """Unchanged are heads that see everything, and triangles that point along the other axis. No other head is."""
+    """Only heads that see everything, and triangles that point along the other axis, do not change."""
     unchanged = unchanged_when_mirrored('lookhere', axis)
     corners, around_y, around_x, everywhere = unchanged[:4], unchanged[4:6], unchanged[6:8], unchanged[8:]
     assert not any(corners) and all(everywhere)
@@ -167,7 +167,7 @@ def test_model(composition):
 
 
 def test_layers_of_a_model():
-    """Factors go from 1.5 to 0.5. A model that is cut down keeps the factors that it was trained with."""
+    """Factors go from 1.5 to 0.5. A truncated model keeps the factors that it was trained with."""
     model = build('lookhere', depth=4)
 
     def factors():

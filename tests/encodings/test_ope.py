@@ -127,7 +127,7 @@ def test_objects_of_all_pictures_in_black_and_white(grid_size):
 
 
 def snake(height, width):
-    """A way through every second row, from end to end."""
+    """A winding path through every second row."""
     picture = torch.zeros(height, width, dtype=torch.long)
     picture[::2] = 1
     picture[1::4, -1] = 1
@@ -136,7 +136,7 @@ def snake(height, width):
 
 
 def spiral(size):
-    """A way to the center, with a wall between its turns."""
+    """A path to the center, with a wall between its turns."""
     picture = torch.zeros(size, size, dtype=torch.long)
     y, x, dy, dx, free = 0, 0, 0, 1, 0
     picture[0, 0] = 1
@@ -156,10 +156,10 @@ def spiral(size):
     (torch.zeros(1, 33, dtype=torch.long), 1), (torch.zeros(12, 1, dtype=torch.long), 1),
     (torch.arange(20)[:, None] + torch.arange(20) & 1, 400)])
 def test_objects_of_long_ways(picture, num_objects):
-    """However many steps it takes from end to end; and of a chessboard, whose fields touch at corners alone."""
+    """Objects are found however long they are. On a chessboard fields touch only at corners, so each is an object."""
     actual = check_objects(painted(picture[None], (1, 1), 1), tuple(picture.shape), (1, 1))
     assert actual.max() + 1 == num_objects
-    if num_objects == 2:  # one way and one wall, wherever the walk ends
+    if num_objects == 2:  # a path and a wall, wherever the path ends
         assert torch.equal(actual.view(picture.shape) == 0, picture == 1)
 
 
@@ -170,7 +170,7 @@ def test_objects_by_hand():
 
 
 def test_levels():
-    """Quarters of the range, in which the ends and all beyond them take part."""
+    """Levels are quarters of the range. Its ends and values beyond them belong to the outer levels."""
     colors = torch.tensor([-1.0, -0.01, 0.0, 0.24, 0.26, 0.49, 0.5, 0.74, 0.76, 0.99, 1.0, 7.0, float('nan')])
     for mean, std in ((0.5, 0.5), (0.0, 1), (0.485, 0.229)):
         encoding = timm_sape.create_encoding('ope', dim=8, num_heads=1, grid_size=(2, 2), mean=mean, std=std)
@@ -182,7 +182,7 @@ def test_levels():
 @pytest.mark.parametrize('mean, std', [
     ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), (0.4, [0.2, 0.5, 1.0]), ([0.1, 0.5, 0.9], 0.3), (0, 1)])
 def test_objects_of_noisy_pictures(mean, std):
-    """The mean of a patch counts, of the colors as they were before they were normalized."""
+    """The level is that of a patch's mean color before normalization."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(4, 3, 12, 15, generator=generator, dtype=torch.float64)
     images = (images - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
@@ -192,7 +192,7 @@ def test_objects_of_noisy_pictures(mean, std):
 
 @pytest.mark.parametrize('missing', [(0, 0), (1, 0), (0, 2), (1, 1)])
 def test_objects_at_a_ragged_edge(missing):
-    """A patch that reaches beyond the image is filled up with zeros, as the model pads it."""
+    """A patch that extends beyond the image is padded with zeros, as in the model."""
     generator = torch.Generator().manual_seed(0)
     images = 2 * torch.rand(4, 3, 8, 15, generator=generator, dtype=torch.float64) - 1
     images = images[:, :, :8 - missing[0], :15 - missing[1]]
@@ -202,7 +202,7 @@ def test_objects_at_a_ragged_edge(missing):
 
 
 def test_objects_where_the_rest_is_left_out():
-    """As a model does that is grafted onto one of timm's whose patches do not divide the image."""
+    """Like a model that is grafted onto one of timm whose patches do not divide the image."""
     images = 2 * torch.rand(4, 3, 9, 17, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
     assert torch.equal(found(images, (4, 5)), check_objects(images[:, :, :8, :15], (4, 5)))
 
@@ -229,14 +229,14 @@ def test_objects_in_low_precision(dtype, autocast):
 
 
 def test_doublings():
-    """The fewest steps that double a way of one until it visits all patches; enough when their number is unknown."""
+    """The least number of doublings after which a path of one step can visit all patches; enough if that is unknown."""
     for num_patches in (1, 2, 3, 4, 5, 195, 196, 197, 256, 257, 4096, 65536):
         n = ope._num_doublings(num_patches)
         assert 2 ** n >= num_patches and (n == 0 or 2 ** (n - 1) < num_patches)
 
 
 class FindObjects(nn.Module):
-    """Images to objects, for patches of 2 x 3."""
+    """From images to objects, for patches of 2 x 3."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ def compiled():
 
 
 def exported(strict):
-    """For whole patches: torch cannot yet export an image that is padded to a multiple, not even timm's own model."""
+    """For images that need no padding: torch cannot export that yet, not even in timm's own model."""
     shapes = {'images': {0: Dim('batch', max=64), 2: 2 * Dim('height', max=64), 3: 3 * Dim('width', max=64)}}
     images = torch.randn(3, 3, 8, 12)
     return torch.export.export(FindObjects(), (images,), dynamic_shapes=shapes, strict=strict).module()
@@ -344,7 +344,7 @@ def test_half_is_that_of_timm_with_x_first(grid_size, dim):
 
 
 def test_waves():
-    """All rows have one length; patches of one object share one half; products tell the offset of everything."""
+    """All rows have the same norm, patches of an object share half of their channels, products depend on offsets."""
     encoding, grid = create('ope', (4, 5), dim=32), Grid(4, 5)
     images = make_objects(grid)
     term = term_of(encoding, grid, images)
@@ -385,7 +385,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the term, nor the gradient of the tokens that it is added to."""
+    """Autocast does not affect the term, nor the gradient of the tokens that it is added to."""
     grid, encoding = Grid(3, 5, 1), create('ope', (3, 5), 1, dtype=torch.float32)
     tokens, objects = make_tokens(grid, batch=3, dtype=torch.float32), make_objects(grid)
     out = embed(encoding, tokens, grid, object_index=objects)
@@ -415,7 +415,7 @@ def test_wrong_values(dim, keywords, text):
 @pytest.mark.parametrize('pos_enc, kwargs', [
     ('ope', {}), ('auto_ope', {}), ('ope', {'dynamic_img_size': True, 'dynamic_img_pad': True})])
 def test_object_index(pos_enc, kwargs):
-    """Found in the image if the caller does not say; otherwise what he says, of any integer dtype."""
+    """Found in the image if the caller gives none; otherwise those of the caller, in any integer dtype."""
     model = make_model(pos_enc, reg_tokens=4, num_classes=5, **kwargs)
     x = painted(torch.randint(4, (2, 4, 4), generator=torch.Generator().manual_seed(0)) * 7, (8, 8))
     x = (x + 0.05 * make_images())[:, :, :29 if kwargs else 32]
@@ -446,9 +446,9 @@ def test_wrong_object_index():
 
 
 def test_tokens_alone():
-    """Without images there is nothing to find objects in. A caller may still say where they are."""
+    """Without images no objects can be found. A caller can still give them."""
     model, x, objects = make_model('ope'), make_images(), torch.arange(32).view(2, 16) % 5
-    tokens, text = model.patch_embed(x), "'ope' finds objects in the images, and there are only tokens"
+    tokens, text = model.patch_embed(x), "'ope' finds objects in the images, but got only tokens"
     with pytest.raises(ValueError, match=text):
         model._pos_embed(tokens)
     with pytest.raises(ValueError, match=text):

@@ -171,7 +171,7 @@ def one_part(x, dtype, num):
 
 
 def rounded_late(x, dtype, num, parts=pape._parts):
-    """The five numbers are not rounded, and what is made of them has two parts instead of three."""
+    """The five numbers are not rounded, and the values computed from them have two parts instead of three."""
     if x.shape[-1] == 5:
         return x, torch.zeros_like(x)
     first, second, *_ = parts(x, dtype, 2)
@@ -219,7 +219,7 @@ def test_bias_moves_with_kept_patches():
 
 
 def test_decay():
-    """With b = 0, a patch sees itself best, and others less the farther they are."""
+    """With b = 0, the bias is largest for the patch itself and falls with the distance."""
     encoding = create('pape', (9, 9), **SIZES)
     nn.init.zeros_(encoding.w_b)
     grid = make_grid((9, 9))

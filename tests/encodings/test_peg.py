@@ -86,7 +86,7 @@ def test_that_of_twins(grid_size):
 
 
 def test_that_of_twins_knows_no_prefix_tokens():
-    """For timm's layer they are patches: 5 of them and 3 x 5 patches pass for 4 x 5, in the wrong places."""
+    """timm's layer takes them for patches: 5 of them and 3 x 5 patches become 4 x 5 patches in wrong places."""
     grid, encoding = Grid(3, 5, 5), create('peg', (3, 5), 5)
     tokens, twins = make_tokens(grid), twins_of(encoding)
     with pytest.raises(RuntimeError, match='invalid for input of size'):
@@ -113,7 +113,7 @@ def circular(self, x, grid):
 
 
 def in_sequence(self, tokens):
-    """Puts kept patches in the first places, whatever their own are."""
+    """Puts kept patches in the first places of the grid, wherever they belong."""
     return F.pad(tokens, (0, 0, 0, self.num_patches - tokens.shape[2]))
 
 
@@ -150,13 +150,13 @@ def test_mutants_are_caught(mutant, monkeypatch):
 # --- properties ------------------------------------------------------------------------------------------------------
 
 def term_of(picture, encoding):
-    """What is added to patches `[D, H, W]` on a grid, likewise."""
+    """The term that is added to the patches of `picture`, both `[D, H, W]`."""
     grid = Grid(*picture.shape[1:])
     return encoding(picture.flatten(1).T[None], grid=grid, hook='embed')[0].T.unflatten(1, grid.size)
 
 
 def test_moves_with_the_picture():
-    """Away from the border; at the border it tells where that is, as of a picture without any content."""
+    """Away from the border. At the border the term shows position, even for an image without any content."""
     encoding = create('peg', (6, 7))
     picture = torch.zeros(16, 6, 7, dtype=torch.float64)
     picture[:, 1:3, 2:4] = torch.randn(16, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_moves_with_the_picture():
 
 @pytest.mark.parametrize('axis', [1, 2])
 def test_mirrored_picture(axis):
-    """Is mirrored for a kernel that is symmetric, and is not for any other."""
+    """Mirroring the image mirrors the term if the kernel is symmetric, but not otherwise."""
     encoding = create('peg', (4, 5))
     picture = torch.randn(16, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert not torch.allclose(term_of(picture.flip(axis), encoding), term_of(picture, encoding).flip(axis))
@@ -220,7 +220,7 @@ def test_float32():
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('grid_size', [(3, 5), (6, 4)])
 def test_half_models(grid_size, dtype):
-    """Content enters, so the term has the dtype of the tokens."""
+    """The term depends on content, so it has the dtype of the tokens."""
     grid = Grid(*grid_size, 1)
     encoding, tokens = create('peg', (3, 5), 1, dtype=torch.float32).to(dtype), make_tokens(grid, dtype=dtype)
     out = after_block(encoding, tokens, grid)
@@ -229,7 +229,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """As exact as autocast, and the tokens stay wide."""
+    """The error is that of autocast, and the tokens stay in float32."""
     grid = Grid(3, 5, 1)
     encoding, tokens = create('peg', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
     out = after_block(encoding, tokens, grid)

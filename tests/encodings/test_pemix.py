@@ -18,7 +18,7 @@ def make_term(grid, dtype=torch.float64):
 
 
 def mixed(encoding, tokens, term, grid):
-    """The sum of both, as weighted."""
+    """The sum of tokens and term, both weighted."""
     tokens, term = encoding(tokens, term, grid=grid, hook='mix')
     return tokens + term
 
@@ -60,7 +60,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 @pytest.mark.parametrize('pos_enc', ['sincos2d', 'ape+sincos2d', 'cape', 'cape+fourier', 'ope', 'ape'])
 def test_starts_as_an_addition(pos_enc):
-    """Then it weighs the sum of all terms, and the tokens after all factors; in prefix rows as well."""
+    """With other weights, it weighs the sum of all terms, and the tokens after all factors, prefix rows included."""
     model = make_model(f'{pos_enc}+pemix', reg_tokens=4).double()
     plain = make_model(pos_enc, reg_tokens=4).double()
     plain.load_state_dict(model.state_dict(), strict=False)
@@ -70,7 +70,7 @@ def test_starts_as_an_addition(pos_enc):
     scaled, _ = make_model('nope', reg_tokens=4).double().embed(images)
     with torch.no_grad():
         if 'cape' in pos_enc:
-            scaled[:, 5:] *= 8  # the root of 64
+            scaled[:, 5:] *= 8  # the square root of 64
         encoding.weight_x.normal_()
         encoding.weight_pe.normal_()
     expected = reference.pemix(scaled, added - scaled, encoding.weight_x, encoding.weight_pe)
@@ -103,7 +103,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach it."""
+    """Autocast does not affect it."""
     grid, encoding = Grid(3, 5, 1), create('pemix', (3, 5), 1, dtype=torch.float32)
     tokens, term = make_tokens(grid, dtype=torch.float32), make_term(grid, torch.float32)
     out = mixed(encoding, tokens, term, grid)
@@ -114,10 +114,10 @@ def test_autocast():
 
 
 @pytest.mark.parametrize('pos_enc, text', [
-    ('pemix', "mixes tokens with positions but has none for the tokens. Add one, e.g. 'pemix\\+sincos2d'"),
-    ('pemix+rope2d', 'has none for the tokens'),
-    ('lape+pemix', 'has none for the tokens'),
-    ('peg+pemix', 'has none for the tokens'),
+    ('pemix', "mixes tokens with their position terms, but no part adds such a term. Add one, e.g. 'pemix\\+sincos2d'"),
+    ('pemix+rope2d', 'no part adds such a term'),
+    ('lape+pemix', 'no part adds such a term'),
+    ('peg+pemix', 'no part adds such a term'),
     ('auto_pemix+ape', "'auto_pemix'.*no neutral form"),
 ])
 def test_wrong_compositions(pos_enc, text):

@@ -76,7 +76,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 # --- timm ------------------------------------------------------------------------------------------------------------
 
 def test_timms_frequencies():
-    """In float32, the only dtype that timm's helper knows."""
+    """In float32, the only dtype of timm's helper."""
     encoding = create('rope1d', (1, 2), **SIZES, dtype=torch.float32)
     expected = freq_bands(SIZES['head_dim'], temperature=10000.0, step=2)
     assert_near(encoding.angles(Grid(1, 2))[1], expected, 1e-6)

@@ -11,7 +11,7 @@ import bias_checks
 import reference_sape2_separate_keys as reference
 import tensor_cores
 from bias_checks import SIZES, bias_of, make_inputs
-from common import awaken
+from common import randomize
 from harness import assert_near, attend, catches, compare, create, gradients, make_grid, make_qkv, where
 from loops import attention
 from model_checks import (
@@ -265,7 +265,7 @@ def test_masks(name):
 @pytest.mark.parametrize('name', NAMES)
 def test_saved_config(name, tmp_path):
     """The keyword travels with the weights, and weights without it do not fit."""
-    model = awaken(initial_model(f'ape+{name}', False, pos_enc_kwargs={name: {'separate_keys': 'zero'}}).eval())
+    model = randomize(initial_model(f'ape+{name}', False, pos_enc_kwargs={name: {'separate_keys': 'zero'}}).eval())
     save_for_hf(model, tmp_path, safe_serialization=True)
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
     assert loaded.position_encodings().keys() == model.position_encodings().keys()

@@ -65,7 +65,7 @@ def test_three_paths_to_another_grid(resolution):
 
 @pytest.mark.parametrize('length', [1, 3])
 def test_rescaled_index(length):
-    """Twice as many patches, half the step: every second one is where a patch was. Going on, all the first ones are."""
+    """Twice as many patches, half the step: every second one has an old position. Extrapolated, the first ones have."""
     for rule, kept in (('rescale', slice(0, None, 2)), ('extrapolate', slice(0, length))):
         encoding = create('sincos1d', (length, 1), resolution=rule)
         old, new = (encoding(torch.zeros(1), grid=Grid(length, width), hook='embed') for width in (1, 2))
@@ -132,7 +132,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the term."""
+    """Autocast does not affect the term."""
     for grid in (Grid(3, 5, 1), Grid(6, 4, 1)):
         encoding, tokens = create('sincos1d', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
         term = encoding(tokens, grid=grid, hook='embed')

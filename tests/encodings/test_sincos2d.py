@@ -118,7 +118,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 
 def test_products_of_waves_are_relative():
-    """All rows have one length, and the product of two is a function of the offset."""
+    """All rows have the same norm, and the product of two is a function of the offset."""
     table = own_table((4, 5))
     assert_near(table.square().sum(-1), torch.full((4, 5), 8.0), 1e-12)
     products = torch.einsum('yxc,vuc->yxvu', table, table)
@@ -163,7 +163,7 @@ def test_half_models(grid_size, dtype):
 
 
 def test_autocast():
-    """Autocast does not reach the term."""
+    """Autocast does not affect the term."""
     for grid in (Grid(3, 5, 1), Grid(6, 4, 1)):
         encoding, tokens = create('sincos2d', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
         term = encoding(tokens, grid=grid, hook='embed')

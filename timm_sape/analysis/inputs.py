@@ -1,4 +1,4 @@
-"""Loading models and images from what users name on a command line."""
+"""Load the models and images that users name on a command line."""
 import difflib
 import os
 from contextlib import nullcontext
@@ -15,6 +15,7 @@ from timm.data.loader import adapt_to_chs
 from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
+from timm.models.naflexvit import NaFlexVit
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
@@ -25,7 +26,7 @@ from ..vit_pos_enc import SIZES
 
 __all__ = ['ImageFile', 'check_classes', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
 
-# The options of train.py that preprocessing depends on. Its checkpoints have them all.
+# The options of timm's train.py that preprocessing depends on. Its checkpoints contain all of them.
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
 
 
@@ -43,18 +44,18 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     Args:
         model: One of
 
-            - a name that timm knows, `vit_small_sape2_k` or `vit_small_patch16_224.augreg_in21k_ft_in1k`: with its
-              pretrained weights if it has any, else with random ones;
+            - a name that timm knows, such as `vit_small_sape2_k` or `vit_small_patch16_224.augreg_in21k_ft_in1k`, with
+              pretrained weights if there are any, else with random ones;
             - `hf-hub:USER/REPOSITORY`;
-            - `local-dir:FOLDER`, or just the folder, unless timm knows a model of that name, as `timm_sape.hub.save`
-              and `timm.models.save_for_hf` write it;
+            - `local-dir:FOLDER`, a folder written by `timm_sape.hub.save` or `timm.models.save_for_hf`, or just
+              `FOLDER` if timm has no model of that name;
             - a checkpoint of timm's train.py, which names its model;
             - `NAME@FILE`, a model and a file with its weights;
             - `NAME@random`, a model with random weights.
 
-            If a file has averaged weights too (`--model-ema`), these are used, as in train.py's summary.
-        img_size: Image size in pixels, or (height, width); the encodings' rules for other sizes apply. Default: the
-            model's own.
+            If a file also has averaged weights (`--model-ema`), these are used, as in train.py's summary.
+        img_size: Image size in pixels, or (height, width). Encodings follow their rules for another grid. Default: the
+            model's own size.
         kwargs: Passed to `timm.create_model`.
 
     Raises:
@@ -67,8 +68,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     if source.file is not None:
         try:
             weights = load_state_dict(source.file)
-        except Exception as e:  # other files fail in many ways
-            raise ValueError(f'{source.file} has no weights that can be read safely: {_described(e)}') from e
+        except Exception as e:  # a file of another kind can raise anything
+            raise ValueError(f'{source.file} has no weights that can be read safely: {hub.described(e)}') from e
         overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
         cfg = timm.get_pretrained_cfg(source.name)
         layers = (('num_classes', cfg.classifier, 0), ('in_chans', cfg.first_conv, 1)) if cfg is not None else ()
@@ -76,7 +77,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             shape = weights[f'{layer}.weight'].shape if f'{layer}.weight' in weights else ()
             if len(shape) > axis:
                 kwargs.setdefault(keyword, shape[axis])
-        # as in the file, so that timm changes neither the head nor the stem
+        # Same number of classes and channels as in the file, so that timm adapts neither the head nor the stem.
         overlay['num_classes'] = kwargs.get('num_classes', 1000)
         kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
     elif 'pretrained' not in kwargs:
@@ -90,9 +91,9 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         others = '' if ':' in source.name else f' Write {model}@FILE for weights in a file, {model}@random for none.'
         raise ValueError(
             f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached '
-            f'({_described(unreachable or e)}).{others}') from e
+            f'({hub.described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
-        raise ValueError(f'{model}: {_described(e)}') from e
+        raise ValueError(f'{model}: {hub.described(e)}') from e
 
 
 def _find(model: str) -> _Source:
@@ -120,15 +121,16 @@ def _find(model: str) -> _Source:
 
 
 def _checkpoint_hint(folder: Path) -> str:
-    """Which file to name in a folder that is no saved model. train.py writes several; none is chosen for the user."""
+    """Advice for a folder that is not a saved model. It may be one of train.py, with several checkpoints."""
     found = [path for name in ('model_best.pth.tar', 'last.pth.tar', '*.pth.tar') for path in sorted(folder.glob(name))]
     return f'Name a checkpoint in it: {found[0]}' if found else 'Name a folder that timm_sape.hub.save has written.'
 
 
 def why_unknown(name: str) -> str:
-    """Why there is no model of this name, if it follows the pattern of ours; else an empty string.
+    """The reason why there is no model of this name, if it looks like one of ours; else an empty string.
 
-    `timm.create_model` only says that it is unknown. An entrypoint that raises would be listed by timm as a model.
+    `timm.create_model` only says that the name is unknown. We could register an entrypoint that raises this, but timm
+    would list it as a model.
     """
     size = next((size for size in SIZES if name.startswith(f'{size}_')), None)
     encoding = name.removeprefix(f'{size}_')
@@ -149,8 +151,8 @@ def _from_checkpoint(file: str) -> _Source:
     if not file.endswith('.safetensors'):
         try:
             checkpoint = _torch_load(file)
-        except Exception as e:  # other files fail in many ways
-            raise ValueError(f'{file} is no checkpoint that can be read safely: {_described(e)}') from e
+        except Exception as e:  # a file of another kind can raise anything
+            raise ValueError(f'{file} is not a checkpoint that can be read safely: {hub.described(e)}') from e
         name = checkpoint.get('arch') if isinstance(checkpoint, dict) else None
     if name is None:
         raise ValueError(f'{file} does not name its model. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
@@ -163,28 +165,27 @@ def _from_checkpoint(file: str) -> _Source:
     return _Source(name, file, kwargs, cfg)
 
 
-def _described(error: Exception, most: int = 300) -> str:
-    """An error in one line that is not too long. It names the type, as the message of a KeyError is just the key."""
-    text = ' '.join(f'{type(error).__name__}: {error}'.split())
-    return text if len(text) <= most else f'{text[:most]} ...'
-
 
 def preprocessing(model: torch.nn.Module, **overrides):
     """timm's preprocessing of images for inference, at the model's image size.
 
     Args:
         model: The model.
-        overrides: Entries of its data config to replace, such as `crop_mode='squash'`, which shows the whole image.
+        overrides: Entries of its data config to replace, such as `crop_mode='squash'`, which keeps the whole image.
+
+    Returns:
+        A transform from PIL images to normalized tensors `[C, height, width]`.
 
     Raises:
-        ValueError: If the model does not take images of 1 or 3 channels.
+        ValueError: If the model takes images with neither 1 nor 3 channels.
     """
     config = {**resolve_model_data_config(model), **overrides}
     channels, *size = config['input_size']
     first = dict(model.named_modules()).get(str((getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')))
-    channels = getattr(first, 'in_channels', channels)  # the config does not know that of a bare file of weights
+    channels = getattr(first, 'in_channels', channels)  # the config may be wrong if weights came from a bare file
     if channels not in (1, 3):
-        raise ValueError(f'The model takes images of {channels} channels, which no image file has. Use a model for 3.')
+        raise ValueError(
+            f'The model takes images with {channels} channels, but image files have 1 or 3. Use a model for 3.')
     for statistic in ('mean', 'std'):
         config[statistic] = adapt_to_chs(config[statistic], channels)
     config['input_size'] = (channels, *(getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size))
@@ -195,23 +196,28 @@ def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
     """Height and width, in pixels, of the patches that a model cuts images into.
 
     Raises:
-        ValueError: If its tokens are not plain patches: there are none, they overlap, or several layers make them.
+        ValueError: If the model has no patches, they overlap, or several layers compute them.
     """
+    if isinstance(model, NaFlexVit):
+        return model.embeds.patch_size
     projection = getattr(getattr(model, 'patch_embed', None), 'proj', None)
     sizes = [getattr(projection, name, None) for name in ('kernel_size', 'stride')]
     if not isinstance(projection, torch.nn.Conv2d) or sizes[0] != sizes[1] or hasattr(model.patch_embed, 'backbone'):
         raise ValueError(
-            f'{type(model).__name__} does not cut images into patches that can be exchanged. Use a plain Vision '
-            'Transformer.')
+            f'{type(model).__name__} does not cut images into separate patches, so they cannot be moved. Use a plain '
+            'Vision Transformer.')
     return sizes[0]
 
 
 class ImageFile(Dataset):
-    """One image without a label, -1.
+    """A data set of one image, without a label (-1).
 
     Args:
         path: The file.
         transform: Applied to the image.
+
+    Raises:
+        ValueError: On access, if the file cannot be read.
     """
 
     def __init__(self, path: Union[str, os.PathLike], transform=None) -> None:
@@ -226,14 +232,16 @@ class ImageFile(Dataset):
             raise IndexError(index)
         try:
             image = Image.open(self.path).convert('RGB')
-        except Exception as e:  # Pillow has many for damaged files
-            raise ValueError(f'{self.path} is no image that can be read: {e}') from e
+        except Exception as e:  # Pillow raises many types for damaged files
+            raise ValueError(f'{self.path} is not an image that can be read: {e}') from e
         return (image if self.transform is None else self.transform(image)), -1
 
 
 class _ImageFolder(ImageDataset):
-    """timm's data set, but a file that cannot be read is an error. timm takes the next file instead, perhaps of another
-    class: fine for training, wrong for counting."""
+    """timm's data set, except that an unreadable file is an error.
+
+    timm takes the next file instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
+    """
 
     def __getitem__(self, index: int):
         path, label = self.reader.samples[index]
@@ -242,18 +250,21 @@ class _ImageFolder(ImageDataset):
 
 
 def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) -> Dataset:
-    """Images and labels.
+    """A data set of images and labels.
 
     Args:
-        data: A folder with one sub-folder of images per class, or with such folders for each split; a folder of images
-            or one image file, whose label is -1; or the root folder of `dataset`.
-        dataset: Empty, or a name that timm's train.py takes, such as `torch/cifar10`.
-        split: Which part. Default: the sub-folder `val`, `validation` or `test` if there is one, else the folder
+        data: One of
+
+            - a folder with a sub-folder of images per class, or with such a folder per split;
+            - a folder of images, or an image file; labels are then -1;
+            - the root folder of `dataset`.
+        dataset: Empty for a folder or file, else a name that timm's train.py accepts, such as `torch/cifar10`.
+        split: Name of the split. Default: the sub-folder `val`, `validation` or `test` if there is one, else the folder
             itself; for a `dataset`, 'validation'.
         transform: Applied to each image.
 
     Raises:
-        ValueError: If there are no such data; on access, if a file of a folder cannot be read.
+        ValueError: If there is no such data; on access, if a file in a folder cannot be read.
     """
     root = Path(data)
     if not dataset and root.is_file():
@@ -274,14 +285,14 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
         else:
             found = _ImageFolder(str(root))
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
-        if 'download=True' in str(e):  # torchvision's advice, which is no use on a command line
+        if 'download=True' in str(e):  # torchvision's advice, which is useless on a command line
             raise ValueError(
                 f'No {dataset} in {str(root)!r}. Fetch it: python -c "from timm.data import create_dataset; '
                 f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
         raise ValueError(f'No images in {str(root)!r} (dataset={dataset!r}, split={split!r}): {e}') from e
     if not dataset and '' in found.reader.class_to_idx:  # timm makes a class '' of the images outside of sub-folders
         if len(found.reader.class_to_idx) > 1:
-            raise ValueError(f'{str(root)!r} has images beside the folders of its classes. Move them into one.')
+            raise ValueError(f'{str(root)!r} has images next to the folders of its classes. Move them into one.')
         found.reader.samples = [(path, -1) for path, _ in found.reader.samples]
     found.transform = transform
     return found
@@ -295,15 +306,15 @@ def load_images(
         seed: int = 0,
         shuffle: bool = False,
 ) -> DataLoader:
-    """Batches of a data set, or of a random part of it.
+    """Batches of a data set, or of a random subset.
 
     Args:
         data: The data set.
-        batch_size: Images in a batch.
-        num_images: How many images to draw; None for all.
-        workers: Processes that load them.
-        seed: Of the draw.
-        shuffle: Keep the order of the draw. Data sets are often sorted by class.
+        batch_size: Images per batch.
+        num_images: Number of images to draw at random, None for all.
+        workers: Number of processes that load them.
+        seed: Seed of the draw.
+        shuffle: Return images in random order instead of that of the data set, which is often sorted by class.
     """
     if shuffle or num_images is not None and num_images < len(data):
         picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
@@ -312,12 +323,16 @@ def load_images(
 
 
 def check_classes(labels: torch.Tensor, num_classes: int) -> None:
-    """Refuse labels of classes that a model does not have.
+    """Check that a model has the classes of all labels.
+
+    Args:
+        labels: Class indices of any shape.
+        num_classes: Number of classes of the model.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If a label is too large.
     """
     if labels.max() >= num_classes:
         raise ValueError(
-            f'There are labels up to {labels.max().item()}, but the model knows {num_classes} classes, from 0 on. '
+            f'There are labels up to {labels.max().item()}, but the model has {num_classes} classes, from 0 on. '
             'Use a model that was trained on these classes.')

@@ -12,20 +12,22 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'bench', interruptible(_bench),
-        summary="Measure what encodings cost relative to APE, or SaPE2's attention relative to plain attention.",
+        summary="Measure what encodings cost relative to APE, SaPE2's attention, or NaFlexVit on mixed sizes.",
         examples="""\
 examples:
   timm-sape bench --output cost.csv
   timm-sape bench --pos-enc rope2d ape+sape2_k --settings 224/16 --device cuda --amp --batch-size 128
   timm-sape bench sape2 --repeats 9 --output sape2.csv --plot memory.png
   timm-sape bench sape2 --device cuda --amp --batch-size 128 --output sape2.csv
+  timm-sape bench naflex --output naflex.csv
 
 Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`. `sape2` prints
-one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. Files are written
+one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. `naflex` prints
+steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. Files are written
 again after each row, so nothing measured is lost if the command ends early.""",
     )
     parser.add_argument(
-        'what', nargs='?', choices=('encodings', 'sape2'), default='encodings', help='(default: %(default)s)')
+        'what', nargs='?', choices=('encodings', 'sape2', 'naflex'), default='encodings', help='(default: %(default)s)')
     parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: all)')
     parser.add_argument('--settings', nargs='*', metavar='SIZE/PATCH', help='32/4, 224/16, 384/16 (default: first two)')
     parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, triton')
@@ -60,7 +62,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise CommandError(str(e)) from e
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
     where = f'{dtype}, medians of {args.repeats}; {about(device)}'
-    measure = _bench_sape2 if args.what == 'sape2' else _bench_encodings
+    measure = {'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex}[args.what]
     return measure(args, settings, where)
 
 
@@ -102,6 +104,24 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
         pos_encs, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
     notes = f'{args.model}, ratios to ape, batch {args.batch_size}, {where}'
     _tabulate(rows, notes, bench.cost_table, args.output, args.force)
+    return 0
+
+
+def _bench_naflex(args: argparse.Namespace, settings: List[str], where: str) -> int:
+    from ..lab import bench_naflex
+    from ..lab.tables import markdown
+
+    for option in ('backends', 'sizes', 'plot', 'settings'):
+        if getattr(args, option) is not None:
+            raise CommandError(f'--{option} is not for `timm-sape bench naflex`; leave it out')
+    check_outputs([args.output], args.force, TABLES)
+    size = args.model.removesuffix('_pos_enc')
+    try:
+        rows = bench_naflex.bench_naflex(
+            args.pos_enc or bench_naflex.DEFAULT_POS_ENCS, args.device, args.repeats, args.amp, size)
+        _tabulate(rows, f'{size}, 8 images of 8 sizes, {where}', markdown, args.output, args.force)
+    except (RuntimeError, ValueError) as e:
+        raise CommandError(str(e)) from e
     return 0
 
 

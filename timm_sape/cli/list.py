@@ -87,7 +87,7 @@ def _encoding_row(name: str, plain: int):
     cls = get_encoding(name)
     pos_enc = name if cls.alone else f'sincos2d+{name}'  # which has no parameters
     try:
-        added = f'{_num_parameters(_create("vit_small_nope", pos_enc=pos_enc)) - plain:,}'
+        added = f'{_num_parameters(_create("vit_small_pos_enc", pos_enc=pos_enc)) - plain:,}'
     except Exception:  # an encoding of the user's own may not fit this model, or have a bug
         added = '?'
     title = textwrap.shorten(encoding_title(name), 60, placeholder=' ...')

@@ -10,10 +10,11 @@ from .registry import register_encoding
 
 @register_encoding('ape')
 class AbsolutePositionEncoding(PositionEncoding):
-    """Learned absolute table: timm's own `pos_embed`, added to the tokens.
+    """Learned absolute table, timm's `pos_embed`.
 
-    The table is the model's parameter `pos_embed`, where timm's checkpoints, resampling, initialization and parameter
-    groups know it. It has rows for the prefix tokens too, unless the model is built with `no_embed_class`.
+    The table is added to the tokens. It is the model's parameter `pos_embed`, so that timm's checkpoints, resampling,
+    initialization and parameter groups work with it as usual. It has rows for the prefix tokens too, unless the model
+    has `no_embed_class`.
     """
     asks_for = ('pos_embed',)
     per_layer = False

@@ -1,7 +1,7 @@
 """Factored absolute position encoding: a learned vector for each row and one for each column.
 
-The table of 'ape' taken apart (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023): 2-D in that
-y and x are learned apart, so that a row means the same in each column. Costs one addition per token entry.
+The table of 'ape' in factored form (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023). 2-D in
+that y and x are learned separately, so a row has the same vector in every column. Costs one addition per token entry.
 """
 from typing import Tuple
 
@@ -19,17 +19,17 @@ from .registry import register_encoding
 class FactoredPositionEncoding(ResizedEncoding):
     """Learned absolute tables of rows and columns.
 
-    The patch at (y, x) gets table_y[y] + table_x[x] ('sum'), or the two side by side ('concat').
+    The patch at (y, x) gets table_y[y] + table_x[x] ('sum'), or the two concatenated ('concat').
 
-    The tables start as a normal distribution with std .02 and have no weight decay. Prefix tokens have no rows and get
-    nothing. On another grid each table is resampled along its axis, linearly and without antialiasing. All this is as
-    in timm's NaFlexVit (`pos_embed='factorized'`), which has the sum only.
+    The tables are initialized from a normal distribution with std .02 and get no weight decay. Nothing is added to
+    prefix tokens. On another grid each table is resampled along its axis, linearly and without antialiasing. All this
+    is as in timm's NaFlexVit (`pos_embed='factorized'`), which has only the sum.
 
     Args:
-        combine: 'sum' of two tables of D channels, or 'concat' of two of D/2: those of y first.
+        combine: 'sum' of two tables of D channels, or 'concat' of two of D/2 channels, y first.
 
     Raises:
-        ValueError: If it is neither, or on 'concat' with an odd embed dim.
+        ValueError: If `combine` is neither, or is 'concat' and the embed dim is odd.
     """
     RESIZED = ('table_y', 'table_x')
     per_layer = False

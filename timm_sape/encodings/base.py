@@ -11,16 +11,16 @@
 | `channels` | logits, from q, k and the tokens | more channels of q and k, whose product is the bias |
 | `values` | values | a term for the output of attention |
 
-A ninth, `attend`, computes attention with the bias of `content_bias` by a faster road than adding it up.
+A ninth, `attend`, computes attention with the bias of `content_bias` faster, without forming that bias.
 
-*One rule for dropped patches*: whatever a hook gets and returns is for the tokens that are there, which
-`grid.keep_indices` names if some were dropped. `Grid` has the methods that get from the whole grid to there
-(`between_tokens`, `keep_rows`, `keep_tokens`), and the base classes below apply them.
+*One rule for dropped patches*: everything that a hook gets or returns covers only the tokens in the sequence. If some
+patches were dropped, `grid.keep_indices` lists those that remain. Methods of `Grid` reduce a result for the whole grid
+to these tokens (`between_tokens`, `keep_rows`, `keep_tokens`), and the base classes below call them.
 
 *Hooks run inside the module's own call*: a host never calls `encoding.position_bias(grid)` but
-`encoding(x, grid=grid, hook='position_bias')`. So forward hooks fire, and libraries that load, move, gather or count
-parameters around a module's call see everything that an encoding computes. The first argument is always a tensor, as
-such libraries expect, even if the hook needs none.
+`encoding(x, grid=grid, hook='position_bias')`. This way forward hooks fire, and libraries that load, move, gather or
+count parameters around a module's call see everything that an encoding computes. The first argument is always a tensor,
+even if the hook needs none, because such libraries expect one.
 
 To add an encoding, write it in a file of this folder, decorate it with `register_encoding`, and import it in the
 folder's `__init__.py`. Which base class?
@@ -59,8 +59,8 @@ __all__ = [
 def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
     """Initialize with timm's `trunc_normal_`, with exactly this standard deviation and in any dtype.
 
-    timm's function truncates at +-2 whatever the deviation, and draws in the tensor's dtype. In half precision some of
-    what it draws is infinite before it is truncated.
+    By default timm's function truncates at +-2, whatever the standard deviation. It also draws in the tensor's dtype,
+    and in half precision some of these draws are infinite before they are truncated.
     """
     wide = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
     trunc_normal_(wide, std=std, a=-100 * std, b=100 * std)
@@ -71,10 +71,10 @@ def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
 class Gate(nn.Module):
     """The learned scalar w of an `auto_` encoding (Auto-PE; Position-SHAP, Eq. 12 for its form on angles).
 
-    The paper trains w with 100 times the learning rate of the rest. This module stores w/100: an Adam-like optimizer
-    takes steps of the same length for it as for any parameter, so w moves 100 times as far, with any stock optimizer of
-    that kind. (SGD's steps grow with the gradient, so it would move w 10^4 times as far. And the gradient of w/100 is
-    100 times that of w wherever gradients are clipped by their norm.)
+    The paper trains w with 100 times the learning rate of the other parameters. This module stores w/100 instead. An
+    Adam-like optimizer takes steps of about the same size for every parameter, so w moves 100 times as far and no
+    parameter group is needed. (SGD's steps grow with the gradient, so under SGD w moves 10^4 times as far. Also, the
+    gradient of w/100 is 100 times that of w, which counts where gradients are clipped by their norm.)
 
     Angles are multiplied by w as they are, which is Eq. 12. The code of Position-SHAP's authors multiplies what is left
     of them in (-pi, pi] (rjbruin/position-shap at d695b6a), and a rotation by that is no longer relative.
@@ -119,24 +119,25 @@ class PositionEncoding(nn.Module):
     """
     name: str = ''  #: The name it is registered under.
     per_layer: bool = True  #: One instance per attention layer. False: one for the whole model.
-    first_layers: Optional[int] = None  #: If set, only the first so many layers have an instance.
+    first_layers: Optional[int] = None  #: If set, only this many layers, from the first on, have an instance.
     #: Initial value of the gate of `auto_<name>`. None: the encoding has no neutral form, so it cannot be gated. 1: the
     #: encoding contributes zero until it is trained. A gate of 0 on top of that would get no gradient and never learn.
     gate_init: Optional[float] = 0.5
     alone: bool = True  #: Whether it does anything without other encodings.
     excludes: Dict[str, str] = {}  #: Encodings that it cannot be combined with, and why.
-    supplements_ape: bool = True  #: Whether there are entrypoints `..._ape`, with timm's learned table beside it.
+    supplements_ape: bool = True  #: Whether there are entrypoints `..._ape` that combine it with timm's learned table.
     prefix_rule: bool = True  #: The bias of every logit in the row or column of a prefix token is zero.
-    relative: bool = False  #: Depends on differences of positions alone.
-    #: Whether features change when the image is mirrored, beyond changing places. None if neither always holds.
+    relative: bool = False  #: Depends only on differences of positions.
+    #: True: mirroring the image changes the features themselves. False: it only moves them to other places. None: that
+    #: depends on the parameters or keywords.
     sees_mirror: Optional[bool] = None
-    #: Things of the host that `embed` receives as keywords, out of `position.Given`.
+    #: Names of what `embed` receives from the host as keywords, out of `given` of `position.SharedEncodings`.
     asks_for: Tuple[str, ...] = ()
     adds: str = ''  #: Number of parameters that it adds, for the tables of the documentation.
     resolution: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
     paper: str = ''  #: Link to the source.
 
-    #: Where each hook acts. `attend` is another way to compute `content_bias`, so it has no entry.
+    #: Where each hook acts. `attend` only computes `content_bias` in another way, so it has no entry.
     HOOKS = {
         'embed': 'tokens',
         'mix': 'tokens',
@@ -178,13 +179,16 @@ class PositionEncoding(nn.Module):
         """Run one hook and apply the gate to what it contributes.
 
         Args:
-            x: First tensor argument of the hook; any tensor if it has none.
-            tensors: Its other tensor arguments, in its order.
-            hook: Its name.
-            given: Its other arguments.
+            x: The hook's first tensor argument; any tensor if the hook takes none.
+            tensors: The hook's other tensor arguments, in order.
+            hook: Name of the hook.
+            given: The hook's other arguments.
 
         Returns:
             What the hook returns, gated.
+
+        Raises:
+            ValueError: If a bias does not broadcast to `[B, h, N, N]`.
         """
         if hook in ('rotation', 'position_bias', 'layer_embed'):
             found = getattr(self, hook)(**given)
@@ -206,15 +210,15 @@ class PositionEncoding(nn.Module):
             raise ValueError(
                 f'{self.name!r}: {hook} returned {list(bias.shape)}, which does not broadcast to [B, h, N, N] with '
                 f'N = {num_tokens} tokens, {grid.num_prefix_tokens} of them prefix tokens. grid.between_tokens(bias) '
-                'turns a bias between all patches into one between the tokens that are there.')
+                'turns a bias between all patches into one between the tokens in the sequence.')
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """x times the gate, if there is one. For hooks that apply it themselves, before they round or take a sine."""
+        """x times the gate, if there is one. For hooks that must apply it before they round or take a sine."""
         return x if self.gate is None else self.gate(x)
 
     @classmethod
     def fits(cls, dim: int, num_heads: int) -> bool:
-        """Whether it can be built for a model of this width and number of heads. Only then are there entrypoints."""
+        """Whether it can be built for this embed dim and number of heads. There are entrypoints only where it can."""
         return True
 
     @classmethod
@@ -238,18 +242,18 @@ class PositionEncoding(nn.Module):
         return 'SDPA, a mask' if cls.overrides('position_bias') or cls.overrides('content_bias') else 'any'
 
     def embed(self, x: torch.Tensor, grid: Grid, **asked) -> torch.Tensor:
-        """A term for the tokens.
+        """A term to add to the tokens.
 
-        An encoding that the whole model shares adds it once, after the patch embedding. One per layer adds it after the
-        block of its layer.
+        If the whole model shares the encoding, the term is added once, after the patch embedding. If each layer has its
+        own, it is added after the layer's block.
 
         Args:
-            x: Tokens, prefix tokens first, `[B, N, D]`. After the patch embedding they are without any position.
+            x: Tokens, prefix tokens first, `[B, N, D]`. After the patch embedding they carry no position yet.
             grid: The grid.
-            asked: What the class `asks_for`; after a block nothing.
+            asked: What the class `asks_for`. Empty after a block.
 
         Returns:
-            Broadcastable to `[B, N, D]`. May be wider than x.
+            Broadcastable to `[B, N, D]`. Its dtype may be wider than that of x.
         """
         raise NotImplementedError
 
@@ -258,29 +262,31 @@ class PositionEncoding(nn.Module):
 
         Args:
             x: Tokens without any position, `[B, N, D]`.
-            term: Sum of what `embed` returned, over all encodings, broadcastable to `[B, N, D]`.
+            term: Sum of the terms that all encodings' `embed` returned, broadcastable to `[B, N, D]`.
             grid: The grid.
 
         Returns:
-            Both, weighted. With several encodings that mix, each gets what the one before it returned.
+            Both, weighted. If several encodings mix, each gets what the previous one returned.
         """
         raise NotImplementedError
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
-        """A term for the normed tokens that each attention layer gets, not for the residual path, `[L, (B,) N, D]`."""
+        """A term for the normed input of each attention layer, `[L, (B,) N, D]`. The residual path does not get it."""
         raise NotImplementedError
 
     def rotation(self, grid: Grid) -> torch.Tensor:
-        """Angles by which pairs of channels of q and k are turned.
+        """The rotation of pairs of channels of q and k.
+
+        The hook applies the gate itself, to the angles.
 
         Returns:
-            What `rotation_table` makes of the angles of patches, `[N-P, 2*d]`, `[h, N-P, 2*d]` or `[B, h|1, N-P, 2*d]`,
-            in at least float32. Prefix tokens have no rows: they are not rotated. The gate acts on the angles.
+            Sines and cosines of the angles of patches, as `rotation_table` returns them, in at least float32,
+            `[N-P, 2*d]`, `[h, N-P, 2*d]` or `[B, h|1, N-P, 2*d]`. Prefix tokens have no rows: they are not rotated.
         """
         raise NotImplementedError
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
-        """A bias that the grid alone determines, added to the scaled logits, broadcastable to `[B, h, N, N]`."""
+        """A bias that depends only on the grid, added to the scaled logits, broadcastable to `[B, h, N, N]`."""
         raise NotImplementedError
 
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -292,8 +298,8 @@ class PositionEncoding(nn.Module):
             grid: The grid.
 
         Returns:
-            Bias between tokens, broadcastable to `[B, h, N, N]`, in float32 or wider whatever the dtype of q. Where it
-            is wider than q, attention is computed in its dtype.
+            Bias between tokens, broadcastable to `[B, h, N, N]`, in float32 or wider, whatever the dtype of q. If its
+            dtype is wider than that of q, attention is computed in the wider one.
         """
         raise NotImplementedError
 
@@ -312,17 +318,17 @@ class PositionEncoding(nn.Module):
     ) -> torch.Tensor:
         """Attention with the bias of `content_bias`, for encodings that can compute it without an N x N tensor.
 
-        Only for encodings that override `content_bias` too, which is still used where the probabilities themselves are
-        needed. This hook applies the gate itself.
+        An encoding that overrides this hook must override `content_bias` too, which is still called where the
+        probabilities themselves are needed. This hook applies the gate itself.
 
         Args:
-            q: As for `content_bias`.
-            k: As for `content_bias`.
+            q: As for `content_bias`, `[B, h, N, d]`. The bias is computed from these.
+            k: Likewise.
             v: Values, `[B, h, N, d]`.
-            rotated_q: What the product of the logits is made of: q rotated, and with the channels of other encodings,
-                `[B, h, N, d+C]`.
-            rotated_k: Likewise.
-            mask: As `ops.merge_masks` returns it, the biases of other encodings included.
+            rotated_q: Queries for the product of the logits: q after any rotation, with the channels of other encodings
+                appended, `[B, h, N, d+C]`.
+            rotated_k: Likewise for the keys.
+            mask: As `ops.merge_masks` returns it, including the biases of other encodings.
             grid: The grid.
             scale: Factor of the product.
             dropout_p: Dropout rate of the probabilities.
@@ -341,33 +347,33 @@ class PositionEncoding(nn.Module):
             grid: Grid,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """A bias that is a product, as more channels of q and k, so that any attention kernel computes it.
+        """Further channels of q and k, whose product is a bias, so that any attention kernel can compute it.
 
-        Applies the gate itself, since that has to happen before anything is rounded.
+        The hook applies the gate itself, before anything is rounded.
 
         Args:
             q: Queries after q_norm, before any rotation, unscaled, `[B, h, N, d]`.
             k: Keys, likewise, `[B, h, N, d]`.
             x: The tokens that q and k are made of, `[B, N, D]`.
             grid: The grid.
-            scale: Factor of q.k in the logits, and so of these channels.
+            scale: Factor of q.k in the logits. It multiplies the product of these channels too.
 
         Returns:
-            a and b, `[B, h, N, C]` in the dtype of q: logits get scale * a_i.b_j. Rows of prefix tokens are zero.
+            a and b, `[B, h, N, C]`, in the dtype of q. Logits get scale * a_i.b_j. Rows of prefix tokens are zero.
         """
         raise NotImplementedError
 
     def values(self, attn: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """A term for the output of the heads.
+        """A term to add to the output of the heads.
 
-        It needs the probabilities, so a model with such an encoding computes attention explicitly.
+        Computing it takes the probabilities, so a model with such an encoding has no fused attention.
 
         Args:
             attn: Probabilities after softmax and dropout, `[B, h, N, N]`.
             grid: The grid.
 
         Returns:
-            Added to `attn @ v`, broadcastable to `[B, h, N, d]`.
+            The term that is added to `attn @ v`, broadcastable to `[B, h, N, d]`.
         """
         raise NotImplementedError
 
@@ -375,25 +381,26 @@ class PositionEncoding(nn.Module):
         """Give all parameters and buffers their initial values."""
 
     def init_non_persistent_buffers(self) -> None:
-        """Recompute the buffers that are not saved, after construction on the meta device."""
+        """Recompute the buffers that are not saved, after the module was constructed on the meta device."""
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        """Take over a new grid of the model (`set_input_size`). Parameters keep what they have learned."""
+        """Adapt to the model's new grid, (H, W), in `set_input_size`. Parameters keep what they have learned."""
         self.grid_size = tuple(grid_size)
 
     def set_depth(self, depth: int) -> None:
-        """Drop what belongs to layers from `depth` on, which the model no longer has."""
+        """Drop everything that belongs to layers from index `depth` on, after the model was truncated."""
 
     def no_weight_decay(self) -> Set[str]:
-        """Names of its parameters without weight decay: by default all of them, as timm does for `pos_embed`."""
+        """Names of its parameters that get no weight decay: by default all, as for `pos_embed` in timm."""
         return {name for name, _ in self.named_parameters()}
 
 
 class FixedEncoding(PositionEncoding, ABC):
-    """An encoding without parameters: the grid alone determines what it contributes, the same in all layers.
+    """An encoding without parameters: what it contributes depends only on the grid and is the same in all layers.
 
     A subclass defines `compute` and calls `make_table` at the end of its constructor. The table of the model's own grid
-    is a buffer, in float32 at least whatever the model's dtype. That of another grid is computed in each forward pass.
+    is a buffer, in at least float32 whatever the model's dtype. For any other grid the table is computed anew in each
+    forward pass.
     """
     per_layer = False
     adds = 'none'
@@ -407,17 +414,17 @@ class FixedEncoding(PositionEncoding, ABC):
 
     @abstractmethod
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """The table of a whole grid."""
+        """The table of a whole grid. Its shape is up to the subclass."""
 
     def make_table(self) -> None:
-        """Compute the buffer."""
+        """Compute the buffer `table`."""
         self.register_buffer('table', self._own_table(**self._table_kwargs), persistent=False)
 
     def _own_table(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return self.compute(Grid(*self.grid_size, self.num_prefix_tokens), device, dtype)
 
     def table_for(self, grid: Grid) -> torch.Tensor:
-        """What `compute` returns for the whole of `grid`, out of the buffer if it is the model's own grid."""
+        """What `compute` returns for the whole of `grid`, taken from the buffer if it is the model's own grid."""
         return self.table if grid.matches(self.grid_size) else self.compute(grid, self.table.device, self.table.dtype)
 
     def reset_parameters(self) -> None:
@@ -431,8 +438,8 @@ class FixedEncoding(PositionEncoding, ABC):
         self.table = self._own_table(self.table.device, self.table.dtype)
 
     def _apply(self, fn, *args, **kwargs):
-        # model.half() would round the table, model.double() would not make it more exact, and to_empty() leaves it
-        # undefined, so it is computed anew.
+        # Recompute the table: model.half() would round it, model.double() would not make it more exact, and to_empty()
+        # leaves it uninitialized.
         dtype, was_meta = self.table.dtype, self.table.is_meta
         super()._apply(fn, *args, **kwargs)
         if self.table.dtype != dtype or was_meta and not self.table.is_meta:
@@ -442,12 +449,16 @@ class FixedEncoding(PositionEncoding, ABC):
 
 
 class RotaryEncoding(PositionEncoding, ABC):
-    """A rotation of q and k. A subclass defines `angles`; a gate multiplies them before their sine is taken."""
+    """A rotation of q and k. A subclass defines `angles`; a gate multiplies the angles."""
     rotate_half: bool = False  #: Pairs of channels are t and t + d/2 instead of 2t and 2t + 1.
 
     @abstractmethod
     def angles(self, grid: Grid) -> torch.Tensor:
-        """Angle of each pair of channels on the whole grid, in radians, `[(h,) H*W, d/2]`, in at least float32."""
+        """Angle of each pair of channels for each patch of the whole grid, in radians and at least float32.
+
+        Returns:
+            `[(h,) H*W, d/2]`.
+        """
 
     def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         """The table of the whole grid, gated, `[(h,) H*W, 2*d]`."""
@@ -468,11 +479,11 @@ class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
 
     @abstractmethod
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """`angles`, computed on this device and in this dtype."""
+        """As `angles`, computed on this device and in this dtype, `[(h,) H*W, d/2]`."""
 
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         angles = self.compute_angles(grid, device, dtype)
-        # The buffer holds sine and cosine, but under a gate, which changes from step to step, the angles.
+        # The buffer holds sines and cosines. With a gate, which changes from step to step, it holds the angles.
         return rotation_table(angles, self.rotate_half) if self.gate is None else angles
 
     def angles(self, grid: Grid) -> torch.Tensor:
@@ -484,13 +495,16 @@ class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
 
 
 class _SavesGrid(PositionEncoding):
-    """An encoding that saves a grid with its parameters, as extra state, so that no way of saving can lose it."""
+    """An encoding that saves the grid of its parameters along with them.
+
+    The grid is extra state, so it is in every state dict, however that is saved.
+    """
 
     def expect_grid(self) -> None:
-        """Prepare for a library that sets entries of a checkpoint one by one, as parameters and buffers.
+        """Prepare for a library that sets the entries of a checkpoint one by one, as parameters and buffers.
 
-        accelerate does, where a model was made without memory. Extra state is neither, so until the grid is known there
-        is a buffer of that name.
+        accelerate does this for a model that was built on the meta device. Extra state is neither a parameter nor a
+        buffer, so until the grid is known a buffer with the name of that entry stands in for it.
         """
         self.register_buffer('_extra_state', torch.tensor(self.saved_grid_size() or (0, 0), device='cpu'))
 
@@ -509,7 +523,7 @@ class _SavesGrid(PositionEncoding):
         return super()._apply(fn, *args, **kwargs)
 
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
-        """(H, W) that the parameters belong to. None if they belong to none, and nothing is saved."""
+        """(H, W) that the parameters belong to. None if they fit any grid, so that none is saved."""
         raise NotImplementedError
 
     def get_extra_state(self) -> torch.Tensor:
@@ -517,33 +531,37 @@ class _SavesGrid(PositionEncoding):
         return torch.tensor(self.saved_grid_size() or (0, 0), device='cpu') if expected is None else expected
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take over the grid of parameters that are being loaded."""
+        """Handle the grid, int64 `[2]`, that was saved with the parameters that are being loaded.
+
+        Raises:
+            ValueError: If it is no grid, or one that the parameters of this encoding do not fit.
+        """
         raise NotImplementedError
 
     def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
-        """Make its entries of a checkpoint and the encoding fit each other, before they are loaded.
+        """Before its entries of a checkpoint are loaded, make them and the encoding fit each other.
 
         Args:
-            grid_size: The grid that the entries were trained on.
-            state_dict: The checkpoint, changed in place if entries are resized.
-            path: Path of the encoding in the model, under which it has its entries.
+            grid_size: (H, W) that the entries were trained on.
+            state_dict: The checkpoint. Changed in place if entries are resized.
+            path: Path of the encoding in the model, the prefix of its entries.
         """
         raise NotImplementedError
 
     def read_extra_state(self, state: torch.Tensor) -> Tuple[int, int]:
-        """(H, W) out of a saved entry, even if all entries of a file were averaged or cast to floats.
+        """(H, W) from a saved entry, which may be floats: some tools average or cast all entries of a file.
 
         Raises:
-            ValueError: If it is no grid.
+            ValueError: If the entry is not a grid.
         """
         sizes = state.tolist() if isinstance(state, torch.Tensor) and not state.is_complex() else state
         is_pair = isinstance(sizes, list) and len(sizes) == 2
-        # Bounded, so that a damaged file does not make us allocate tables of such a size. Not true of NaN.
+        # The upper bound keeps a damaged file from making us allocate huge tables. NaN fails the comparison.
         if not is_pair or not all(isinstance(s, (int, float)) and 0.5 < s < 2 ** 14 for s in sizes):
             got = sizes if isinstance(sizes, (list, int, float)) else type(sizes).__name__
             raise ValueError(
                 f'{self.name!r}: the grid saved with its parameters, the entry _extra_state, must be (H, W) in '
-                f'patches, at least 1 each, got {got}. The file is damaged; if you know the grid, put it there: '
+                f'patches, at least 1 each, got {got}. The file is damaged; if you know the grid, set this entry to '
                 'torch.tensor([H, W]).')
         height, width = (round(size) for size in sizes)
         return height, width
@@ -557,7 +575,7 @@ class _SavesGrid(PositionEncoding):
         key = f'{prefix}_extra_state'
         self._buffers.pop('_extra_state', None)
         if not isinstance(state_dict.get(key), torch.Tensor):
-            # torch.distributed.checkpoint puts a marker of its own where an encoding saves nothing
+            # Where an encoding saves no grid, torch.distributed.checkpoint leaves a marker of its own.
             state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
         if self.saved_grid_size() is None and key in missing_keys:
@@ -565,9 +583,9 @@ class _SavesGrid(PositionEncoding):
 
 
 class ReferenceGridEncoding(_SavesGrid):
-    """An encoding whose parameters mean something on the grid that they were trained on, and are never resized.
+    """An encoding whose parameters belong to the grid that they were trained on and are never resized.
 
-    `ref_grid_size` is that grid, and is saved with the parameters. On any other grid the encoding rescales its
+    `ref_grid_size`, (H, W), is that grid, and is saved with the parameters. On any other grid the encoding rescales its
     positions.
     """
 
@@ -582,14 +600,14 @@ class ReferenceGridEncoding(_SavesGrid):
         self.ref_grid_size = self.read_extra_state(state)
 
     def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
-        """Make room for parameters trained on another grid, which are about to be loaded."""
+        """Prepare for loading parameters that were trained on another grid."""
         self.ref_grid_size = tuple(ref_grid_size)
 
     def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
         self.set_ref_grid_size(grid_size)
 
     def rescaling(self, grid: Grid) -> Optional[Tuple[int, int]]:
-        """The grid to rescale positions to, None if `grid` is the trained one."""
+        """(H, W) of the grid to rescale positions to. None if `grid` is the trained one."""
         return None if grid.matches(self.ref_grid_size) else self.ref_grid_size
 
 
@@ -597,12 +615,12 @@ class CoordinateEncoding(ReferenceGridEncoding):
     """An encoding that is a function of coordinates.
 
     Args:
-        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': coordinates go on,
-            0 ... H-1. 'rescale': they are squeezed or stretched to the trained range, y becomes
-            (y + 1/2) * H0/H - 1/2, x likewise.
+        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': coordinates continue,
+            0 ... H-1. 'rescale': they are squeezed or stretched to the trained range, so y becomes
+            (y + 1/2) * H0/H - 1/2, and x likewise.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If `resolution` is neither.
     """
 
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
@@ -634,10 +652,10 @@ class CoordinateEncoding(ReferenceGridEncoding):
 class ResizedEncoding(_SavesGrid, ABC):
     """An encoding whose parameters belong to a grid, `grid_size`, and are resampled for another one.
 
-    One function does it on every path: in a forward pass on images of another size, by `set_input_size`, and when
-    weights of another size are loaded.
+    Every path uses the same function, `resample`: a forward pass on images of another size, `set_input_size`, and
+    loading weights of another size.
     """
-    RESIZED: Tuple[str, ...] = ('table',)  #: Names of those parameters.
+    RESIZED: Tuple[str, ...] = ('table',)  #: Names of the parameters that are resampled.
 
     @abstractmethod
     def resample(
@@ -647,10 +665,17 @@ class ResizedEncoding(_SavesGrid, ABC):
             old_size: Tuple[int, int],
             new_size: Tuple[int, int],
     ) -> torch.Tensor:
-        """The parameter `name`, whose value on a grid of `old_size` is `table`, for a grid of `new_size`."""
+        """The values of a parameter for another grid.
+
+        Args:
+            name: Name of the parameter.
+            table: Its values on a grid of `old_size`.
+            old_size: (H, W).
+            new_size: (H, W) of the grid to resample for.
+        """
 
     def resized(self, name: str, grid: Grid) -> torch.Tensor:
-        """The parameter `name` for the whole of `grid`."""
+        """The parameter `name`, resampled for the whole of `grid` if that is not the model's own."""
         table = getattr(self, name)
         return table if grid.matches(self.grid_size) else self.resample(name, table, self.grid_size, grid.size)
 
@@ -658,13 +683,14 @@ class ResizedEncoding(_SavesGrid, ABC):
         return self.grid_size
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        # Tables of 3 x 5 and 5 x 3 patches can have the same shape. The model refuses them, but not if it is a part of
-        # another module whose state dict is loaded.
+        # Tables for 3 x 5 and 5 x 3 patches can have the same shape. The model's own checks refuse them, but do not run
+        # if it is part of another module whose state dict is loaded.
         saved = self.read_extra_state(state)
         if saved != self.grid_size:
             raise ValueError(
                 f'{self.name!r}: the checkpoint is of a grid of {saved[0]}x{saved[1]} patches, the model has '
-                f'{self.grid_size[0]}x{self.grid_size[1]}. Load it into a model of its own size, then set_input_size.')
+                f'{self.grid_size[0]}x{self.grid_size[1]}. Load it into a model of its own size, then call '
+                'set_input_size.')
 
     def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
         if grid_size == self.grid_size:
@@ -690,11 +716,11 @@ def rotation_table(angles: torch.Tensor, rotate_half: bool = False) -> torch.Ten
     """Sines and cosines in the layout of timm's `apply_rot_embed_cat`.
 
     Args:
-        angles: In radians, one for each pair of channels, `[..., H*W, d/2]`.
+        angles: Angle of each pair of channels in radians, `[..., H*W, d/2]`.
         rotate_half: Pairs are the channels t and t + d/2 instead of 2t and 2t + 1.
 
     Returns:
-        The sine of each channel's angle, then the cosine, `[..., H*W, 2*d]`.
+        The sines of all channels' angles, then their cosines, `[..., H*W, 2*d]`.
     """
     if rotate_half:
         angles = torch.cat([angles, angles], dim=-1)  # [..., H*W, d]

@@ -1,9 +1,9 @@
 """Learnable Fourier features (Li et al., 'Learnable Fourier Features for Multi-Dimensional Spatial Positional
-Encoding', NeurIPS 2021), as Position-SHAP compares them.
+Encoding', NeurIPS 2021), as in the comparison of Position-SHAP.
 
-2-D in that each feature is a wave in a direction of its own: at the start, the product of the features of two places is
-a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass whatever the
-batch, and one addition per token entry.
+2-D in that each feature is a wave in its own direction: at initialization, the dot product of the features of two
+patches is a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass
+whatever the batch size, and one addition per token entry.
 """
 from typing import Optional
 
@@ -25,18 +25,19 @@ class FourierPositionEncoding(CoordinateEncoding):
 
     The patch at p = (y, x) gets fc2(GELU(fc1([cos(p W), sin(p W)] / sqrt(F)))), coordinates in patches.
 
-    W starts as a normal distribution with variance gamma^-2, so features of places a distance r apart have the product
-    exp(-r^2 / (2 gamma^2)) / 2. The linear layers start as torch's do. The paper's groups are one group of both axes
-    here. (The code of Position-SHAP takes gamma^-2 for the standard deviation: its gamma of 2.5 is 6.25 here.) Computed
-    in float32 at least. No parameter has weight decay, and prefix tokens get nothing.
+    W is initialized from a normal distribution with variance gamma^-2, so the features of two patches at distance r
+    have the expected dot product exp(-r^2 / (2 gamma^2)) / 2. The linear layers are initialized by torch's defaults.
+    Both axes form a single group in the sense of the paper. (The code of Position-SHAP uses gamma^-2 as the standard
+    deviation: its gamma of 2.5 is 6.25 here.) Computed in at least float32. No parameter gets weight decay, and nothing
+    is added to prefix tokens.
 
     Args:
-        gamma: Width of that Gaussian in patches, positive.
-        features: F, Fourier features, an even number. Default: D.
-        hidden: Width of the hidden layer. Default: 4 * D.
+        gamma: Width (standard deviation) of that Gaussian in patches, positive.
+        features: F, number of Fourier features, even. Default: D.
+        hidden: Width of the hidden layer, 1 or more. Default: 4 * D.
 
     Raises:
-        ValueError: If a value is none of these, or features is left out and D is odd.
+        ValueError: If a value is none of these, or `features` is left out and D is odd.
     """
     per_layer = False
     adds = '(8 * D + 6) * D'

@@ -1,7 +1,7 @@
-"""Layers that compute in float32 at least, whatever the dtype of their parameters.
+"""Layers that compute in at least float32, whatever the dtype of their parameters.
 
-They are subclasses of torch's, and encodings call them instead of reading their weights. So hooks on them fire, and
-libraries that wrap or replace a linear layer (adapters, quantization) take effect.
+They are subclasses of torch's layers, and encodings call them instead of reading their weights. This way hooks on them
+fire, and libraries that wrap or replace linear layers (adapters, quantization) take effect.
 """
 import torch
 import torch.nn as nn
@@ -13,7 +13,7 @@ __all__ = ['WideLayerNorm', 'WideLinear']
 
 
 class WideLinear(nn.Linear):
-    """`nn.Linear` in float32 at least."""
+    """`nn.Linear` in at least float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with ops.no_autocast(x):
@@ -22,7 +22,7 @@ class WideLinear(nn.Linear):
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` in float32 at least."""
+    """`nn.LayerNorm` in at least float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with ops.no_autocast(x):

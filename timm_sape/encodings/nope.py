@@ -7,7 +7,7 @@ from .registry import register_encoding
 class NoPositionEncoding(PositionEncoding):
     """No position at all.
 
-    The baseline that tells how much position matters.
+    The baseline that shows how much position matters.
     """
     relative = True
     sees_mirror = False

@@ -1,4 +1,4 @@
-"""The names of encodings, and what strings such as `pos_enc='ape+auto_rope2d'` stand for."""
+"""The names of encodings, and the parsing of strings such as `pos_enc='ape+auto_rope2d'`."""
 import ast
 import difflib
 import fnmatch
@@ -31,37 +31,38 @@ EncodingT = TypeVar('EncodingT', bound=PositionEncoding)
 _encodings: Dict[str, Type[PositionEncoding]] = {}
 _aliases: Dict[str, str] = {}
 
-AUTO = 'auto_'  # before the name of an encoding: what it adds is multiplied by a learned scalar
-HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model
+AUTO = 'auto_'  # prefix of a name: what the encoding contributes is multiplied by a learned scalar, the gate
+HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model, not users
 
 
 def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Type[EncodingT]], Type[EncodingT]]:
     """Class decorator that registers an encoding, in this package or any other.
 
-    The first line of the class's docstring is its full name, shown by `timm-sape list`. What the bases' docstrings say
-    about inherited keywords is added to the docstring, so that `help` describes them all.
+    The first line of the class's docstring is its full name, shown by `timm-sape list`. Descriptions of inherited
+    keywords are copied from the docstrings of its bases into its own, so that `help` describes all keywords.
 
     Args:
-        name: What users type: small letters, digits and `_`.
+        name: What users type: lowercase letters, digits and `_`.
         aliases: Other names for it. Models are always saved with `name`.
 
     Raises:
-        ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, or its `per_layer` does not
-            fit its hooks: tokens are embedded once per model, content and values belong to one layer.
+        ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, or its
+            `per_layer` does not fit its hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k
+            or probabilities run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
 
     def register(cls: Type[EncodingT]) -> Type[EncodingT]:
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
-            raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
+            raise ValueError(f'Encoding {name!r}: {cls!r} is not a subclass of timm_sape.PositionEncoding.')
         for per_layer, hooks in (
                 (False, ('mix', 'layer_embed')),
                 (True, ('content_bias', 'attend', 'channels', 'values'))):
             for hook in hooks:
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
-                        f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
+                        f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
         for method in sorted(getattr(cls, '__abstractmethods__', ())):
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} must define {method}{inspect.signature(getattr(cls, method))}: '
@@ -71,10 +72,10 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         names = [name, *aliases]
         for new in names:
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
-                raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')
+                raise ValueError(f'Encoding name {new!r}: use lowercase letters, digits and underscores.')
             if new.startswith(AUTO):
                 raise ValueError(
-                    f'Encoding name {new!r}: {AUTO!r} stands for a gate before any encoding. Leave it out.')
+                    f'Encoding name {new!r}: the prefix {AUTO!r} is reserved for gated encodings. Leave it out.')
             if names.count(new) > 1:
                 raise ValueError(f'Encoding {name!r}: {new!r} is given more than once.')
             if new in _encodings or new in _aliases:
@@ -82,7 +83,7 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 if (owner.__module__, owner.__qualname__) == (cls.__module__, cls.__qualname__):
                     continue  # the same class again, as when a cell of a notebook is run twice
                 raise ValueError(
-                    f'Encoding {new!r} is registered already, by {owner.__module__}.{owner.__qualname__}. '
+                    f'Encoding {new!r} is already registered, by {owner.__module__}.{owner.__qualname__}. '
                     'Choose another name.')
         cls.name = name
         _describe_inherited_keywords(cls)
@@ -94,7 +95,7 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
 
 
 def _describe_inherited_keywords(cls: Type[PositionEncoding]) -> None:
-    """Copy the entries of inherited keywords from the bases' docstrings to the class's own, if it has one."""
+    """If the class has a docstring, add the descriptions of inherited keywords from the docstrings of its bases."""
     doc, inherited = inspect.cleandoc(cls.__doc__ or ''), []
     for keyword in _class_keywords(cls):
         entry = re.compile(rf'^    {keyword}: .*(?:\n {{8}}.*)*', re.MULTILINE)
@@ -110,7 +111,7 @@ def list_encodings(filter: str = '', *, aliases: bool = False) -> List[str]:
 
     Args:
         filter: Wildcard pattern, e.g. `'sape2*'`.
-        aliases: Include other names of the same encodings, such as `sape2` for `sape2_k`.
+        aliases: Also list aliases, such as `sape2` for `sape2_k`.
     """
     names = sorted([*_encodings, *_aliases] if aliases else _encodings)
     return fnmatch.filter(names, filter) if filter else names
@@ -137,15 +138,15 @@ def encodings_table() -> str:
 
 
 def is_auto(name: str) -> bool:
-    """Whether a name stands for a gated encoding, as `auto_rope2d` does."""
+    """Whether a name is that of a gated encoding, such as `auto_rope2d`."""
     return name.startswith(AUTO)
 
 
 def _resolve(name: str) -> str:
-    """The canonical name behind a name or alias; `auto_` is kept.
+    """The canonical name for a name or alias. A prefix `auto_` is kept.
 
     Raises:
-        ValueError: If it is unknown, or cannot be gated.
+        ValueError: If the name is unknown, or starts with `auto_` and the encoding cannot be gated.
     """
     plain = name.removeprefix(AUTO)
     plain = _aliases.get(plain, plain)
@@ -162,24 +163,24 @@ def _resolve(name: str) -> str:
         return plain
     cls = _encodings[plain]
     if cls.gate_init is None:
-        raise ValueError(f'{name!r}: {plain!r} has no neutral form for a gate to start from. Leave auto_ out.')
+        raise ValueError(f'{name!r}: {plain!r} has no neutral form, so it cannot have a gate. Leave auto_ out.')
     if cls.overrides('rotation') and not issubclass(cls, RotaryEncoding):
         raise ValueError(
-            f'{name!r}: the gate of a rotation acts on its angles; derive {cls.__name__} from RotaryEncoding.')
+            f'{name!r}: the gate of a rotation multiplies its angles. Derive {cls.__name__} from RotaryEncoding.')
     return AUTO + plain
 
 
 def get_encoding(name: str) -> Type[PositionEncoding]:
-    """The class behind a name; that of `auto_<name>` is the one of `<name>`.
+    """The class registered under a name. `auto_<name>` has the same class as `<name>`.
 
     Raises:
-        ValueError: If it is unknown, or cannot be gated.
+        ValueError: If the name is unknown, or starts with `auto_` and the encoding cannot be gated.
     """
     return _encodings[_resolve(name).removeprefix(AUTO)]
 
 
 def is_per_layer(name: str) -> bool:
-    """Whether each attention layer has an instance of its own, as every gated rotation has, for a gate per layer."""
+    """Whether each attention layer has an instance of its own. Every gated rotation does, to have a gate per layer."""
     cls = get_encoding(name)
     return cls.per_layer or is_auto(name) and cls.overrides('rotation')
 
@@ -188,9 +189,9 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     """Build one encoding.
 
     Args:
-        name: Name of the encoding, with `auto_` before it for one with a learned gate.
+        name: Name of the encoding, with the prefix `auto_` for one with a learned gate.
         kwargs: What the model passes (`dim`, `num_heads`, `grid_size`, ..., see `PositionEncoding`), `device`, `dtype`,
-            and the encoding's own keywords; for a gated one also `init`.
+            and the encoding's own keywords. A gated encoding also takes `init`, the initial value of its gate.
 
     Raises:
         ValueError: If the name, a keyword or a value is not accepted.
@@ -223,7 +224,7 @@ def encoding_keywords(name: str) -> Dict[str, Any]:
     return {**defaults, **_class_keywords(cls)}
 
 
-@functools.cache  # reading signatures took half the time of building a small model
+@functools.cache  # without it, reading signatures takes half the time of building a small model
 def _class_keywords(base: Type[PositionEncoding]) -> Dict[str, Any]:
     defaults: Dict[str, Any] = {}
     for cls in reversed(base.__mro__):
@@ -244,18 +245,18 @@ def parse_pos_enc(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
 ) -> Dict[str, Dict[str, Any]]:
-    """Split `'sape2+ape'` into its parts, sorted and with aliases resolved.
+    """Split a string such as `'sape2+ape'` into its parts, with aliases resolved.
 
     Args:
         pos_enc: Names joined by `+`, or `'nope'`.
         pos_enc_kwargs: Keywords of each part, by its name.
 
     Returns:
-        Keywords by name, sorted by name. A model is saved with `'+'.join` of the names.
+        Keywords of each part by its canonical name, sorted by name. A model is saved with `'+'.join` of these names.
 
     Raises:
         ValueError: If a part is unknown, repeated, empty or in conflict with another, or if keywords are for a part
-            that is not there, are not accepted by their part, or are not plain JSON.
+            that `pos_enc` does not have, are not accepted by their part, or are not plain JSON.
     """
     if not isinstance(pos_enc, str):
         raise ValueError(f"pos_enc must be a string such as 'ape+sape2_k', got {pos_enc!r}.")
@@ -272,9 +273,9 @@ def parse_pos_enc(
         part = _resolve(name)
         if part not in keywords:
             others = [other for other in keywords if other.removeprefix(AUTO) == part.removeprefix(AUTO)]
-            hint = f' Write {others[0]!r}, or name {part!r} there.' if others else ''
+            hint = f' Write {others[0]!r}, or put {part!r} into pos_enc.' if others else ''
             raise ValueError(
-                f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.{hint}')
+                f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.{hint}')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
@@ -292,7 +293,7 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
         raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
     for name, cls in zip(resolved, map(_encodings.get, plain)):
         for other in cls.excludes.keys() & set(plain):
-            raise ValueError(f'pos_enc={pos_enc!r}: {name!r} cannot stand beside {other!r}: {cls.excludes[other]}.')
+            raise ValueError(f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}.')
     rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides('rotation')]
     if len(rotations) > 1:
         raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
@@ -300,12 +301,12 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
     terms = [cls for cls in classes if cls.overrides('embed') and not cls.per_layer]
     if any(cls.overrides('mix') for cls in classes) and not terms:
         raise ValueError(
-            f'pos_enc={pos_enc!r} mixes tokens with positions but has none for the tokens. '
+            f'pos_enc={pos_enc!r} mixes tokens with their position terms, but no part adds such a term. '
             "Add one, e.g. 'pemix+sincos2d'.")
 
 
 def plain_keywords(pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Dict[str, Dict[str, Any]]:
-    """The keywords of each part as plain JSON.
+    """The keywords of each part, as they are after a round trip through JSON.
 
     Raises:
         ValueError: If they are not plain JSON, or not a mapping of mappings.
@@ -324,7 +325,7 @@ def plain_keywords(pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) ->
 
 
 def _meant_by(text: str) -> Optional[Dict[str, Dict[str, Any]]]:
-    """The keywords in a text that has lost its quotes, or is JSON; None if they cannot be told."""
+    """The keywords in a text that is JSON, or that a shell has stripped of its quotes. None if it makes no sense."""
     constants = {'true': 'True', 'false': 'False', 'null': 'None', 'True': 'True', 'False': 'False', 'None': 'None'}
 
     def quote(match: re.Match) -> str:
@@ -342,4 +343,4 @@ def _plain_json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as e:
-        raise ValueError(f'pos_enc_kwargs must be plain JSON, to survive saving, got {value!r}: {e}.') from None
+        raise ValueError(f'pos_enc_kwargs must be plain JSON, so that it can be saved, got {value!r}: {e}.') from None

@@ -1,6 +1,6 @@
 """Axial 2-D rotary position encoding (Heo et al., 'Rotary Position Embedding for Vision Transformer', ECCV 2024).
 
-2-D in that one half of the channels turns with x and the other with y. Costs two multiplications per entry of q and k.
+2-D in that half of the channels rotate with x and half with y. Costs two multiplications per entry of q and k.
 """
 import torch
 
@@ -13,7 +13,7 @@ from .registry import register_encoding
 class AxialRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
     """Axial 2-D rotary (RoPE-Axial).
 
-    Channel pair t < d/4 turns by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
+    Channel pair t < d/4 is rotated by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
 
     Raises:
         ValueError: If the head dim is not a multiple of 4.

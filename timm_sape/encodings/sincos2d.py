@@ -1,6 +1,6 @@
-"""Sinusoidal position encoding of x and y, as masked autoencoders have it (He et al., 2022).
+"""Sinusoidal position encoding of x and y, as in masked autoencoders (He et al., 2022).
 
-2-D in that one half of the channels encodes x and the other y. Costs one addition per token entry.
+2-D in that half of the channels encode x and half y. Costs one addition per token entry.
 """
 import torch
 
@@ -13,9 +13,9 @@ from .registry import register_encoding
 class SinusoidalPositionEncoding2d(FixedEncoding, CoordinateEncoding):
     """Sinusoidal in x and y.
 
-    The patch at (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)], D/4 channels each, w_k = 10000^(-k/(D/4)).
+    The patch at (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)], D/4 channels each, w_k = 10000^(-4k/D).
 
-    Prefix tokens get nothing.
+    Nothing is added to prefix tokens.
 
     Raises:
         ValueError: If the embed dim is not a multiple of 4.

@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 from ..analysis.inputs import load_images, load_model, preprocessing
 from ..encodings import encoding_keywords
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .evaluate import accuracy, predict
 from .tables import markdown
 
@@ -122,17 +122,17 @@ def _variants(spec: str, sizes: Sequence[Size]) -> List[_Variant]:
         ValueError: If the model has no patches, or the patch size does not divide a size.
     """
     model = load_model(spec)
-    patch_embed = getattr(model, 'patch_embed', None)
+    patch_embed = getattr(model, 'patch_embed', getattr(model, 'embeds', None))  # the latter in NaFlexVit
     if not hasattr(patch_embed, 'feat_ratio'):
         raise ValueError(f'{spec} has no patches. A sweep is for Vision Transformers.')
     for size in sizes:
         _check_size(spec, size, patch_embed.feat_ratio(as_scalar=False))
 
-    if not isinstance(model, VisionTransformerPosEnc):
+    if not isinstance(model, PosEncModel):
         variants = [_Variant(spec, 'timm', {})]
     else:
         names = [name for name in model.pos_enc.split('+') if 'resolution' in encoding_keywords(name)]
-        ref_grid_size = model.ref_grid_size or patch_embed.grid_size
+        ref_grid_size = model.ref_grid_size or model.grid_size
         variants = [_Variant(spec, 'own', {})] if not names else []
         for resolution in RESOLUTIONS if names else ():
             keywords = {name: {**model.pos_enc_kwargs.get(name, {}), 'resolution': resolution} for name in names}

@@ -3,10 +3,15 @@
 | file | what |
 |---|---|
 | `attention` | attention with a bias or mask, any encoding's |
-| `sape2`, `cope` | the operations, and which implementation of them runs (`backend` says which ones can) |
-| `reference` | in plain PyTorch: stores everything N x N, differentiable any number of times |
-| `torch_codes`, `torch_distances`, `torch_contextual` | as operators that store nothing N x N, on any device |
-| `triton_codes`, `triton_distances` | the same for NVIDIA GPUs; imported only when used |
+| `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose who computes it |
+| `backend` | which implementations can run: reference, torch or triton |
+| `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
+| `torch_codes`, `torch_distances`, `torch_contextual` | operators that store nothing N x N, on any device |
+| `triton_codes`, `triton_distances` | the same as Triton kernels for NVIDIA GPUs; imported only when used |
+| `codes`, `distances` | what the torch and the triton operators share: shapes, autograd, FLOP counts |
+| `double_backward` | second derivatives of the operators |
+| `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
+| `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
 """
 from .attention import attend, merge_masks, probabilities
 from .backend import BACKENDS, using_backend

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .precision import no_autocast
-from .transforms import is_transformed
+from .transforms import is_forward_mode, is_transformed
 
 __all__ = ['attend', 'merge_masks', 'probabilities']
 
@@ -26,7 +26,7 @@ def merge_masks(
         attn_mask: Additive, or bool with True where attention is allowed; broadcastable likewise.
         is_causal: Mask out all later tokens.
         num_tokens: N.
-        device: Where the causal mask is wanted.
+        device: Device of the causal mask, unless there is an `attn_mask`, whose device it then has.
 
     Returns:
         Additive if a bias or an additive mask is given, else bool, else None.
@@ -39,6 +39,7 @@ def merge_masks(
             f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
             'Use attn_mask.bool() for a mask of zeros and ones.')
     if is_causal:
+        device = device if attn_mask is None else attn_mask.device
         causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
         if attn_mask is None:
             attn_mask = causal
@@ -83,8 +84,8 @@ def attend(
         `[B, h, N, d]` in the dtype of v.
     """
     additive = mask is not None and mask.dtype != torch.bool
-    # Under vmap the fused kernels do not see that an additive mask needs a gradient, and then fail.
-    if not fused or additive and is_transformed():
+    # Fused kernels have no forward mode, and under vmap they do not see that an additive mask needs a gradient.
+    if not fused or is_forward_mode() or additive and is_transformed():
         return F.dropout(probabilities(q, k, mask, scale=scale), dropout_p).to(v.dtype) @ v
     if q.shape[-1] != v.shape[-1]:
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
@@ -96,8 +97,8 @@ def attend(
         out = F.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)
     if torch.onnx.is_in_onnx_export():
-        # The exporter runs the graph several times, with and without gradients, and so may get another kernel whose
-        # result has other strides than those that were recorded for views of it. In ONNX the copy costs nothing.
+        # The exporter runs the graph several times, with and without gradients. Each run may choose another kernel, so
+        # the result may have other strides than were recorded for its views. In ONNX the copy costs nothing.
         out = out.clone(memory_format=torch.contiguous_format)
     return out.to(v.dtype)
 
@@ -109,12 +110,12 @@ def probabilities(
         *,
         scale: float,
 ) -> torch.Tensor:
-    """softmax(scale * q.k + mask), the explicit first half of `attend`, under the same rule for wider masks.
+    """softmax(scale * q.k + mask), the first half of `attend`, with the same rule for wider masks.
 
     Returns:
         `[B, h, N, N]`, in the dtype of the logits.
     """
-    # Multiplying by a power of two is exact, so channels that are the high and the low part of a number stay exact.
+    # Multiplying by a power of two is exact. So channels that hold the high and the low part of a number stay exact.
     exact = 2.0 ** round(math.log2(scale))
     additive = mask is not None and mask.dtype != torch.bool
     dtype = torch.promote_types(q.dtype, mask.dtype) if additive else q.dtype

@@ -1,4 +1,4 @@
-"""What the operators for SaPE2's codes have in common, in PyTorch and in Triton: arguments, shapes, autograd, FLOPs."""
+"""What the operators for SaPE2's codes, in PyTorch and in Triton, share: arguments, shapes, autograd, FLOP counts."""
 from functools import partial
 from typing import Callable, Tuple
 
@@ -13,7 +13,7 @@ __all__ = ['empty_codes', 'register_pair', 'sources_of']
 
 
 def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """What the looked-up embeddings are multiplied with."""
+    """The tensors that the embeddings are multiplied with."""
     return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
 
 
@@ -25,7 +25,7 @@ def empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[to
 
 
 def _flops(q_shape, table_x_shape, table_y_shape, height: int, width: int, mode: str) -> Tuple[int, int]:
-    """Of the gates, and of the products of the sources with the tables."""
+    """FLOPs of the gates, and of the products of the sources with the tables."""
     batch, num_heads, num_patches, dim = q_shape
     once = 2 * batch * num_heads * num_patches * dim
     return once * (height + width), once * len(mode) * (table_x_shape[0] + table_y_shape[0])
@@ -38,7 +38,7 @@ def _reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_
 
 
 def register_pair(forward: Callable, backward: Callable) -> None:
-    """Join two operators for the codes, of which the second is the backward pass of the first.
+    """Register shapes, autograd and FLOP counts of two operators for the codes: the forward and the backward pass.
 
     Both get q and k of the patches, `[B, h, H*W, d]`, the tables, and then height, width, mode, gate_scale, shrink_x
     and shrink_y. Only the tensors are kept for the backward pass.
@@ -56,7 +56,7 @@ def register_pair(forward: Callable, backward: Callable) -> None:
         ctx.args = inputs[4:]
 
     def formula(ctx, grad_x, grad_y):
-        if torch.is_grad_enabled():  # the caller wants to differentiate the result again
+        if torch.is_grad_enabled():  # the caller will differentiate the result again
             grads = differentiable_gradients(partial(_reference, *ctx.args), ctx.saved_tensors, (grad_x, grad_y))
         else:
             grads = backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args)
@@ -73,5 +73,5 @@ def register_pair(forward: Callable, backward: Callable) -> None:
             grad_x_shape, grad_y_shape, q_shape, k_shape, table_x_shape, table_y_shape, height, width, mode, *args,
             out_shape=None, **kwargs,
     ) -> int:
-        # computed anew, and two products for the gradients of each
+        # each product once more, and two products for its gradients
         return 3 * sum(_flops(q_shape, table_x_shape, table_y_shape, height, width, mode))

@@ -1,4 +1,4 @@
-"""What the operators for attention with distances have in common, in PyTorch and in Triton."""
+"""What the operators for attention with distances, in PyTorch and in Triton, share: reference and FLOP counts."""
 from typing import Callable
 
 import torch
@@ -12,17 +12,19 @@ __all__ = ['distance_attention', 'register_flops']
 
 
 def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
-    """What the operators compute, in plain PyTorch."""
+    """What the operators compute, in plain PyTorch, differentiable any number of times."""
     num_prefix_tokens = q.shape[2] - codes_x.shape[2]
     distances = pairwise_distance(codes_x) + pairwise_distance(codes_y)
     bias = bias_scale.to(distances.dtype).view(-1, 1, 1) * F.pad(distances, 2 * (num_prefix_tokens, 0))
-    return attend(q, k, v, bias, scale=scale)
+    # fused kernels cannot be differentiated twice
+    return attend(q, k, v, bias, scale=scale, fused=False)
 
 
 def register_flops(forward: Callable, backward: Callable) -> None:
-    """Tell torch's FLOP counter about two operators, of which the second is the backward pass of the first.
+    """Tell torch's FLOP counter about two operators: the forward and the backward pass.
 
-    As everywhere in that counter, only matrix products count. The distances of N codes of C entries are one.
+    Only matrix products count, as everywhere in that counter. The distances between N codes of C entries count as the
+    product of an N x C and a C x N matrix. (The reference uses cdist, which torch counts as 0.)
     """
     @register_flop_formula(forward._opoverload.overloadpacket)
     def _(q_shape, k_shape, v_shape, codes_x_shape, codes_y_shape, *args, out_shape=None, **kwargs) -> int:
@@ -30,8 +32,8 @@ def register_flops(forward: Callable, backward: Callable) -> None:
 
     @register_flop_formula(backward._opoverload.overloadpacket)
     def _(*shapes, out_shape=None, **kwargs) -> int:
-        q_shape, _, _, codes_x_shape, codes_y_shape = shapes[-7:-2]  # gain and scale come last
-        # The logits once more, and the gradients of v, p, q and k; the distances once more, and R w and R^T w.
+        q_shape, _, _, codes_x_shape, codes_y_shape = shapes[-7:-2]  # bias_scale and scale are the last two
+        # the logits once more, and the gradients of v, p, q and k; the distances once more, and R w and R^T w
         return _flops(q_shape, codes_x_shape, codes_y_shape, products=5, distances=3)
 
 

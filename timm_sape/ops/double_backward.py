@@ -1,4 +1,8 @@
-"""Second derivatives of operators whose backward pass is an operator too: autograd goes through the reference."""
+"""Second derivatives of the operators. Their backward pass is an operator, too, which autograd cannot differentiate.
+
+So if the result will be differentiated again, the backward pass differentiates the reference instead. This stores
+everything N x N.
+"""
 from typing import Callable, Optional, Sequence, Tuple
 
 import torch
@@ -14,12 +18,12 @@ def differentiable_gradients(
     """Gradients that can be differentiated again.
 
     Args:
-        reference: What the operator computes, in plain PyTorch; maps `inputs` to one tensor, or as many as `grads`.
-        inputs: What the operator was called with.
+        reference: The operator in plain PyTorch. Maps `inputs` to as many tensors as there are `grads`.
+        inputs: Arguments of the operator.
         grads: Gradients of its results.
 
     Returns:
-        One for each input, None where it needs none.
+        One for each input, None for those that need none.
     """
     needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
     found = torch.autograd.grad(

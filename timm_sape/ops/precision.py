@@ -1,6 +1,6 @@
-"""Which dtype position is computed in: float32 at least, also under autocast.
+"""Positions are computed in float32 at least, also under autocast.
 
-A suffix sum in bfloat16 is off by .02 positions at a width of 14 and by .12 at 64.
+In bfloat16 a suffix sum would be off by .02 positions at a width of 14, and by .12 at a width of 64.
 """
 import functools
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ __all__ = ['no_autocast', 'upcast', 'wide', 'without_autocast']
 
 
 def upcast(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Bring tensors to their widest dtype, float32 at least."""
+    """Convert all tensors to the widest of their dtypes, float32 at least."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -20,12 +20,12 @@ def upcast(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 
 
 def wide(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Bring each tensor to its own dtype, float32 at least, and into contiguous memory."""
+    """Convert each tensor to float32 unless it is wider, and make it contiguous."""
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)).contiguous() for t in tensors)
 
 
 def no_autocast(tensor: torch.Tensor) -> ContextManager:
-    """Switch autocast off where it is on. Elsewhere this does nothing, so exported graphs stay free of it."""
+    """Switch autocast off if it is on. If it is off this does nothing, so exported graphs contain no trace of it."""
     device_type = tensor.device.type
     if device_type != 'meta' and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
@@ -33,7 +33,10 @@ def no_autocast(tensor: torch.Tensor) -> ContextManager:
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Decorate the implementation of an operator: a compiled graph runs it under autocast, whatever the caller did."""
+    """Decorator for the implementation of an operator, which runs without autocast then.
+
+    The operator itself must switch it off: a compiled graph calls it under autocast even if the code around it did not.
+    """
     @functools.wraps(function)
     def wrapped(tensor, *args):
         with no_autocast(tensor):

@@ -1,6 +1,6 @@
 """The reference: gates, sums, look-ups and distances of CoPE and SaPE2 in plain PyTorch.
 
-Autograd differentiates it, any number of times, and so do torch.func and forward mode. It stores everything N x N.
+Autograd can differentiate it any number of times, and torch.func and forward mode work. It stores everything N x N.
 """
 from typing import Optional, Tuple, Union
 
@@ -24,7 +24,7 @@ def contextual_bias(
         between: bool = False,
         ref_num_patches: Optional[int] = None,
 ) -> torch.Tensor:
-    """CoPE's z_i[p_ij] over the patches in raster order (Golovneva et al. 2024, Eq. 3 to 5).
+    """CoPE's z_i[p_ij] between patches, counted in raster order (Golovneva et al. 2024, Eq. 3 to 5).
 
     Args:
         q: Queries, prefix tokens first, `[B, h, N, d]`.
@@ -32,11 +32,12 @@ def contextual_bias(
         table: Embeddings of the positions 0 ... npos-1, `[npos, d]`.
         grid: The grid.
         gate_scale: The gates are sigmoid(gate_scale * q.k).
-        between: Positions are |p_ij - p_ii|, what was counted between i and j.
-        ref_num_patches: Patches of the trained grid, to whose count positions are scaled; None for no rescaling.
+        between: Use |p_ij - p_ii|, the sum of the gates between i and j, as positions.
+        ref_num_patches: Number of patches N0 of the trained grid. Positions are scaled by N0/N; None for no rescaling.
 
     Returns:
-        `[B, h, N, N]` in the dtype of `upcast`, zero wherever a prefix token takes part. A dropped patch has gate 0.
+        `[B, h, N, N]` in the widest dtype of q, k and the table, float32 at least. Zero in rows and columns of prefix
+        tokens. A dropped patch has gate 0.
     """
     p = grid.num_prefix_tokens
     with no_autocast(q):
@@ -83,12 +84,12 @@ def axis_codes(
         grid: The grid.
         mode: 'q', 'k', or 'qk' for the codes of both, concatenated.
         gate_scale: The gates are sigmoid(gate_scale * q.k).
-        ref_grid_size: (H0, W0) of the trained grid. Positions along x are scaled by W0/W and codes by sqrt(W0/W),
-            likewise along y; None for no rescaling.
+        ref_grid_size: (H0, W0) of the trained grid. Along x positions are scaled by W0/W and codes by sqrt(W0/W), along
+            y likewise; None for no rescaling.
 
     Returns:
-        Codes of the patches without prefix tokens, `[B, h, N-P, W]` and `[B, h, N-P, H]` (twice as wide for 'qk'), in
-        the dtype of `upcast`. A dropped patch has gate 0 and keeps its entry in the codes of the others.
+        Codes of the patches, `[B, h, N-P, W]` and `[B, h, N-P, H]` (twice as wide for 'qk'), in the widest dtype of q,
+        k and the tables, float32 at least. A dropped patch has gate 0 and keeps its entry in the codes of the others.
     """
     p, (height, width) = grid.num_prefix_tokens, grid.size
     with no_autocast(q):
@@ -119,11 +120,12 @@ def axis_codes(
 
 
 def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
-    """Euclidean distance between all rows (SaPE2, Eq. 15).
+    """Euclidean distances between all codes (SaPE2, Eq. 15).
 
-    Computed from differences, not from products, which would lose the small distances between patches of one region. A
-    distance that is no larger than the rounding of the codes is set to zero and has zero gradient, as the diagonal has:
-    its direction would be random.
+    Computed from differences: products would lose the small distances between patches of one region. A distance no
+    larger than the rounding error of the codes is set to zero and has no gradient, whose direction would be random.
+
+    torch's FLOP counter counts cdist, which this is made of, as 0. The operators count their distances.
 
     Args:
         codes: `[..., N, C]`.
@@ -132,7 +134,7 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
         `[..., N, N]`.
     """
     with no_autocast(codes):
-        if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, and cdist no forward mode
+        if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, cdist no forward mode
             distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
         else:
             distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')

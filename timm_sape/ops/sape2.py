@@ -1,4 +1,4 @@
-"""SaPE2's bias, and attention with it. The one place that chooses who computes it: reference, torch or triton."""
+"""SaPE2's bias, and attention with it. This is the one place that chooses between reference, torch and triton."""
 from typing import Optional, Tuple, Union
 
 import torch
@@ -41,9 +41,14 @@ def sape2_bias(
             wider.
 
     Returns:
-        `[B, h, N, N]` in float32 or wider, 0 where a prefix token takes part.
+        `[B, h, N, N]` in the widest dtype of q, k and the tables, float32 at least. Zero in rows and columns of prefix
+        tokens.
+
+    Raises:
+        ValueError: If tensors are on different devices.
     """
-    check_devices(q=q, k=k, table_x=table_x, table_y=table_y)
+    check_devices(
+        q=q, k=k, table_x=table_x, table_y=table_y, gate_scale=gate_scale, keep_indices=grid.keep_indices)
     codes_x, codes_y = axis_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
         axis_keys=axis_keys)
@@ -77,28 +82,30 @@ def sape2_attention(
         v: Values, `[B, h, N, d]`.
         bias_scale: Factor of the bias, `[1]` or `[h]`.
         scale: Factor of q.k.
-        rotated: q and k for the product in the logits, if they are not those that the bias depends on,
-            `[B, h, N, d+C]`.
+        rotated: q and k for the product in the logits, `[B, h, N, d+C]`, if it is not made of q and k themselves.
         mask: As `merge_masks` returns it.
         dropout_p: Dropout rate of the probabilities.
         fused: As for `attend`.
         backend: One of `BACKENDS`; None to choose.
 
     Returns:
-        `[B, h, N, d]` in the dtype of v, computed in float32 at least.
+        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever
+        the dtype of the tables; by the reference in the widest dtype of all.
 
     Raises:
-        ValueError: If tensors are on different devices, or the backend that was asked for cannot do it.
+        ValueError: If tensors are on different devices, or the requested backend cannot be used.
     """
-    check_devices(q=q, k=k, v=v, table_x=table_x, table_y=table_y, bias_scale=bias_scale, mask=mask)
     rotated_q, rotated_k = rotated or (q, k)
+    check_devices(
+        q=q, k=k, v=v, table_x=table_x, table_y=table_y, gate_scale=gate_scale, bias_scale=bias_scale, mask=mask,
+        keep_indices=grid.keep_indices)
     widths = [max(len(mode) * size, len(table) - 1) for size, table in ((grid.width, table_x), (grid.height, table_y))]
     backend = choose_backend(backend, q if axis_keys is None else axis_keys[0], widths, {
         'a mask or another bias': mask is not None,
         'dropout of the probabilities': dropout_p > 0,
         'attention that is not fused': not fused,
         'q and k of other widths than v': rotated_q.shape[-1] != v.shape[-1],
-        'q, k and v of different dtypes': not rotated_q.dtype == rotated_k.dtype == v.dtype,
+        'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
     })
     codes_x, codes_y = axis_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
@@ -127,9 +134,10 @@ def axis_codes(
         axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
         backend: str = 'reference',
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`reference.axis_codes`, same arguments and result, by an operator of the backend where there is one.
+    """`reference.axis_codes`, same arguments, by an operator of the backend if it can be used.
 
-    The operators do not handle dropped patches, a learned gate scale and symbolic sizes.
+    The operators do not support dropped patches, a learned gate scale and symbolic sizes. They compute in the dtype of
+    q, float32 at least.
 
     Args:
         axis_keys: As for `sape2_bias`. Whatever computes the codes takes one k for both axes, so it runs once for each.
@@ -152,8 +160,7 @@ def axis_codes(
         operator = torch_axis_codes
     p, (height, width) = grid.num_prefix_tokens, grid.size
     ref_height, ref_width = ref_grid_size or grid.size
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    table_x, table_y = (t.to(dtype) if t.dtype.itemsize > dtype.itemsize else t for t in (table_x, table_y))
+    table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
     return operator(
         q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
         ref_width / width, ref_height / height)

@@ -1,4 +1,4 @@
-"""SaPE2's codes as an operator whose backward pass keeps nothing but q, k and the tables.
+"""SaPE2's codes as an operator that stores only q, k and the tables for its backward pass.
 
 Plain autograd would store gates, positions, cells and weights: some 40 bytes for each of the N * (W + H) entries of
 every head and layer. Computing them again is cheap.
@@ -21,7 +21,7 @@ def _positions(gates: torch.Tensor, shrink: float) -> torch.Tensor:
 
 
 def _lines(x: torch.Tensor, height: int, width: int, along_y: bool) -> torch.Tensor:
-    """`[B, h, H*W, C]` to rows `[B, h, H, W, C]` or columns `[B, h, W, H, C]`."""
+    """From patches `[B, h, H*W, C]` to rows `[B, h, H, W, C]` or columns `[B, h, W, H, C]`."""
     x = x.unflatten(2, (height, width))
     return x.transpose(2, 3) if along_y else x
 
@@ -32,7 +32,7 @@ def _patches(x: torch.Tensor, along_y: bool) -> torch.Tensor:
 
 
 def _values(sources, tables, sizes) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """What lies at the integer positions along x and along y, for each source, `[B, h, H*W, npos]`."""
+    """The values at integer positions along x and along y, `[B, h, H*W, npos]`, for each source."""
     return [(source @ tables.T).split(sizes, dim=-1) for source in sources]
 
 
@@ -50,7 +50,7 @@ def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> t
 def _axis_backward(
         grad, q, k, values, grad_q, grad_k, height, width, along_y, gate_scale, shrink,
 ) -> List[torch.Tensor]:
-    """Adds the part of the gates to the gradients of q and k, `[B, h, H*W, d]`; returns those of the values."""
+    """Add the part through the gates to the gradients of q and k, `[B, h, H*W, d]`; return those of the values."""
     lines_q, lines_k = (_lines(t, height, width, along_y) for t in (grad_q, grad_k))
     q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
     npos = values[0].shape[-1]
@@ -68,7 +68,7 @@ def _axis_backward(
         grad_z = grad_z.scatter_add_(-1, cell, g - upper).scatter_add_(-1, cell + 1, upper)
         grad_values.append(_patches(grad_z, along_y))
     grad_pos.masked_fill_(pos > npos - 1, 0)
-    grad_gates = grad_pos.cumsum(-1)  # the gate of patch j counts in all positions up to j
+    grad_gates = grad_pos.cumsum(-1)  # the gate of patch j is part of all positions up to j
     grad_logits = torch.ops.aten.sigmoid_backward(grad_gates, gates).mul_(shrink * gate_scale)
     lines_q += grad_logits @ k
     lines_k += grad_logits.transpose(-2, -1) @ q

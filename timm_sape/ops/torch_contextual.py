@@ -1,7 +1,7 @@
-"""CoPE's bias with a backward pass that keeps nothing but q, k and the table, a chunk of heads at a time.
+"""CoPE's bias as an operator that stores only q, k and the table for its backward pass, a chunk of heads at a time.
 
 Plain autograd would store gates, positions, cells (in 64 bits), weights and both values of each of the N x N entries.
-What is left is the bias itself, which the attention kernel takes as a mask.
+The bias itself remains N x N: the attention kernel takes it as a mask.
 """
 from functools import partial
 from typing import Optional, Tuple
@@ -20,7 +20,7 @@ __all__ = ['torch_contextual_bias']
 
 
 def _positions(gates: torch.Tensor, between: bool, shrink: float) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """Positions, and, where they are differences, the signs that these had."""
+    """Positions, and with `between` the signs of the differences that they are the sizes of."""
     pos, sign = suffix_sum(gates), None
     if between:
         pos = pos - pos.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -86,7 +86,7 @@ def torch_contextual_bias_backward(
         if between:
             grad_pos *= sign
             grad_pos.diagonal(dim1=-2, dim2=-1).sub_(grad_pos.sum(dim=-1))
-        # the gate of patch j counts in all positions up to j
+        # the gate of patch j is part of all positions up to j
         grad_logits = grad_pos.cumsum(-1).mul_(gates * (1 - gates)).mul_(gate_scale)
         grad_q[chunk] = (grad_z @ table).add_(grad_logits @ k_)
         grad_k[chunk] = grad_logits.transpose(-2, -1) @ q_
@@ -104,13 +104,13 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _reference(gate_scale, between, shrink, q, k, table):
-    grid = Grid(1, q.shape[2])  # the order of the raster is all that counts
+    grid = Grid(1, q.shape[2])  # only raster order matters
     return contextual_bias(
         q, k, table, grid, gate_scale=gate_scale, between=between, ref_num_patches=shrink * q.shape[2])
 
 
 def _backward(ctx, grad):
-    if torch.is_grad_enabled():  # the caller wants to differentiate the result again
+    if torch.is_grad_enabled():  # the caller will differentiate the result again
         grads = differentiable_gradients(partial(_reference, *ctx.args), ctx.saved_tensors, (grad,))
         return (*grads, *(None for _ in ctx.args))
     return (*torch_contextual_bias_backward(grad, *ctx.saved_tensors, *ctx.args), *(None for _ in ctx.args))
@@ -126,7 +126,7 @@ def _(q_shape, k_shape, table_shape, *args, out_shape=None, **kwargs) -> int:
 
 @register_flop_formula(torch_contextual_bias_backward._opoverload.overloadpacket)
 def _(grad_shape, q_shape, k_shape, table_shape, *args, out_shape=None, **kwargs) -> int:
-    return 3 * _flops(q_shape, table_shape)  # both products once more, and two for the gradients of each
+    return 3 * _flops(q_shape, table_shape)  # both products once more, and two products for the gradients of each
 
 
 def _flops(q_shape, table_shape) -> int:

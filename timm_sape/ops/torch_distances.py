@@ -1,13 +1,18 @@
 """Attention with a bias of distances between codes, without storing anything N x N: a block of queries at a time.
 
-The squared distance of two codes is a product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with s = |w|^2,
-so one matrix product gives a block of them. Of small distances, those between patches of one region, it loses the
-digits: what comes out as a small part of s_i is computed once more, from the difference.
+The squared distance of two codes is the product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with
+s = |w|^2, so one matrix product gives a block of them. Small distances, such as those between patches of one region,
+lose their digits in it. So squares below a small part of s_i are computed once more, from the difference.
 
-The backward pass computes the blocks anew. With G the gradient of a distance D and R = G / D, that of the codes is
-rowsum(R + R^T) w - (R + R^T) w. Small distances make R large and what is left of the two terms small: such pairs are
-taken out, and summed as r * (w_i - w_j), or, where they are many, all is in float64. Other devices than the CPU do not
-look for them, and take them to be many.
+The backward pass computes the blocks again. With G the gradient of a distance D and R = G / D, the gradient of the
+codes is rowsum(R + R^T) w - (R + R^T) w. Where a distance is small, R is large and the two terms nearly cancel. Such
+pairs are taken out and summed as r * (w_i - w_j). If there are many, everything is computed in float64 instead. Other
+devices than the CPU do not count the pairs, and treat them as many.
+
+The gain's gradient is the sum of G D, whose terms have both signs. G carries the rounding error of the logits. With a
+head dim of 256 logits reach hundreds, and in float32 that gradient can be off by 1e-3 where it is 1. As the reference's
+it is off by at most 4 eps max(1, |logit|) sum(p (|dp| + |delta|) D), where p are the probabilities, dp their gradients,
+and delta = sum(p dp) over a row.
 """
 import math
 from functools import partial
@@ -27,41 +32,47 @@ NEAR = 2 ** -6  # squared distances below this part of s are computed from diffe
 
 
 class _Codes(NamedTuple):
-    """Codes in the form that the blocks want: `[2, B, h, N, ...]`, x before y, or of some heads, `[2n, N, ...]`, first
-    all along x. Those of prefix tokens are zeros."""
-    raw: torch.Tensor  # for differences, which nothing else is exact for
-    left: torch.Tensor  # for products, centred
-    right: torch.Tensor  # centred codes, 1, ...
-    near: torch.Tensor  # squared distances up to this want a second look, `[..., N, 1]`
+    """Codes in the form that the blocks need: `[2, B, h, N, ...]`, first all along x, then all along y.
+
+    Those of n heads are `[2n, N, ...]`, first all along x as well. Codes of prefix tokens are zero.
+    """
+    raw: torch.Tensor  # for differences, which centred codes would round
+    left: torch.Tensor  # -2 w, s, 1 with w the centred codes
+    right: torch.Tensor  # w, 1, s
+    near: torch.Tensor  # squared distances up to this are computed from differences, `[..., N, 1]`
     noise: torch.Tensor  # squared distances up to this are 0, `[..., N, 1]`
 
     def of(self, chunk: Tuple[slice, slice]) -> '_Codes':
-        """Those of some heads."""
+        """Codes of some heads."""
         return _Codes(*(t[(slice(None), *chunk)].flatten(0, 2) for t in self))
 
 
-# No pairs, 'many', or for each where in `[2n, R, N]` it is, and its two tokens in `[2n, N]`, all counted in one.
+# Pairs at small distances in a block: None, 'many', or for each its index in `[2n, R, N]`, and the indices of its two
+# tokens in `[2n, N]`; all are indices into flattened tensors.
 _Near = Union[None, str, Tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _Codes:
-    """Of codes `[B, h, N-P, C]`; the narrower ones are filled up with zeros, which changes no distance."""
+    """From codes `[B, h, N-P, C]`. The narrower ones are padded with zeros, which changes no distance."""
     width, num_prefix_tokens = max(codes_x.shape[-1], codes_y.shape[-1]), num_tokens - codes_x.shape[-2]
     codes = torch.stack([F.pad(c, (0, width - c.shape[-1], num_prefix_tokens, 0)) for c in (codes_x, codes_y)])
-    w = codes - codes[..., num_prefix_tokens:, :].mean(dim=-2, keepdim=True)  # saves digits of products
+    w = codes - codes[..., num_prefix_tokens:, :].mean(dim=-2, keepdim=True)  # so that products lose fewer digits
     w[..., :num_prefix_tokens, :] = 0
     s = w.square().sum(dim=-1, keepdim=True)
     noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
     near = torch.maximum(NEAR * s, 4 * noise)
-    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
+    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # products of such widths are faster
     one[..., :num_prefix_tokens, :] = 0
     right = torch.cat([w, one, s, fill], dim=-1)
     return _Codes(codes, torch.cat([w.mul_(-2), s, one, fill], dim=-1), right, near, noise)
 
 
 class _Workspace:
-    """Memory of one call for the blocks of pairs. Were each block to allocate its own, the C library would hand it back
-    to the system and fetch it anew, block by block, which takes longer than what is done with it."""
+    """Memory of one call for its blocks of pairs.
+
+    If each block allocated its own, the C library would return it to the system and request it again, block by block.
+    That takes longer than the computation.
+    """
 
     def __init__(self, count: int):
         self.count = count
@@ -78,9 +89,11 @@ class _Workspace:
 
 
 def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> _Near:
-    """Write the squared distances from the tokens of a block to all into `[2n, R, N]`, 0 where a prefix token takes
-    part, and return which of them are small."""
-    if codes.raw.device.type != 'cpu':  # a look at what comes out would make a GPU wait
+    """Write the squared distances from the tokens of a block to all tokens into `[2n, R, N]`; return the small ones.
+
+    They are 0 where a prefix token takes part.
+    """
+    if codes.raw.device.type != 'cpu':  # a GPU would have to wait until the pairs are counted
         _squares_by_difference(codes, rows, num_prefix_tokens, squares)
         return 'many'
     torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
@@ -107,7 +120,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
 
 
 def _fill_unbiased(pairs: torch.Tensor, rows: slice, num_prefix_tokens: int, value: float) -> None:
-    """Write to the pairs that have no bias: those with a prefix token, and those of a token with itself."""
+    """Write a value to the pairs that have no bias: those with a prefix token, and a token with itself."""
     pairs[:, :max(num_prefix_tokens - rows.start, 0)].fill_(value)
     pairs[:, :, :num_prefix_tokens].fill_(value)
     pairs.diagonal(rows.start, 1, 2).fill_(value)
@@ -121,7 +134,7 @@ def _squares_by_difference(codes: _Codes, rows: slice, num_prefix_tokens: int, s
 
 
 def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:
-    """So that what is divided by a distance of zero is zero."""
+    """Make G / D zero where the distance D is zero."""
     if near == 'many':
         return distances.masked_fill_(distances == 0, float('inf'))
     _fill_unbiased(distances, rows, num_prefix_tokens, float('inf'))
@@ -132,7 +145,7 @@ def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, 
 
 
 def _rows(num_tokens: int) -> Iterator[slice]:
-    """Blocks of the tokens of one head, or of few small heads."""
+    """Blocks of tokens of one head, or of several small heads."""
     rows = min(num_tokens, max(16, chunk_size() // num_tokens))
     for row in range(0, num_tokens, rows):
         yield slice(row, min(row + rows, num_tokens))
@@ -175,7 +188,7 @@ def _(q, k, v, codes_x, codes_y, bias_scale, scale):
 
 
 def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, near: _Near) -> None:
-    """Add r * (w_i - w_j) of some pairs to `[2n, N, C]`, and take them out of a block of R, `[2n, R, N]`."""
+    """Add r * (w_i - w_j) of the near pairs to `[2n, N, C]`, and set r to 0 for them in a block of R, `[2n, R, N]`."""
     where, i, j = near
     grad, r, w = grad.flatten(0, 1), r.view(-1), w.flatten(0, 1)
     pull = w.index_select(0, i).sub_(w.index_select(0, j)).mul_(r[where].unsqueeze(-1)).to(grad.dtype)
@@ -186,7 +199,7 @@ def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, near: 
 def _add_gradient(grad: torch.Tensor, r: torch.Tensor, w_and_one: torch.Tensor, rows: slice) -> None:
     """Add rowsum(R + R^T) w - (R + R^T) w to `[2n, C, N]`, for a block of R, `[2n, R, N]`, and `[2n, N, C + 1]`."""
     w_and_one = w_and_one.mT
-    w, sizes = w_and_one[:, :-1], [grad.shape[1], 1]  # r times one are the sums
+    w, sizes = w_and_one[:, :-1], [grad.shape[1], 1]  # R times one is the row sum
     rw, row_sum = torch.bmm(w_and_one, r.mT).split(sizes, dim=1)
     grad[:, :, rows] += row_sum * w[:, :, rows] - rw
     rw, column_sum = torch.bmm(w_and_one[:, :, rows], r).split(sizes, dim=1)
@@ -219,8 +232,8 @@ def torch_distance_attention_backward(
         w_and_one = heads.right[..., :max(widths) + 1]
         precise = near_grad = None
         gains = gain[chunk].reshape(-1, 1, 1)
-        grad_q = torch.empty_like(qs)
-        # transposed, `[n, d, N]` and `[2n, C, N]`: products are quicker that way round
+        grad_gains, grad_q = gains.new_zeros(len(gains)), torch.empty_like(qs)
+        # transposed, `[n, d, N]` and `[2n, C, N]`: products are faster then
         grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, heads.raw))
         for rows in _rows(num_tokens):
             distances, logits, p, grad_logits = workspace(heads, rows)
@@ -234,6 +247,10 @@ def torch_distance_attention_backward(
             torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_logits)
             grad_q[:, rows] = torch.bmm(grad_logits, ks)
             grad_k.baddbmm_(qs[:, rows].mT, grad_logits)
+            # Not from the gradient of the codes, although distances are proportional to these: that loses digits where
+            # distances are small.
+            for distance in (dx, dy):
+                grad_gains += torch.linalg.vecdot(grad_logits.flatten(1), distance.flatten(1))
             divisors = _zeros_to_inf(distances, rows, num_prefix_tokens, near).unflatten(0, (2, -1))
             r = torch.div(grad_logits, divisors, out=divisors).flatten(0, 1)
             if near == 'many' and r.device.type != 'mps':  # which has no float64
@@ -242,14 +259,12 @@ def torch_distance_attention_backward(
                 _add_gradient(grad_w, r.double(), precise, rows)
             else:
                 if isinstance(near, tuple):
-                    if near_grad is None:  # float64 is summed in order, float32 by atomics
+                    if near_grad is None:  # index_put_ sums float64 in order, float32 by atomics in any order
                         near_grad = torch.zeros_like(heads.raw, dtype=torch.float64)
                     _add_near_pairs(near_grad, r, heads.raw, near)
                 _add_gradient(grad_w, r, w_and_one, rows)
         if near_grad is not None:
             grad_w += near_grad.mT
-        # The distances grow with the codes, so their gradient is that of the codes times the codes.
-        grad_gains = torch.linalg.vecdot(grad_w.mT, w_and_one[..., :-1]).unflatten(0, (2, -1)).sum(dim=(0, 2))
         grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
         found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
@@ -273,12 +288,10 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad):
-    if torch.is_grad_enabled():  # the caller wants to differentiate the result again
+    if torch.is_grad_enabled():  # the caller will differentiate the result again
         return (*differentiable_gradients(partial(distance_attention, ctx.scale), ctx.saved_tensors, (grad,)), None)
     return (*torch_distance_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None)
 
 
 torch_distance_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
 register_flops(torch_distance_attention, torch_distance_attention_backward)

@@ -1,7 +1,7 @@
-"""Whether torch.func or forward-mode differentiation is at work.
+"""Whether torch.func or forward-mode differentiation is active.
 
-Custom operators take no part in the former, and the latter silently finds derivatives of zero behind them. (Where
-Dynamo traces, it is right or raises.)
+Our operators do not support torch.func, and in forward mode their derivatives would silently be zero. (Under
+torch.compile, forward mode is right or raises.)
 """
 import torch
 

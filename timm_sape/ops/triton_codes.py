@@ -1,9 +1,9 @@
 """`torch_codes` as Triton kernels: a program computes gates, suffix sums and look-ups of one line of patches.
 
-A line is a row of the grid, for the codes along x, or a column. Its C x C gates, positions and weights live in
-registers; backward they are computed again. What lies at the integer positions, the products of the sources with the
-tables, `[N, npos]` per head, comes out of and goes back into plain matrix products. No two lines share a patch, so
-nothing is added atomically.
+A line is a row of the grid, for the codes along x, or a column, for those along y. Its C x C gates, positions and
+weights stay in registers; the backward pass computes them again. The values at integer positions, which are products of
+the sources with the tables, `[N, npos]` per head, and their gradients are computed by plain matrix products outside the
+kernels. No two lines share a patch, so nothing is added atomically.
 """
 from typing import Dict, List, Tuple
 
@@ -15,15 +15,39 @@ from .codes import empty_codes, register_pair, sources_of
 from .precision import wide, without_autocast
 from .triton_common import dense_rows, padded
 
-__all__ = ['triton_axis_codes']
+__all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
 
-# A new one is no reason to compile anew. Rows of Z are seldom a multiple of 16 bytes, so it hardly loads in vectors.
+# New values of these do not compile a kernel anew. For Z that costs little: its rows are seldom a multiple of 16 bytes,
+# so it could hardly be loaded in vectors anyway.
 SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length', 'z_row', 'z_source', 'Z', 'DZ']
-# Of products, and of the sums of gates: what is lost there, neighbours' codes lose many times over. By width of q.
+# Whether q has more than 16 bits: precision of products, and dtype of the sums of gates. Distances between the codes of
+# neighbours multiply what is lost here.
 PRECISIONS = {
     False: {'PRECISION': 'tf32x3', 'SUM': tl.float32},
     True: {'PRECISION': 'ieee', 'SUM': tl.float64},
 }
+
+# The parameters of the kernels, by groups. A name with D in front is the gradient of what follows.
+#
+# Tensors:
+#   Q, K                    [B, h, H*W, d], with any strides but that of the channels, which is 1
+#   Z, DZ                   values at integer positions, one block for each source, [S, B*h, H*W, NPOS]
+#   OUT, DOUT               codes, [B*h, H*W, S*length], contiguous
+#   DQ, DK                  [B*h, H*W, d], contiguous
+# Strides: sq_b, sq_h, sq_n, sk_b, sk_h, sk_n of q and k along batch, heads and patches; z_row and z_source of Z
+# Sizes: num_heads h, num_patches H*W
+# Lines, see `_axes`:
+#   lines                   how many there are in a head
+#   line_step               from the first patch of a line to that of the next one
+#   step, length            from one patch of a line to the next one, and how many patches there are
+# Factors: gate_scale of q.k in the gates, shrink of the positions, root (that of shrink) of the codes
+# Widths:
+#   HEAD_DIM, D             d, and padded
+#   C                       length, padded
+#   NPOS, M                 integer positions, and the cells between them, padded
+#   SOURCES                 1, or 2 for mode 'qk'
+# ADD                       whether gradients are added to what is in DQ and DK
+# Precision: PRECISION and GRADIENT_PRECISION of products, SUM is the dtype of sums of gates, DTYPE that of the rest
 
 
 @triton.jit
@@ -32,7 +56,7 @@ def _gates_and_positions(
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr,
         PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """q and k of a line, `[C, D]`; its gates, positions, their cells and how far in they are, `[C, C]`."""
+    """q and k of a line, `[C, D]`, and `[C, C]`: gates, positions, their cells, and how far in the cell they are."""
     t, d = tl.arange(0, C), tl.arange(0, D)
     mask = (t[:, None] < length) & (d[None, :] < HEAD_DIM)
     q = tl.load(Q + q_line + t[:, None] * step * sq_n + d[None, :], mask=mask, other=0.0)
@@ -53,6 +77,7 @@ def _forward(
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
+    """The codes of one line."""
     line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     first = line * line_step
@@ -80,7 +105,7 @@ def _backward_values(
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Gradient of Z, the inverse of the look-up, position by position: what it took from there goes back there."""
+    """Gradient of Z: each position receives the gradients of the codes that were looked up there."""
     line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     first = line * line_step
@@ -104,10 +129,10 @@ def _backward_tokens(
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
         num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
-        SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT: tl.constexpr,
+        SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_PRECISION: tl.constexpr,
         SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Gradients of q and k by way of the gates, on top of what is there with ADD."""
+    """Gradients of q and k through the gates."""
     line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     first = line * line_step
@@ -128,36 +153,36 @@ def _backward_tokens(
         slopes = tl.load(at + 1, mask=in_z, other=0.0) - tl.load(at, mask=in_z, other=0.0)
         dpos += dcode * tl.gather(slopes, cell, 1)
     dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos * root)
-    dgates = tl.cumsum(dpos, axis=1) * shrink  # the gate of patch j counts in all positions up to j
+    dgates = tl.cumsum(dpos, axis=1) * shrink  # the gate of patch j is part of all positions up to j
     dlogits = dgates * gates * (1.0 - gates) * gate_scale
-    for part in tl.static_range(0, D, PART):  # all of a long head at once would not fit the registers
+    for part in tl.static_range(0, D, PART):  # registers do not suffice for all channels of a long head at once
         d = part + tl.arange(0, PART)
         at = patch[:, None] * HEAD_DIM + d[None, :]
         mask = (t[:, None] < length) & (d[None, :] < HEAD_DIM)
         k = tl.load(K + k_line + t[:, None] * step * sk_n + d[None, :], mask=mask, other=0.0).to(DTYPE)
-        dq = tl.dot(dlogits, k, input_precision=GRADIENT, out_dtype=DTYPE)
+        dq = tl.dot(dlogits, k, input_precision=GRADIENT_PRECISION, out_dtype=DTYPE)
         if ADD:
             dq += tl.load(DQ + at, mask=mask, other=0.0)
         tl.store(DQ + at, dq, mask=mask)
         q = tl.load(Q + q_line + t[:, None] * step * sq_n + d[None, :], mask=mask, other=0.0).to(DTYPE)
-        dk = tl.dot(tl.trans(dlogits), q, input_precision=GRADIENT, out_dtype=DTYPE)
+        dk = tl.dot(tl.trans(dlogits), q, input_precision=GRADIENT_PRECISION, out_dtype=DTYPE)
         if ADD:
             dk += tl.load(DK + at, mask=mask, other=0.0)
         tl.store(DK + at, dk, mask=mask)
 
 
 def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
-    """Padded sizes: channels of a head, patches of a line, cells. D is C at least: of a smaller one kernels spill."""
+    """Padded sizes: channels of a head, patches of a line, cells. D is at least C; with a smaller D kernels spill."""
     return {'D': max(padded(head_dim), padded(length)), 'C': padded(length), 'M': padded(npos - 1)}
 
 
 def warps_for(length: int, itemsize: int) -> int:
-    """Warps of a program, for a line of so many patches and bytes of q; `.ci/check_spills.py` compiles them."""
+    """Warps of a program, by the patches of a line and the bytes of a number of q."""
     return {16: 4, 32: 4 if itemsize <= 2 else 8, 64: 8}[padded(length)]
 
 
 def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Dict[str, object], Dict[str, object]]:
-    """Launch arguments along x and along y."""
+    """Lines along x (rows) and along y (columns), as the kernels are told of them."""
     return (
         dict(lines=height, line_step=width, step=1, length=width, shrink=shrink_x),
         dict(lines=width, line_step=1, step=width, length=height, shrink=shrink_y),
@@ -165,7 +190,7 @@ def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Di
 
 
 def _values(sources: List[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
-    """What lies at the integer positions along x, then y, for each source, `[S, B, h, H*W, npos_x + npos_y]`."""
+    """The values at integer positions along x, then y, for each source, `[S, B, h, H*W, npos_x + npos_y]`."""
     return torch.stack([source.to(tables.dtype) @ tables.T for source in sources])
 
 
@@ -235,7 +260,7 @@ def triton_axis_codes_backward(
         tensors = z[..., start:], grad, grad_q, grad_k
         _launch(
             _backward_tokens, axis, tensors, z, dense_q, dense_k, n, gate_scale,
-            ADD=bool(add), GRADIENT='ieee' if q.element_size() > 2 else 'tf32')  # what 16 bits are worth
+            ADD=bool(add), GRADIENT_PRECISION='ieee' if q.element_size() > 2 else 'tf32')  # tf32 is finer than 16 bits
     grad_tables = torch.zeros_like(tables)
     for grad_source, source, g in zip(sources_of(mode, grad_q, grad_k), sources, grad_z):
         grad_source += g @ tables

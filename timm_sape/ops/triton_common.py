@@ -1,4 +1,4 @@
-"""What the files with Triton kernels share."""
+"""Padding and memory layout, for both files with Triton kernels."""
 from typing import List
 
 import torch
@@ -8,11 +8,11 @@ __all__ = ['dense_rows', 'padded']
 
 
 def padded(width: int) -> int:
-    """The width of a block that holds so many channels."""
+    """The width of a tile with room for so many channels: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
 def dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
-    """Bring tensors into the layout that kernels read: channels side by side, and offsets within a head in 32 bits."""
+    """Copy tensors that kernels cannot read: channels must be contiguous, and offsets within a head fit 32 bits."""
     return [
         t if t.stride(-1) == 1 and t.shape[-2] * t.stride(-2) < 2 ** 31 else t.contiguous() for t in tensors]
