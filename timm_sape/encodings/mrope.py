@@ -4,6 +4,9 @@
 rotated; and each axis has a third of the frequencies, where an axial encoding has all of them on each. In Qwen2-VL an
 axis has a block of neighbouring pairs, and so frequencies of one size: time the highest, x the lowest. In Qwen3-VL, and
 in timm's `RotaryEmbeddingMRope`, pairs take turns. Costs two multiplications per entry of q and k.
+
+So on a small image the contiguous layout says little: y starts at 10000^(-2t/d) radians a patch, .04 for t = 11 and a
+head dim of 64. `section` may give time no pair at all.
 """
 from typing import Optional, Sequence
 
