@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .precision import no_autocast
-from .transforms import is_forward_mode, is_transformed
+from .transforms import is_transformed
 
 __all__ = ['attend', 'merge_masks', 'probabilities']
 
@@ -84,8 +84,8 @@ def attend(
         `[B, h, N, d]` in the dtype of v.
     """
     additive = mask is not None and mask.dtype != torch.bool
-    # Fused kernels have no forward mode, and under vmap they do not see that an additive mask needs a gradient.
-    if not fused or is_forward_mode() or additive and is_transformed():
+    # Fused kernels have no forward mode. Under vmap they do not see that an additive mask needs a gradient.
+    if not fused or is_transformed():
         return F.dropout(probabilities(q, k, mask, scale=scale), dropout_p).to(v.dtype) @ v
     if q.shape[-1] != v.shape[-1]:
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))

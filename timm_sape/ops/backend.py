@@ -117,7 +117,7 @@ def choose_backend(
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return 'reference'
-    only_reference = {**only_reference, 'torch.func and forward-mode derivatives': is_transformed()}
+    only_reference = {**only_reference, 'torch.func and forward mode': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
     by = 'backend=' if requested is not None else VARIABLE
     requested = requested if requested is not None else _from_environment()

@@ -25,7 +25,12 @@ def differentiable_gradients(
     Returns:
         One for each input, None for those that need none.
     """
+    # One input may have been computed from another: codes from q and k. Views are the ends of this graph, so that the
+    # gradient of q does not contain what comes through the codes, which autograd adds itself.
+    inputs = [tensor.view_as(tensor) for tensor in inputs]
     needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
-    found = torch.autograd.grad(
-        reference(*inputs), [inputs[i] for i in needed], grads, create_graph=True, allow_unused=True)
+    outputs = reference(*inputs)
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    outputs, grads = zip(*(pair for pair in zip(outputs, grads) if pair[0].requires_grad))
+    found = torch.autograd.grad(outputs, [inputs[i] for i in needed], grads, create_graph=True, allow_unused=True)
     return tuple(dict(zip(needed, found)).get(i) for i in range(len(inputs)))

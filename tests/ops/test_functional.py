@@ -4,8 +4,8 @@ import inspect
 import pytest
 import torch
 
-import references
-from references import assert_near
+import reference_sape2
+from harness import assert_near
 from timm_sape.functional import sape2_attention, sape2_bias
 
 B, HEADS, DIM, P = 3, 2, 4, 2
@@ -27,7 +27,7 @@ def check(kwargs, inputs=None, size=SIZE):
     leaves = inputs + [x for x in kwargs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     actual = sape2_attention(*inputs, size, **kwargs)
     kwargs.pop('backend', None)
-    expected = references.sape2_attention(*inputs, size, **kwargs)
+    expected = reference_sape2.sape2_attention(*inputs, size, **kwargs)
     assert_near(actual, expected, 1e-10)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(expected, leaves, weights)):
@@ -78,7 +78,7 @@ def test_signature(function, positional, keywords):
 def test_bias(kwargs):
     q, k, _, table_x, table_y = inputs = draw()
     actual = sape2_bias(q, k, table_x, table_y, SIZE, num_prefix_tokens=P, **kwargs)
-    expected = references.sape2_bias(q, k, table_x, table_y, SIZE, **{'num_prefix_tokens': P, **kwargs})
+    expected = reference_sape2.sape2_bias(q, k, table_x, table_y, SIZE, **{'num_prefix_tokens': P, **kwargs})
     assert actual.shape == (B, HEADS, N, N)
     assert_near(actual, expected, 1e-10)
     leaves = [x for i, x in enumerate(inputs) if i != 2]
@@ -91,8 +91,8 @@ def test_defaults():
     inputs = draw(num_tokens=6)
     explicit = {'mode': 'k', 'gate_scale': DIM ** -0.5, 'num_prefix_tokens': 0}
     q, k, _, *tables = inputs
-    assert_near(sape2_bias(q, k, *tables, SIZE), references.sape2_bias(q, k, *tables, SIZE, **explicit), 1e-10)
-    expected = references.sape2_attention(*inputs, SIZE, bias_scale=1.0, scale=DIM ** -0.5, **explicit)
+    assert_near(sape2_bias(q, k, *tables, SIZE), reference_sape2.sape2_bias(q, k, *tables, SIZE, **explicit), 1e-10)
+    expected = reference_sape2.sape2_attention(*inputs, SIZE, bias_scale=1.0, scale=DIM ** -0.5, **explicit)
     assert_near(sape2_attention(*inputs, SIZE), expected, 1e-10)
 
 
@@ -184,10 +184,10 @@ def test_grids(size, num_prefix_tokens):
     q, k, v, table_x, table_y = inputs
     kwargs = {'num_prefix_tokens': num_prefix_tokens}
     assert_near(
-        sape2_attention(*inputs, size, **kwargs), references.sape2_attention(*inputs, size, **kwargs), 1e-10)
+        sape2_attention(*inputs, size, **kwargs), reference_sape2.sape2_attention(*inputs, size, **kwargs), 1e-10)
     assert_near(
         sape2_bias(q, k, table_x, table_y, size, **kwargs),
-        references.sape2_bias(q, k, table_x, table_y, size, **kwargs), 1e-10)
+        reference_sape2.sape2_bias(q, k, table_x, table_y, size, **kwargs), 1e-10)
 
 
 def test_grid_size_may_be_a_list():
@@ -296,7 +296,7 @@ def test_strided_inputs():
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     _, _, _, table_x, table_y = draw()
     actual = sape2_attention(q, k, v, table_x, table_y, SIZE, num_prefix_tokens=P)
-    expected = references.sape2_attention(q, k, v, table_x, table_y, SIZE, num_prefix_tokens=P)
+    expected = reference_sape2.sape2_attention(q, k, v, table_x, table_y, SIZE, num_prefix_tokens=P)
     assert_near(actual, expected, 1e-10)
 
 
