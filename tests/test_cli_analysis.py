@@ -114,7 +114,7 @@ def test_what_is_printed(args, code, text, capsys):
 
 @pytest.mark.parametrize('args, text', [
     (['--model', 'nothing'], "There is no model, file or folder 'nothing'"),
-    (['--model', 'vit_small_rope2'], 'Did you mean vit_small_rope2d or'),
+    (['--model', 'vit_small_rope2'], 'Did you mean vit_small_rope2d'),
     (['--model', 'resnet501'], 'Did you mean resnet'),
     (['--model', 'vit_tiny_lookhere'], "'vit_tiny_lookhere'. 'lookhere' needs 6 heads or a multiple of 4, got 3"),
     (['--model', 'vit_tiny_lookhere_ape'], "'lookhere' needs 6 heads or a multiple of 4, got 3"),

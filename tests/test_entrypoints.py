@@ -30,6 +30,7 @@ NAMES = {
     for name in (*ENCODINGS, *(f'{encoding}_ape' for encoding in WITH_APE), 'pos_enc')
     if name != 'pemix' and not (size == 'vit_tiny' and 'lookhere' in name)  # not alone; not with 3 heads
 }
+NAFLEX = {name.replace('vit', 'naflexvit', 1) for name in NAMES}
 GRAFTS = {'vit_graft', *(
     f'{size}_{name}_graft'
     for size in (*SIZES, 'vit_large')
@@ -65,7 +66,7 @@ def test_names():
 def test_timm_finds_them_by_pattern(pattern, count):
     ours = [name for name in timm.list_models(pattern) if name in NAMES]
     assert len(ours) == count
-    assert ours == timm.list_models(pattern, exclude_filters='*_graft')
+    assert ours == timm.list_models(pattern, exclude_filters=['*_graft', '*naflexvit*'])
 
 
 @pytest.mark.parametrize('name', sorted(NAMES))
@@ -233,13 +234,13 @@ print(json.dumps([before, after, timm_sape.list_encodings(aliases=True)]))
     assert tuple(encodings) == ENCODINGS
     assert len(before['models']) > 1000
     assert {name: after['models'][name] for name in before['models']} == before['models']
-    assert set(after['models']) - set(before['models']) == NAMES | GRAFTS
-    assert {name.split('.')[0] for name in set(after['tags']) - set(before['tags'])} == NAMES | GRAFTS
+    assert set(after['models']) - set(before['models']) == NAMES | NAFLEX | GRAFTS
+    assert {name.split('.')[0] for name in set(after['tags']) - set(before['tags'])} == NAMES | NAFLEX | GRAFTS
     assert set(before['tags']) <= set(after['tags'])
     pretrained = set(after['pretrained']) - set(before['pretrained'])
     assert {name.split('.')[0] for name in pretrained} == GRAFTS - {'vit_graft'}
     assert set(before['pretrained']) <= set(after['pretrained'])
-    assert set(after['modules']) - set(before['modules']) == {'grafting', 'vit_pos_enc'}
+    assert set(after['modules']) - set(before['modules']) == {'grafting', 'naflexvit_pos_enc', 'vit_pos_enc'}
     assert set(before['modules']) <= set(after['modules'])
 
 
@@ -384,9 +385,9 @@ def test_naflex_is_refused(encoding):
     naflex = {'patches': torch.zeros(1, 4, 768), 'patch_coord': torch.zeros(1, 4, 2), 'patch_valid': torch.ones(1, 4)}
     model = tiny(encoding, dynamic_img_size=True, use_naflex=False)
     for call in (model, model.forward_features, model.forward_intermediates, model.embed):
-        with pytest.raises(ValueError, match=r'images \[B, C, height, width\], not NaFlex input .*patch_coord'):
+        with pytest.raises(ValueError, match=r'images \[B, C, height, width\], not a dict of .*patch_coord.*naflexvit'):
             call(naflex)
-    with pytest.raises(ValueError, match='use_naflex=True: .* does not take NaFlex input.*dynamic_img_size=True'):
+    with pytest.raises(ValueError, match='use_naflex=True: .* does not take patches .*naflexvit'):
         tiny(encoding, use_naflex=True)
 
 

@@ -86,14 +86,16 @@ class HostsEncodings(nn.Module):
     def _split(self, qkv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """`[B, N, 3*h*d]` to q, k and v, each `[B, h, N, d]`."""
         B, N, _ = qkv.shape
-        return qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v  # unpacked, because torch.fx cannot iterate over what unbind returns
 
 
 class PosEncAttention(HostsEncodings, Attention):
     """timm's `Attention` with position in it."""
 
     def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._normed(*self._split(self.qkv(x)))
+        q, k, v = self._split(self.qkv(x))
+        return self._normed(q, k, v)
 
 
 class PosEncEvaAttention(HostsEncodings, EvaAttention):

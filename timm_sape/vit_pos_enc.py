@@ -35,6 +35,8 @@ from .position import Position
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
 
+torch.fx.wrap('keep_patches')  # in each module that calls it
+
 
 class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
     """timm's Vision Transformer with any set of position encodings.

@@ -32,12 +32,12 @@ def rotates_by_order(patch):
 
 @controls.broken_code('keep_indices', 'features of kept patches: differs', pos_enc='ape')
 def keeps_the_next_patch(patch):
-    keep = vit_pos_enc._keep_patches
+    keep = vit_pos_enc.keep_patches
 
     def keep_patches(patch_drop, x, grid, keep_indices):
         return keep(patch_drop, x, grid, keep_indices if keep_indices is None else keep_indices.roll(1, 1))
 
-    patch.setattr(vit_pos_enc, '_keep_patches', keep_patches)
+    patch.setattr(vit_pos_enc, 'keep_patches', keep_patches)
 
 
 @controls.broken_code('patch_dropout_mask', 'mask .* under patch dropout: differs', pos_enc='ape')
