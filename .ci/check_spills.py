@@ -3,7 +3,7 @@
     python .ci/check_spills.py [--quick] [--arch 90]
 
 For an H100/H200 (90) it fails on any spill (a stack frame in the machine code), and everywhere on more shared memory
-than `timm_sape.ops.limits` says that a shape wants.
+than `timm_sape.ops.triton_limits` says that a shape needs.
 """
 import argparse
 import re
@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from timm_sape.ops import codes_triton, distances_triton
-from timm_sape.ops.limits import LIMITS, shared_memory
+from timm_sape.ops.triton_codes import triton_axis_codes, triton_axis_codes_backward
+from timm_sape.ops.triton_distances import triton_distance_attention_backward, triton_distance_attention_forward
+from timm_sape.ops.triton_limits import limits_of, shared_memory
 
 NUM_HEADS, BATCH_SIZE = 6, 2
 SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
@@ -32,7 +33,7 @@ QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
 class Driver:
-    """What the launcher asks of a GPU."""
+    """Stands in for Triton's driver: the methods that launching a kernel calls."""
 
     def __init__(self, arch):
         self.arch = arch
@@ -48,7 +49,7 @@ class Driver:
 
 
 def used(cubin):
-    """Registers of a thread, and bytes of its stack."""
+    """Registers per thread, and bytes of stack per thread, of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'kernel.cubin')
         path.write_bytes(cubin)
@@ -58,18 +59,18 @@ def used(cubin):
 
 
 def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
-    """The four operators, on inputs that lie as timm's attention hands them over."""
+    """Launch the four operators, on inputs with the memory layout of timm's attention."""
     num_tokens = num_prefix_tokens + height * width
     q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     tables = torch.zeros(width + 1, head_dim), torch.zeros(height + 1, head_dim)
     inputs = q[:, :, num_prefix_tokens:], k[:, :, num_prefix_tokens:], *tables
     options = height, width, mode, 0.1, 1.0, 1.0
-    codes = codes_triton._axis_codes._init_fn(*inputs, *options)
-    codes_triton._axis_codes_backward._init_fn(*codes, *inputs, *options)
+    codes = triton_axis_codes._init_fn(*inputs, *options)
+    triton_axis_codes_backward._init_fn(*codes, *inputs, *options)
     if mode != 'qk':  # for both, the distances are those of codes of another width
         inputs = q, k, v, *codes, torch.ones(1)
-        out = distances_triton._attention._init_fn(*inputs, 0.1)
-        distances_triton._attention_backward._init_fn(out[0], *out, *inputs, 0.1)
+        out = triton_distance_attention_forward._init_fn(*inputs, 0.1)
+        triton_distance_attention_backward._init_fn(out[0], *out, *inputs, 0.1)
 
 
 def main():
@@ -85,7 +86,8 @@ def main():
         registers, stack = used(compiled.asm['cubin'])
         shared = compiled.metadata.shared / 1024
         bad = stack > 0 and args.arch == 90 or shared > allowed
-        flags = [flag for flag in ('KEYS', 'ROWS', 'TOKENS', 'CODE_X', 'CODE_Y', 'ADD') if options.get(flag)]
+        names = 'KEY_PASS', 'DELTA_ONLY', 'GRAD_TOKENS', 'GRAD_X', 'GRAD_Y', 'ADD'
+        flags = [name for name in names if options.get(name)]
         counts.update(kernels=1, bad=bad, spilling=stack > 0)
         print(
             f'{label} {self.fn.__module__.split(".")[-1]}.{self.fn.__name__}', *flags,
@@ -94,17 +96,17 @@ def main():
 
     JITFunction.run = compile_and_look
     for dtype in (torch.bfloat16, torch.float32):
-        wide = dtype.itemsize > 2
+        max_head_dim, max_code = limits_of(dtype)
         for head_dim, width, height in QUICK if args.quick else SHAPES:
             for num_prefix_tokens, mode in ((1, 'k'), (0, 'k'), (1, 'qk')):
                 code = len(mode) * max(width, height)
-                if head_dim > LIMITS[wide][0] or code > LIMITS[wide][1] or args.quick and not num_prefix_tokens:
+                if head_dim > max_head_dim or code > max_code or args.quick and not num_prefix_tokens:
                     continue
                 label = f'{dtype} d={head_dim} {width}x{height} {num_prefix_tokens} prefix {mode}:'
                 allowed = shared_memory(code)
                 launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode)
     if counts['bad']:
-        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill registers or want too much shared memory with '
+        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill registers or need too much shared memory with '
                  f'Triton {triton.__version__}')
     print(f'{counts["kernels"]} kernels, {counts["spilling"] or "no"} spills with Triton {triton.__version__}')
 

@@ -1,10 +1,10 @@
-"""timm's ViTs at their own width and depth 2: how far their logits move when they are grafted, as CSV.
+"""Measure how much the logits of timm's ViTs change when encodings are grafted onto them. Prints CSV.
 
     python .ci/graft_table.py > results/grafts.csv
 
-Random weights stand in for the pretrained ones; images are 4 x 6 patches. Models that cannot be grafted have the reason
-in the last column. Left out are those that are larger than ViT-L, being the same modules, only wider, and those that
-differ from one before in the image size alone.
+The models have depth 2 and random weights, and images have 4 x 6 patches. The column `refused` says why a model cannot
+be grafted. Models larger than ViT-L are left out, because they consist of the same modules, and so are models that
+differ from another one only in their image size.
 """
 import csv
 import sys
@@ -19,7 +19,7 @@ from timm_sape.lab.machine import about
 
 MODULES = ('deit', 'vision_transformer', 'vision_transformer_hybrid', 'vision_transformer_relpos', 'vitamin')
 ENCODINGS = ('sape2_k', 'rope2d_mixed', 'irpe_qkv')
-LARGEST = 3e7  # parameters, at depth 2
+LARGEST = 3e7  # largest number of parameters at depth 2
 
 
 def make(name, **kwargs):
@@ -41,7 +41,7 @@ def base(name, dtype):
 
 
 def differences(name, encodings, dtype):
-    """Largest difference of logits with each encoding, or why it cannot be grafted."""
+    """For each encoding, yield the largest difference of logits and '', or '' and why it cannot be grafted."""
     torch.manual_seed(0)
     model = base(name, dtype)
     x = torch.randn(2, 3, *model.patch_embed.img_size, dtype=dtype)
@@ -56,18 +56,18 @@ def differences(name, encodings, dtype):
 def main():
     names = [name for name in timm.list_models() if is_model_in_modules(name, MODULES)]
     names += timm.list_models('vit_*_patch16_rope*')
-    print(f'# random weights; {about(torch.device("cpu"))}')
     out = csv.writer(sys.stdout, lineterminator='\n')
-    out.writerow(('base', 'grafted', 'float32', 'float64', 'refused'))
+    out.writerow(('base', 'grafted', 'float32', 'float64', 'refused', 'notes'))
+    notes = f'random weights; {about(torch.device("cpu"))}'
     models = {name: make(name, device='meta') for name in names}
     models = {name: m for name, m in models.items() if sum(p.numel() for p in m.parameters()) < LARGEST}
     names = sorted({kind(model): name for name, model in reversed(models.items())}.values())
     for name in tqdm(names):
-        # the rotary ones have a rotation already
+        # rotary models already have a rotation
         encodings = ['rpb' if 'rope' in name and 'rope' in encoding else encoding for encoding in ENCODINGS]
         columns = [list(differences(name, encodings, dtype)) for dtype in (torch.float32, torch.float64)]
         for encoding, (single, _), (double, reason) in zip(encodings, *columns):
-            out.writerow((name, encoding, single, double, reason))
+            out.writerow((name, encoding, single, double, reason, notes))
         sys.stdout.flush()
 
 

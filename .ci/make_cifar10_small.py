@@ -1,4 +1,4 @@
-"""Write the ImageFolder that .ci/full wants: the first 200 training and 50 test images of each class of CIFAR-10.
+"""Write the ImageFolder that .ci/full needs: the first 200 training and 50 test images of each class of CIFAR-10.
 
     python .ci/make_cifar10_small.py ROOT OUT     (downloads CIFAR-10 to ROOT unless it is there)
 """

@@ -1,4 +1,4 @@
-"""timm's own train.py and validate.py, unmodified, on real images. Run by .ci/full, which says what it wants."""
+"""timm's own train.py and validate.py, unmodified, on real images. .ci/full runs this file and says what it needs."""
 import csv
 import math
 import os
@@ -19,8 +19,8 @@ SCRIPTS = Path(os.environ['TIMM_SCRIPTS']).resolve()
 DATA = Path(os.environ['CIFAR10_SMALL']).resolve()
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = ROOT / 'train_configs' / 'smoke'
-ROWS = Path(__file__).parent / 'rows'  # of the table that .ci/full writes; tests may run side by side
-# without those of the alias `sape2`, which are the same models
+ROWS = Path(__file__).parent / 'rows'  # rows of the table that .ci/full writes, a file each since tests run in parallel
+# without the alias `sape2`, whose models are those of `sape2_k`
 MODELS = timm.list_models('test_vit_*', module='vit_pos_enc', exclude_filters=['test_vit_sape2', 'test_vit_sape2_ape'])
 
 
@@ -59,7 +59,7 @@ def test_each_model_learns(model, output):
     ROWS.mkdir(exist_ok=True)
     ROWS.joinpath(model).write_text(f'| {model} | {first:.3f} | {last:.3f} | {last / first:.2f} | {top1:.1f} |\n')
     assert len(epochs) == 10
-    if model != 'test_vit_nope':  # stands beside them
+    if model != 'test_vit_nope':  # in the table only for comparison
         assert last <= 0.85 * first
         assert top1 >= 25
 
@@ -78,7 +78,7 @@ def test_validate_reports_what_train_did(output):
 
 
 def evaluation_options():
-    """Preprocessing of the recipe, in the arguments that validate.py shares with train.py."""
+    """The recipe's preprocessing as arguments of validate.py, which has the same ones as train.py."""
     import yaml
     recipe = yaml.safe_load((SMOKE / 'test_vit_ape.yaml').read_text())
     options = ['--workers', '0', '--device', 'cpu']
@@ -137,7 +137,7 @@ def test_fine_tuning_a_graft(output):
         'vit_graft', output, '--model-kwargs', *model_kwargs, '--pretrained',
         '--pretrained-path', output / 'test_vit' / 'last.pth.tar',
         '--epochs', 2, '--warmup-epochs', 0, '--lr', 5e-4, '--layer-decay', 0.75)
-    assert float(epochs[0]['train_loss']) < float(base[0]['train_loss']) - 0.1  # it does not start anew
+    assert float(epochs[0]['train_loss']) < float(base[0]['train_loss']) - 0.1  # it does not start from scratch
     printed = run([
         sys.executable, '-m', 'timm_sape', 'run', str(SCRIPTS / 'validate.py'), '--model', 'vit_graft',
         '--model-kwargs', *model_kwargs, '--img-size', '32', '--num-classes', '10', '--data-dir', str(DATA),
@@ -146,4 +146,5 @@ def test_fine_tuning_a_graft(output):
     assert float(re.search(r'"top1": ([\d.]+)', printed).group(1)) == pytest.approx(expected, abs=1e-6)
     grafted = torch.load(output / 'vit_graft' / 'last.pth.tar', weights_only=False)['state_dict']
     gates = [value.item() for name, value in grafted.items() if name.endswith('auto_sape2_k.gate.weight')]
-    assert len(gates) > 2 and all(gate != 0 for gate in gates[:-1])  # the class token alone is read of the last layer
+    # In the last layer only the class token is used, whose bias is 0, so that gate does not learn.
+    assert len(gates) > 2 and all(gate != 0 for gate in gates[:-1])

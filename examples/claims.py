@@ -1,13 +1,12 @@
-"""Two claims of the SaPE2 paper, tested on the models of an experiment: is it better at other resolutions, and when the
-image is shifted?
+"""Test two claims of the SaPE2 paper on trained models: is it better at other resolutions and under shifts?
 
     timm-sape experiment train_configs/cpu_cifar10/plan.yaml --data-dir cifar10_10k --output runs --script train.py
     python examples/claims.py runs --data-dir cifar10_10k --output claims
 
-Each model is tested at each size, by each rule that its encoding has for other sizes, and on images moved up, down, to
-the left and to the right. A model that is better everywhere is not better at that, and one that knows more has more to
-lose. So what counts is how much of its accuracy above chance a model keeps, in percent of what it has at the trained
-size and in place, minus what the baseline keeps at the same seed.
+Each model is tested at each size, with each rule that its encoding has for other sizes, and on images shifted up, down,
+left and right. Accuracy itself is no good measure: a model that is better everywhere is not better at this in
+particular, and a more accurate model has more to lose. So the measure is the share of its accuracy above chance that a
+model keeps, in percent of that at the trained size without a shift, minus what the baseline keeps with the same seed.
 """
 import argparse
 from pathlib import Path
@@ -20,11 +19,15 @@ from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.lab.machine import about
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.lab.experiment import difference, spread, trained_models
+from timm_sape.lab.experiment import trained_models
+from timm_sape.lab.intervals import difference, spread
 
 
 def lines_of(rows, at, value):
-    """Values by line of the table, place and seed. Each rule for other sizes has a line of its own."""
+    """Group values by line of the table, by size or shift (the column `at`), and by seed.
+
+    Each rule for other sizes has its own line.
+    """
     values = {}
     for row in rows:
         rule = row.get('policy')
@@ -34,7 +37,7 @@ def lines_of(rows, at, value):
 
 
 def show(title, values, baseline):
-    """Mean ± standard deviation over seeds; and the paired differences to the baseline with their 95 % intervals."""
+    """Print mean ± standard deviation over seeds, and the paired differences to the baseline with 95 % intervals."""
     base = values[next(line for line in values if line in (baseline, f'{baseline}, extrapolate'))]
     places = list(base)
     print(f'\n{title}, mean ± standard deviation over seeds:\n')
@@ -49,7 +52,7 @@ def show(title, values, baseline):
 
 
 def kept(values, start, chance):
-    """How much of the accuracy above chance that it has at `start` each run keeps at other places, in percent."""
+    """Compute, in percent, how much of its accuracy above chance at `start` each run keeps at other sizes or shifts."""
     return {line: {place: {
         seed: 100 * (value - chance) / max(own[start][seed] - chance, 1e-9) for seed, value in seeds.items()
     } for place, seeds in own.items() if place != start} for line, own in values.items()}
@@ -57,13 +60,13 @@ def kept(values, start, chance):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('runs', type=Path, help='folder that `timm-sape experiment` has written')
+    parser.add_argument('runs', type=Path, help='output folder of `timm-sape experiment`')
     parser.add_argument('--data-dir', required=True, help='test images')
     parser.add_argument('--output', type=Path, required=True, help='folder for two CSV files')
     parser.add_argument('--sizes', type=int, nargs='+', default=[24, 28, 40, 48, 64], help='besides the trained one')
     parser.add_argument('--shifts', type=int, nargs='+', default=[1, 2, 4, 8], help='pixels')
-    parser.add_argument('--fill', default='reflect', help='what comes in at the side (default: %(default)s)')
-    parser.add_argument('--models', nargs='+', help='rows of the experiment besides the baseline (default: all)')
+    parser.add_argument('--fill', default='reflect', help='what fills the empty side (default: %(default)s)')
+    parser.add_argument('--models', nargs='+', help='labels besides the baseline (default: all)')
     parser.add_argument('--baseline', default='APE', help='(default: %(default)s)')
     parser.add_argument('--num-images', type=int, help='(default: all)')
     args = parser.parse_args()
@@ -81,7 +84,7 @@ def main():
         options = dict(num_images=args.num_images, batch_size=250)
         measured_on = about(torch.device('cpu'))
         for label, seed, checkpoint in trained:
-            about_run = {'model': label, 'seed': seed}  # for the path
+            about_run = {'model': label, 'seed': seed}  # replaces the path of the checkpoint
             resolutions += [{**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, **options)]
             shifts += [{**row, **about_run} for row in shift_sweep(
                 [str(checkpoint)], data, [0, *args.shifts], fill=args.fill, **options)]

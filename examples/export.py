@@ -1,12 +1,12 @@
-"""Export a model to ONNX and check it against itself, in ONNX Runtime, on real images.
+"""Export a model to ONNX, and compare it in ONNX Runtime with the original on real images.
 
     python examples/export.py local-dir:quickstart_output/test_vit_sape2_k_ape --images FILE_OR_FOLDER
     python examples/export.py hf-hub:USER/REPOSITORY --images FOLDER --dynamic-size --output model.onnx
 
-The batch is dynamic, and with `--dynamic-size` so are height and width, in multiples of the patch size; each encoding
-then follows its rule for other grids. Exported by timm's own `onnx_export` through torch.export. What comes out
-has nothing but standard ONNX operators, so whatever runs ONNX runs it, without this package. The file is put in its
-place after the check. Needs `pip install onnx onnxscript onnxruntime`.
+The batch size is dynamic. With `--dynamic-size` so are height and width, in multiples of the patch size; each encoding
+then follows its rule for other grids. timm's own `onnx_export` does the export, through torch.export. The exported
+model contains only standard ONNX operators, so any ONNX runtime can run it without this package. The file is moved to
+`--output` only after the check. Needs `pip install onnx onnxscript onnxruntime`.
 """
 import argparse
 import tempfile
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 def sizes_to_check(model, images, dynamic_size):
-    """(height, width) to run the model at: its own, and with a dynamic size a larger one of other proportions."""
+    """Image sizes (height, width) to check: the model's own, and with a dynamic size a larger one of another shape."""
     height, width = images.shape[-2:]
     patch_height, patch_width = patch_size_of(model)
     return [(height, width)] + ([(height + patch_height, width + 3 * patch_width)] if dynamic_size else [])
@@ -32,7 +32,11 @@ def sizes_to_check(model, images, dynamic_size):
 
 @torch.no_grad()
 def compare(model, session, images, size):
-    """Logits of the model, `[B, K]`, and the largest difference of those of the session, one image alone included."""
+    """Run the model and the exported session on a batch, and on its first image alone.
+
+    Returns:
+        Logits of the model, `[B, classes]`, and the largest absolute difference of the session's logits.
+    """
     images = F.interpolate(images, size, mode='bilinear', antialias=True)
     logits = model(images)
     difference = 0.
@@ -69,10 +73,11 @@ def main():
         for size in sizes:
             logits, difference = compare(model, session, images, size)
             print(f'| {len(images)} | {size[0]} x {size[1]} | {logits.abs().max():.3f} | {difference:.1e} |')
-            if not difference <= TOLERANCE:  # NaN is none either
-                raise SystemExit(f'It differs from the model by more than {TOLERANCE}: {args.output} not written.')
+            if not difference <= TOLERANCE:  # true for NaN too
+                raise SystemExit(
+                    f'Its logits differ from those of the model by more than {TOLERANCE}: {args.output} not written.')
         exported = onnx.load(path, load_external_data=False)
-        for file in sorted(Path(folder).iterdir(), reverse=True):  # first the file of weights, if they are over 2 GB
+        for file in sorted(Path(folder).iterdir(), reverse=True):  # weights over 2 GB are a file of their own: first
             file.replace(args.output.parent / file.name)
 
     size = ', '.join(str(d.dim_param or d.dim_value) for d in exported.graph.input[0].type.tensor_type.shape.dim)

@@ -1,12 +1,12 @@
-"""Does a graft help fine-tuning? A small pretrained ViT, fine-tuned as it is and with encodings grafted onto it.
+"""Does a graft help fine-tuning? Fine-tune a small pretrained ViT unchanged and with encodings grafted onto it.
 
     python examples/finetune_graft.py --data-dir ROOT
 
-ROOT has CIFAR-10 in it, as torchvision stores it or as folders of images. A Vision Transformer of timm's learns the
-first six classes: the pretrained base. Then it learns the other four from a few images, as it is and grafted. A seed
-decides which images, the new head, the batches and the flips, all the same for each model, so that differences are
-between pairs. AdamW with layer-wise learning rates, as in train_configs/finetune, by timm's own functions. The learning
-rate is the one of .0003, .001, .003, .01 and .03 that served the base best as it is, with a seed that is not used here.
+ROOT contains CIFAR-10, as torchvision stores it or as folders of images. A Vision Transformer of timm learns the first
+six classes; this is the pretrained base. Then it learns the other four from a few images, unchanged and grafted. A seed
+determines the images, the new head, the batches and the flips, which are the same for all models, so runs with the same
+seed are paired. The optimizer is AdamW with layer-wise learning rates, as in train_configs/finetune. The learning rate
+is the best of .0003, .001, .003, .01 and .03 for the unchanged base, chosen with a seed that is not used here.
 """
 import argparse
 import copy
@@ -25,7 +25,7 @@ from tqdm import tqdm
 import timm_sape
 from timm_sape.lab.machine import about
 from timm_sape.lab.tables import write_csv
-from timm_sape.lab.experiment import mean_interval, spread
+from timm_sape.lab.intervals import mean_interval, spread
 from timm_sape.position_data import load_cifar10_splits
 
 BASE_CLASSES, CLASSES = range(6), range(6, 10)
@@ -36,10 +36,12 @@ BATCH = 64
 
 
 def tensors(dataset, classes, count=None, seed=0):
-    """A random part of the images of some classes, normalised, `[n, 3, 32, 32]`, and labels from 0 on, `[n]`."""
+    """Draw images of some classes, normalized, `[n, 3, 32, 32]`, and their labels, starting at 0, `[n]`."""
     found = [i for i, label in enumerate(dataset.targets) if label in classes]
     if len(found) < (count or 1):
-        raise ValueError(f'there are {len(found)} images of classes {classes[0]} to {classes[-1]}; ask for no more')
+        raise ValueError(
+            f'there are only {len(found)} images of classes {classes[0]} to {classes[-1]}; lower --images or '
+            '--base-images')
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     pairs = [dataset[found[i]] for i in tqdm(order, desc='images', delay=2)]
     images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))
@@ -76,13 +78,13 @@ def top1(model, images, labels):
 
 
 def gates(model):
-    """How much of each grafted encoding is let through, layer by layer."""
+    """The values of the gates of the grafted encodings, layer by layer."""
     encodings = model.position_encodings().values() if hasattr(model, 'position_encodings') else ()
     return [encoding.gated(torch.ones(1)).item() for encoding in encodings if encoding.gate is not None]
 
 
 def judge(differences):
-    """Limits of the 95 % interval of the mean of paired differences, by Student's t, and what follows."""
+    """The bounds of the 95 % interval of the mean of paired differences, and a verdict."""
     _, low, high = mean_interval(differences)
     return low, high, 'better' if low > 0 else 'worse' if high < 0 else 'no difference shown'
 
@@ -101,13 +103,13 @@ def main():
     parser.add_argument('--seeds', type=int, default=3, help='fine-tunings of each model')
     parser.add_argument('--base-images', type=int, default=15000)
     parser.add_argument('--base-epochs', type=int, default=15)
-    parser.add_argument('--images', type=int, default=1000, help='to fine-tune on')
-    parser.add_argument('--epochs', type=int, default=20, help='of fine-tuning')
+    parser.add_argument('--images', type=int, default=1000, help='number of images to fine-tune on')
+    parser.add_argument('--epochs', type=int, default=20, help='epochs of fine-tuning')
     args = parser.parse_args()
     if args.seeds < 2 or min(args.base_epochs, args.epochs) < 1 or min(args.base_images, args.images) < BATCH:
         parser.error(f'--seeds must be at least 2, the epochs 1 and the images {BATCH}')
     try:
-        for pos_enc in args.graft:  # what cannot be grafted is to fail before the work, not after it
+        for pos_enc in args.graft:  # fail before the long computation
             timm_sape.graft('test_vit', pos_enc, **SIZE)
         train_set, test_set = list(load_cifar10_splits(args.data_dir).values())[:2]
         base_data = tensors(train_set, BASE_CLASSES, args.base_images)

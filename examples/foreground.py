@@ -1,25 +1,26 @@
-"""Does SaPE2's bias tell foreground from background? Figure 4 of its paper, measured on masks known by construction.
+"""Does SaPE2's bias separate foreground from background? Figure 4 of its paper, measured with known masks.
 
     python examples/foreground.py data --source ROOT --output digits
     timm-sape experiment train_configs/cpu_cifar10/foreground.yaml --data-dir digits --output runs --script train.py
     python examples/foreground.py measure runs --data-dir digits --output foreground.csv
 
-`data` pastes scikit-learn's handwritten digits anywhere onto images of CIFAR-10 in ROOT, which are mere texture here:
-the label is the digit. The ink is white, as in Larochelle et al., 'An empirical evaluation of deep architectures'
-(2007); with `--ink colour` it has another colour in each image, with `--ink texture` it is another image, so that
-colour tells less. Small models learn the first, with luck, and not the others, in a few epochs. Beside the images lie
-the masks of the test images.
+`data` pastes scikit-learn's handwritten digits at random places onto images of CIFAR-10 in ROOT, which serve only as
+texture: the label is the digit. By default the ink is white, as in Larochelle et al., 'An empirical evaluation of deep
+architectures' (2007). With `--ink colour` it has a random colour, and with `--ink texture` it is another image, so that
+colour helps less. In a few epochs, small models may learn white ink but not the others. `data` also writes the masks
+of the test images.
 
-`measure` asks of each model: do the scores that a patch gives to others say which of them are on its side of the mask?
-For each layer and head, area under the ROC curve (`timm_sape.analysis.separation`), of these scores:
+`measure` checks for each model whether the scores that a patch gives to other patches tell which of them are on its
+side of the mask. For each layer and head, it computes the area under the ROC curve (`timm_sape.analysis.separation`)
+of these scores:
 
-- `position`: what position adds to the logits of attention;
-- `distance`: for SaPE2, the distance that this is a multiple of, negated, so that near is high;
-- `content`: q.k, plain attention; `logits`: the sum of it and position, which the softmax gets;
-- `keys`: -|k_i - k_j|, a distance that any model has, as SaPE2's is one of linear functions of k;
-- `colour`, `place`: minus the difference of mean colours, and minus the distance on the grid: no model at all.
+- `position`: what position adds to the attention logits;
+- `distance`: for SaPE2, the distance of which `position` is a multiple, negated so that near patches score high;
+- `content`: q.k, plain attention; `logits`: `content` + `position`, the input of the softmax;
+- `keys`: -|k_i - k_j|, for comparison in all models; SaPE2's distance is one between linear functions of k;
+- `colour`, `place`: the negated difference of mean colours, and the negated distance on the grid, without a model.
 
-Each is asked again with the masks of other images, and of the models as they were before training.
+As controls, all scores are also measured with the masks of other images, and for the models before training.
 """
 import argparse
 from pathlib import Path
@@ -43,28 +44,29 @@ from timm_sape.analysis.inputs import load_model, preprocessing
 from timm_sape.analysis.maps import record_calls
 from timm_sape.lab.machine import about
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.lab.experiment import difference, spread, trained_models
+from timm_sape.lab.experiment import trained_models
+from timm_sape.lab.intervals import difference, spread
 from timm_sape.position_data import load_cifar10_splits
 
 SIDE, PATCH = 32, 4
-DIGIT = 24  # pixels; three for each of the eight of scikit-learn's
+DIGIT = 24  # pixels, three times the eight of scikit-learn
 COLUMNS = ('from foreground', 'from background', 'both', 'best head')
-CONTRAST = 120  # least difference of one colour of ink to the mean colour behind it, of 255 * sqrt(3)
-INKS = {'white': 255, 'colour': None}  # as `paste` takes them; a texture is drawn
-SHUFFLES = 5  # masks of other images that each image is asked with
+CONTRAST = 120  # least Euclidean distance of the ink from the mean colour behind it, of at most 255 * sqrt(3)
+INKS = {'white': 255, 'colour': None}  # what `paste` gets as `ink`; for 'texture' it is a random image
+SHUFFLES = 5  # number of other images whose masks are used for each image
 
 
 def paste(texture, digit, rng, ink):
-    """A digit on a texture.
+    """Paste a digit onto a texture.
 
     Args:
-        texture: 0 to 255, `[32, 32, 3]`.
-        digit: 0 to 1, `[8, 8]`.
-        rng: Draws the place, and the colour.
-        ink: Another texture, or a grey value; None for a colour that differs from the mean of what it covers.
+        texture: Image, 0 to 255, `[32, 32, 3]`.
+        digit: Intensity of the digit, 0 to 1, `[8, 8]`.
+        rng: numpy's generator, which draws the place and the colour.
+        ink: Another texture, or a grey value. None for a random colour that differs from the colours it covers.
 
     Returns:
-        The image, 0 to 255, and the share of ink in each pixel, `[32, 32]`.
+        The image, 0 to 255, `[32, 32, 3]`, and the share of ink in each pixel, 0 to 1, `[32, 32]`.
     """
     large = F.interpolate(torch.from_numpy(digit)[None, None], (DIGIT, DIGIT), mode='bicubic', align_corners=False)
     mask = np.zeros((SIDE, SIDE))
@@ -79,7 +81,7 @@ def paste(texture, digit, rng, ink):
 
 
 def write_data(source, output, counts, ink, seed):
-    """`output/{train,test}/DIGIT/INDEX.png`, and `output/masks/DIGIT/INDEX.png` of the test images."""
+    """Write `output/{train,test}/DIGIT/INDEX.png`, and `output/masks/DIGIT/INDEX.png` for the test images."""
     digits = load_digits()
     parts = train_test_split(
         digits.images / 16, digits.target, test_size=500, stratify=digits.target, random_state=0)  # [n, 8, 8]
@@ -102,7 +104,7 @@ def write_data(source, output, counts, ink, seed):
 
 
 def read_test(folder, count):
-    """Some of the test images, and which of their patches are ink `[n, N]`: 1 at half or more, 0 at none, else -1."""
+    """Read test images, and the class of each patch, `[n, N]`: 1 if at least half of it is ink, 0 if none, else -1."""
     dataset = ImageFolder(folder / 'test')
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count].tolist()
     images, shares = [], []
@@ -116,7 +118,7 @@ def read_test(folder, count):
 
 
 def without_model(images):
-    """What needs no model: minus the difference of the mean colours of patches, and minus their distance."""
+    """Compute the scores that need no model, `colour` and `place`, each `[n, N, N]`."""
     pixels = torch.stack([torch.from_numpy(np.array(image)).float() for image in images])  # [n, 32, 32, 3]
     colours = F.avg_pool2d(pixels.permute(0, 3, 1, 2), PATCH).flatten(2).mT  # [n, N, 3]
     side = torch.arange(SIDE // PATCH, dtype=torch.float)
@@ -126,7 +128,7 @@ def without_model(images):
 
 @torch.no_grad()
 def scores_of(model, images):
-    """Maps of all layers and heads, `[n, L * h, N, N]`, by what they are."""
+    """Compute the scores of all layers and heads by name, each `[n, L * h, N, N]`."""
     found = {}
     for batch in images.split(100):
         norms = [block.attn.k_norm for block in model.blocks]
@@ -139,7 +141,7 @@ def scores_of(model, images):
         if any(layer.position.any() for layer in maps.layers):
             parts['position'] = [layer.position for layer in maps.layers]
             parts['logits'] = [layer.content + layer.position for layer in maps.layers]
-        if 'sape2' in model.pos_enc:  # a distance times a gain, of each head
+        if 'sape2' in model.pos_enc:  # `position` is a distance times a gain per head; only its sign matters
             signs = [layer.position.mean(dim=(0, 2, 3), keepdim=True).sign() for layer in maps.layers]
             parts['distance'] = [-sign * layer.position for sign, layer in zip(signs, maps.layers)]
         for score, layers in parts.items():
@@ -148,10 +150,15 @@ def scores_of(model, images):
 
 
 def measured(scores, foreground):
-    """Areas under the ROC curve in the columns of the table; `scores` are `[n, heads, N, N]`.
+    """Compute the columns of the table, which are areas under the ROC curve.
 
-    Means over images and heads, seen from the foreground, from the background, and the mean of both. The best head, and
-    whether it looks for what is alike or unlike, is chosen on every other image, and measured on those between.
+    The first three are means over images and heads: for patches of the foreground, of the background, and both. The
+    last one is that of the best head. This head, and whether its scores are high for its own side or for the other, is
+    chosen on every other image, and measured on the rest.
+
+    Args:
+        scores: `[n, heads, N, N]`.
+        foreground: `[n, N]`.
     """
     sides = torch.stack(separation(scores, foreground))  # [2, n, heads]
     chosen, held_out = (sides[:, start::2].nanmean(dim=(0, 1)) for start in (0, 1))  # [heads]
@@ -162,7 +169,7 @@ def measured(scores, foreground):
 
 
 def shuffled(scores, foreground):
-    """The same with the masks of other images, mean of several."""
+    """As `measured`, but with the masks of other images. The mean over several such masks."""
     found = [measured(scores, foreground.roll(shift, 0)) for shift in range(1, SHUFFLES + 1)]
     return {column: round(mean(each[column] for each in found), 4) for column in COLUMNS}
 
@@ -185,9 +192,9 @@ def measure(args):
     for runs, label, seed, checkpoint in tqdm(trained, unit='model'):
         model = load_model(str(checkpoint))
         config = yaml.safe_load((checkpoint.parent / 'config.yaml').read_text())
-        transform = preprocessing(model, crop_pct=1.0)  # the whole image, as the mask is of that
+        transform = preprocessing(model, crop_pct=1.0)  # the whole image, like the mask
         inputs = torch.stack([transform(image) for image in images])
-        random_seed(seed)  # as train.py begins
+        random_seed(seed)  # as in train.py
         fresh = timm.create_model(
             config['model'], num_classes=model.num_classes, **config.get('model_kwargs', {}))
         for state, each in (('trained', model), ('untrained', fresh)):
@@ -200,7 +207,7 @@ def measure(args):
 
 
 def summary(rows):
-    """Mean ± standard deviation over seeds."""
+    """Group the rows that differ only in the seed: mean ± standard deviation of each column."""
     groups = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in ('runs', 'model', 'state', 'score', 'mask')), []).append(row)
@@ -211,7 +218,7 @@ def summary(rows):
 
 
 def compared(rows):
-    """SaPE2's distance, trained, on each image's own mask, against each control."""
+    """Compare SaPE2's distance in trained models, measured with the images' own masks, with each control."""
     both = {tuple(row[key] for key in ('runs', 'model', 'seed', 'state', 'score', 'mask')): row['both'] for row in rows}
     colour = both['', '', '', 'no model', 'colour', 'own']
     table = []
@@ -244,11 +251,11 @@ def main():
     data.add_argument('--images', type=int, nargs=2, default=(10000, 2000), metavar=('TRAIN', 'TEST'))
     data.add_argument('--seed', type=int, default=0)
     at = commands.add_parser('measure', help='measure the models of experiments')
-    at.add_argument('runs', type=Path, nargs='+', help='folders that `timm-sape experiment` has written')
-    at.add_argument('--data-dir', type=Path, required=True, help='what `data` has written')
+    at.add_argument('runs', type=Path, nargs='+', help='output folders of `timm-sape experiment`')
+    at.add_argument('--data-dir', type=Path, required=True, help='output of `data`')
     at.add_argument('--output', type=Path, required=True, help='CSV file')
-    at.add_argument('--models', nargs='+', help='rows of the experiments (default: all)')
-    at.add_argument('--images', type=int, default=500, help='test images that are looked at')
+    at.add_argument('--models', nargs='+', help='labels in the experiments (default: all)')
+    at.add_argument('--images', type=int, default=500, help='test images to use')
     args = parser.parse_args()
     try:
         if args.command == 'measure':
@@ -256,7 +263,7 @@ def main():
                 raise ValueError(f'there is no folder {args.output.parent} for {args.output.name}')
             return measure(args)
         if args.output.exists():
-            raise ValueError(f'{args.output} is there already; name a new folder')
+            raise ValueError(f'{args.output} exists; name a new folder')
         splits = list(load_cifar10_splits(args.source).values())[:2]
         write_data(dict(zip(('train', 'test'), splits)), args.output, args.images, args.ink, args.seed)
     except (ValueError, OSError) as e:

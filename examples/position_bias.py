@@ -1,17 +1,16 @@
-"""Does Position-SHAP find position bias where there is some? The controlled test of its paper, on a CPU.
+"""Does Position-SHAP find position bias where it exists? The controlled test of its paper, on a CPU.
 
     python examples/position_bias.py --data-dir ROOT
 
-ROOT has CIFAR-10 in it, as torchvision stores it or as folders of images. In CIFAR-10-Position two classes count as
-eight, told apart by the corner that the image stands in; the eight others stand anywhere. So position says much about
-the former and nothing about the latter. A small Vision Transformer learns all sixteen, then P-SHAP is measured on the
-test images that it classifies correctly, and a one-sided Mann-Whitney U test asks whether it is higher where it should
-be (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias in Vision Transformer Classifiers', Sec. 5.1).
+ROOT contains CIFAR-10, as torchvision stores it or as folders of images. In CIFAR-10-Position each image is at half its
+size in a random corner. Two classes are split into eight by corner, so position matters for them; for the other eight
+classes it says nothing. A small Vision Transformer learns all sixteen. Then P-SHAP is measured on the correctly
+classified test images, and a one-sided Mann-Whitney U test checks whether it is higher for the classes that depend on
+position (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias in Vision Transformer Classifiers', Sec. 5.1).
 
-Training is a hundredth of the paper's: 32 x 32 pixels in patches of 4, width 96, 4 layers, mean pooling, AdamW.
+Training takes a hundredth of the paper's time: 32 x 32 pixels in patches of 4, width 96, 4 layers, mean pooling, AdamW.
 """
 import argparse
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,8 @@ from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_shap
+from timm_sape.lab.machine import about
+from timm_sape.lab.tables import markdown, write_csv
 from timm_sape.position_data import CIFAR10Position, load_cifar10_splits
 
 SIZE = dict(
@@ -36,7 +37,7 @@ BATCH = 128
 
 
 def tensors(dataset, count, seed):
-    """A random part of a data set as normalised images `[n, 3, 32, 32]` and labels `[n]`."""
+    """Draw a random subset of a data set, as normalized images `[n, 3, 32, 32]` and labels `[n]`."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     pairs = [dataset[i] for i in tqdm(order, desc='images', delay=2)]
     images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))
@@ -62,7 +63,7 @@ def train(model, images, labels, epochs, name):
 
 
 def draw(path, results, classes):
-    """P-SHAP of the classes, side by side, for each encoding."""
+    """Draw P-SHAP of the classes, side by side, for each encoding."""
     figure = Figure(figsize=(9, 3.2 * len(results)), layout='constrained')
     for axes, (name, found, dependent, p) in zip(np.atleast_1d(figure.subplots(len(results), 1)), results):
         values = [found.values[found.correct & (found.labels == label)].numpy() for label in range(len(classes))]
@@ -100,7 +101,7 @@ def main():
     results, rows = [], []
     for pos_enc in args.pos_enc:
         random_seed(args.seed)
-        model = timm.create_model('test_vit_nope', pos_enc=pos_enc, **SIZE)
+        model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **SIZE)
         train(model, images, labels, args.epochs, pos_enc)
         found = position_shap(
             model.eval(), zip(test_images.split(BATCH), test_labels.split(BATCH)), progress=f'P-SHAP of {pos_enc}')
@@ -108,7 +109,7 @@ def main():
         with_bias, without = (
             found.values[found.correct & found.values.isfinite() & (is_dependent == which)] for which in (True, False))
         if not len(with_bias) or not len(without):
-            parser.error(f'{pos_enc} classifies no test image of one of the kinds correctly; train for more epochs')
+            parser.error(f'{pos_enc} classifies no test image of one kind correctly; train for more epochs')
         u, p = mannwhitneyu(with_bias.double().numpy(), without.double().numpy(), alternative='greater')
         results.append((pos_enc, found, dependent, p))
         rows.append({
@@ -120,14 +121,12 @@ def main():
             'verdict at .01': 'higher' if p < 0.01 else 'not shown',
         })
 
-    with open(args.output / 'position_bias.csv', 'w', newline='') as f:
-        writer = csv.DictWriter(f, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    notes = (
+        f'{len(labels)} training and {len(test_labels)} test images of CIFAR-10-Position, {args.epochs} epochs, '
+        f'seed {args.seed}; {about(torch.device("cpu"))}')
+    write_csv(rows, args.output / 'position_bias.csv', notes)
     draw(args.output / 'position_bias.png', results, train_set.classes)
-    print('| ' + ' | '.join(rows[0]) + ' |\n|' + '---|' * len(rows[0]))
-    for row in rows:
-        print('| ' + ' | '.join(map(str, row.values())) + ' |')
+    print(markdown(rows), notes, sep='\n\n')
     print(f'\n{args.output / "position_bias.csv"}\n{args.output / "position_bias.png"}')
 
 

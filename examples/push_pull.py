@@ -3,10 +3,10 @@
     python examples/push_pull.py push OWNER/NAME
     python examples/push_pull.py pull OWNER/NAME
 
-`push` trains a small model on scikit-learn's handwritten digits for some seconds, tests it on 360 of them, and pushes
-it with a card. `pull` loads it and tests it on the same digits: on the same kind of machine every logit is the same,
-bit for bit, and so is the checksum of all of them. Set HF_TOKEN, or log in by `hf auth login`; HF_ENDPOINT names
-another Hub than huggingface.co.
+`push` trains a small model on scikit-learn's handwritten digits for a few seconds, tests it on 360 of them, and pushes
+it with a model card. `pull` loads it and tests it on the same digits. On the same kind of machine every logit is the
+same, bit for bit, and so both print the same checksum of all logits. Set HF_TOKEN or log in with `hf auth login`. To
+use another Hub than huggingface.co, set HF_ENDPOINT.
 """
 import argparse
 import hashlib
@@ -27,7 +27,7 @@ DATA = dict(input_size=(1, 8, 8), mean=(0.5,), std=(0.5,), interpolation='biline
 
 
 def digits():
-    """Images `[B, 1, 8, 8]` in -1..1 and labels, for training and for the test."""
+    """Images `[n, 1, 8, 8]` from -1 to 1 and labels `[n]`, for training and for the test."""
     data = load_digits()
     images = torch.from_numpy(data.images).float()[:, None] / 8 - 1
     order, test = train_test_split(range(len(images)), test_size=360, random_state=0, stratify=data.target)

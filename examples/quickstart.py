@@ -1,10 +1,10 @@
-"""Quick start: train SaPE2(K)+APE beside APE, save it, load it, and look at what it calls near and far.
+"""Quick start: train SaPE2(K)+APE and APE, save and load a model, and draw which patches look near and far to it.
 
     python examples/quickstart.py
 
-Real images that need no download: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. With patches of one pixel
-the model sees 64 tokens, each of which says next to nothing: all depends on where they stand. Loader, optimizer,
-scheduler, metrics and checkpoints are timm's own. Two to three minutes on two CPU cores.
+No download is needed: the images are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. With patches of one pixel
+the model sees 64 tokens. A single pixel says next to nothing, so everything depends on positions. Loader, optimizer,
+scheduler, metrics and checkpoints are timm's. It takes two to three minutes on two CPU cores.
 """
 import argparse
 from pathlib import Path
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps
-from timm_sape.lab.experiment import spread
+from timm_sape.lab.intervals import spread
 
 SAPE2 = 'test_vit_sape2_k_ape'
 MODELS = {'test_vit_nope': 'no position', 'test_vit_ape': 'APE', SAPE2: 'SaPE2(K)+APE'}
@@ -40,7 +40,7 @@ SIZE = dict(
 
 
 class Digits(torch.utils.data.Dataset):
-    """What timm's loader wants of a data set: labels, and PIL images through the `transform` that the loader sets."""
+    """A data set for timm's `create_loader`, which sets `transform`."""
     transform = None
 
     def __init__(self, images, labels):
@@ -61,8 +61,8 @@ def make_loader(images, labels, batch_size, is_training=False):
 
 
 def train(model, loader, epochs, folder, progress):
-    """The loop of timm's train.py; leaves a checkpoint with the state of the optimizer in `folder`."""
-    # Muon, since AdamW needs several times the epochs to find out where one-pixel patches stand.
+    """Train as timm's train.py does, and save a checkpoint with the state of the optimizer in `folder`."""
+    # Muon, because AdamW needs several times as many epochs to learn the positions of one-pixel patches.
     optimizer = create_optimizer_v2(model, 'muon', lr=0.02, weight_decay=0.05)
     scheduler, _ = create_scheduler_v2(
         optimizer, 'cosine', num_epochs=epochs, warmup_epochs=epochs / 10, step_on_epochs=False,
@@ -92,20 +92,21 @@ def predict(model, inputs):
 
 
 def position_bias(model, inputs):
-    """What SaPE2 adds to the logits of attention, mean over all layers and heads, `[B, N, N]`."""
+    """Compute what SaPE2 adds to the attention logits, averaged over all layers and heads, `[B, N, N]`."""
     maps = position_maps(model.eval(), inputs)
     return torch.stack([layer.position for layer in maps.layers]).mean(dim=(0, 2)).numpy()
 
 
 def ink_auroc(distances, ink, patches):
-    """Probability that ink is nearer than background, seen from one ink patch of each image; mean over images.
-
-    1 if all ink is nearer, 0 if all ink is farther, 0.5 by chance. The patch itself, at distance 0, does not count.
+    """Compute how often ink is nearer than background to one ink patch per image, averaged over images.
 
     Args:
-        distances: Between patches, `[B, N, N]`.
-        ink: Whether a patch is ink, `[B, N]`.
-        patches: Index of the ink patch looked from, `[B]`.
+        distances: Distances between patches, `[B, N, N]`. That of a patch to itself is not used.
+        ink: Whether a patch is ink, bool `[B, N]`.
+        patches: Index of the ink patch of each image, `[B]`.
+
+    Returns:
+        1 if all ink is nearer, 0 if all ink is farther, 0.5 by chance.
     """
     aurocs = []
     for distance, is_ink, patch in zip(distances, ink, patches):
@@ -115,7 +116,7 @@ def ink_auroc(distances, ink, patches):
 
 
 def draw(path, image, rows, ink_patch, background_patch):
-    """The paper's Figure 4: an image, the bias between all its patches, and two rows of that as maps of the image."""
+    """Draw the paper's Figure 4 for a digit: the image, the bias between its patches, and two rows of that as maps."""
     fig = Figure(figsize=(16, 4.4 * len(rows)), layout='constrained')
     fig.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     for part, (title, bias) in zip(fig.subfigures(len(rows), hspace=0.06), rows):
@@ -140,7 +141,7 @@ def draw(path, image, rows, ink_patch, background_patch):
 
 
 def print_row(name, values, digits):
-    """A row of a Markdown table: name, mean ± standard deviation, each value."""
+    """Print a row of a Markdown table: name, mean ± standard deviation, each value."""
     print(f'| {name} | {spread(values, digits)} | {", ".join(f"{value:.{digits}f}" for value in values)} |')
 
 
@@ -152,7 +153,7 @@ def main():
     args = parser.parse_args()
     if args.epochs < 1 or args.seeds < 1:
         parser.error('--epochs and --seeds must be 1 or more')
-    torch.set_num_threads(1)  # the tensors are so small that threads would mostly wait for one another
+    torch.set_num_threads(1)  # the tensors are so small that more threads are slower
 
     digits = load_digits()
     images, test_images, labels, test_labels = train_test_split(
@@ -160,8 +161,8 @@ def main():
     loader = make_loader(images, labels, batch_size=32, is_training=True)
     inputs, targets = next(iter(make_loader(test_images, test_labels, batch_size=len(test_labels))))
 
-    # Fixed before anything is trained: the first 100 held-out digits are looked at, each from one ink patch drawn at
-    # random. Ink has at least half of the largest intensity, 16. The first of the digits is drawn.
+    # Use the first 100 held-out digits, and a random ink patch of each, chosen before any training. A pixel is ink if
+    # it has at least half of the largest intensity, 16. The figure shows the first of these digits.
     pixels = test_images[:100].reshape(-1, 64)
     ink = pixels >= 8
     rng = np.random.default_rng(0)
@@ -174,11 +175,11 @@ def main():
         for seed in range(args.seeds):
             for name in MODELS:
                 progress.set_description(f'{MODELS[name]}, seed {seed}')
-                random_seed(seed)  # all models start from the same backbone ...
+                random_seed(seed)  # the same initial backbone for all models ...
                 model = timm.create_model(name, pretrained_cfg_overlay=DATA, **SIZE)
                 if name == SAPE2:
                     untrained.append(position_bias(model, inputs[:100]))
-                random_seed(seed)  # ... and see the images in the same order
+                random_seed(seed)  # ... and the same order of images
                 train(model, loader, args.epochs, args.output / 'training' / name / f'seed{seed}', progress)
                 top1[name].append(accuracy(predict(model, inputs), targets)[0].item())
                 if name == SAPE2:
@@ -189,7 +190,7 @@ def main():
     for name, values in top1.items():
         print_row(MODELS[name], values, 1)
 
-    # Two plain distances are asked the same, to show how much of the answer is SaPE2's own.
+    # Two plain distances for comparison.
     y, x = np.divmod(np.arange(64), 8)
     on_grid = np.hypot(y[:, None] - y, x[:, None] - x)
     distances = {
@@ -199,7 +200,7 @@ def main():
         'distance on the grid': [np.broadcast_to(on_grid, (len(pixels), 64, 64))],
     }
     aurocs = {name: [ink_auroc(each, ink, patches) for each in runs] for name, runs in distances.items()}
-    print(f'\nSeen from a patch of ink, is ink nearer than background? AUROC over {len(ink)} held-out digits')
+    print(f'\nFrom a patch of ink, is ink nearer than background? AUROC over {len(ink)} held-out digits')
     print('(1: all ink nearer, 0: all ink farther, 0.5: chance)\n')
     print('| distance | mean | each seed |\n|---|---|---|')
     for name, values in aurocs.items():
@@ -216,10 +217,10 @@ def main():
         rows.append((f'SaPE2(K)+APE, {state} (AUROC {auroc:.2f} over {len(ink)} digits)', biases[-1][0]))
     draw(picture, test_images[0], rows, patches[0], background_patch)
 
-    save_for_hf(model, checkpoint, safe_serialization=True)  # the last one trained, of SaPE2
+    save_for_hf(model, checkpoint, safe_serialization=True)  # the model that was trained last, with SaPE2
     reloaded = timm.create_model(f'local-dir:{checkpoint}', pretrained=True)
     if not torch.equal(predict(reloaded, inputs), predict(model, inputs)):
-        raise RuntimeError(f'The model loaded from {checkpoint} does not give the logits of the one saved.')
+        raise RuntimeError(f'The model loaded from {checkpoint} does not give the same logits as the saved one.')
 
     print(f'\n{picture}: what looks near and far from two patches of a digit, trained and untrained')
     print(f'{checkpoint}: timm.create_model("local-dir:{checkpoint}", pretrained=True) gives the same logits')

@@ -1,4 +1,4 @@
-"""What the contract tests share: small models of any encoding on odd grids, and encodings of a third party."""
+"""Shared by the contract tests: small models of any encoding on odd grids, and third-party encodings."""
 import zlib
 from contextlib import contextmanager
 
@@ -18,12 +18,12 @@ COMPOSITIONS = [
     'ape+toy_layer+toy_shared']
 torch.set_num_threads(1)  # these models are too small for more
 
-# Each encoding that the registry holds before any test adds to it, alone or with what it cannot do without.
+# Each registered encoding, before any test registers more; with 'ape' if it does nothing on its own.
 POS_ENCS = [
     name if timm_sape.get_encoding(name).alone else f'ape+{name}' for name in timm_sape.list_encodings()
 ] + COMPOSITIONS
-# Keywords of the models of the contracts: no random changes to positions in training, and no logits so large (squares
-# of large codes) that low precision shows the rounding of q and k instead of mistakes.
+# Keywords of the models in the contracts. Positions must not change at random in training. And logits must not be so
+# large (squares of large codes) that in low precision the rounding of q and k hides mistakes.
 KEYWORDS = {
     'cape': {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1},
     'pape': {'num_parabolas': 4},
@@ -39,15 +39,15 @@ def images(grid, batch=2, seed=0):
 
 
 @torch.no_grad()
-def awaken(model):
-    """Give every parameter a large value, the same for the same name and shape in every model.
+def randomize(model):
+    """Give every parameter large random values, the same in every model for the same name and shape.
 
-    As initialised, position weighs so little that a mistake in it would pass for rounding.
+    With initial values, position matters so little that a mistake in it could pass for rounding.
     """
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.removeprefix('model.').encode()))
         noise = torch.randn(p.shape, generator=generator).to(p)
-        if name.endswith('gate.weight'):  # of 100 times this value
+        if name.endswith('gate.weight'):  # the gate is 100 times this value
             p.copy_(0.01 + 0.002 * noise)
         elif p.min() == p.max():  # gains, norms, biases and tables that start as a constant
             p.add_(noise, alpha=0.2)
@@ -59,13 +59,13 @@ def awaken(model):
 
 
 class Maker:
-    """Makes models of one encoding: `maker(reg_tokens=4)`. The more arguments are fixed, the more alike they are.
+    """Makes models with one encoding: `maker(reg_tokens=4)`.
 
     Args:
         pos_enc: The encoding.
-        grid: Grid of the models, unless an img_size is asked for.
-        edit: Called with every model that is made; a negative control breaks them so.
-        fixed: Arguments that beat what is asked for.
+        grid: Grid of the models, unless an img_size is given in the call.
+        edit: Called with every new model. Negative controls use it to break the model.
+        fixed: Arguments that override those of the call.
     """
 
     def __init__(self, pos_enc, grid=(3, 5), edit=None, **fixed):
@@ -74,16 +74,16 @@ class Maker:
         self.edit = edit
         self.fixed = fixed
 
-    def __call__(self, awake=True, **kwargs):
+    def __call__(self, random=True, **kwargs):
         defaults = dict(
             pos_enc=self.pos_enc, img_size=self.img_size(), patch_size=PATCH, embed_dim=32, depth=2, num_heads=HEADS,
             num_classes=3, reg_tokens=4, global_pool='avg', fc_norm=False)
         parts = self.pos_enc.split('+')
         defaults['pos_enc_kwargs'] = {name: KEYWORDS[name] for name in parts if name in KEYWORDS}
-        # Any entrypoint does, pos_enc= overrides its encoding. Patches are pooled because the logits of a class token
-        # say nothing about the last layer's bias, which is zero in its row.
-        model = timm.create_model('test_vit_nope', **{**defaults, **kwargs, **self.fixed}).eval()
-        model = awaken(model) if awake else model
+        # Patches are pooled, because the output of a class token does not depend on the bias of the last layer, which
+        # is zero in its row.
+        model = timm.create_model('test_vit_pos_enc', **{**defaults, **kwargs, **self.fixed}).eval()
+        model = randomize(model) if random else model
         if self.edit is not None:
             self.edit(model)
         return model
@@ -98,7 +98,7 @@ class Maker:
 
 @contextmanager
 def registered(*classes, **named):
-    """Register encodings for a while: of a class by its attribute `name`, or by keyword."""
+    """Within this context, register encodings: classes by their attribute `name`, or by keyword."""
     named.update({cls.name: cls for cls in classes})
     try:
         for name, cls in named.items():
@@ -110,7 +110,7 @@ def registered(*classes, **named):
 
 
 class ToyShared(PositionEncoding):
-    """An encoding of a third party that all layers share, through every hook that the built-in ones leave alone."""
+    """A third-party encoding that all layers share, with several hooks that no built-in encoding combines."""
     name = 'toy_shared'
     per_layer = False
 
@@ -141,21 +141,24 @@ class ToyShared(PositionEncoding):
         distance = self._compute(self._own_grid(), self.distance.device).to(self.distance.dtype)
         self.register_buffer('distance', distance, persistent=False)
 
-    def embed(self, x, grid, pos_embed):
+    def embed(self, x, grid):
         y, _ = grid.coordinates(x.device, x.dtype).unbind(-1)
         term = torch.outer((0.3 * y).cos(), torch.arange(self.dim, device=x.device, dtype=x.dtype).cos())  # [H*W, D]
-        return self.factor, nn.functional.pad(term, (0, 0, grid.num_prefix_tokens, 0))
+        return grid.keep_tokens(grid.pad_tokens(term))
+
+    def mix(self, x, term, grid):
+        return x * self.factor, term
 
     def position_bias(self, grid):
         if grid.matches(self.grid_size):
             distance = self.distance
         else:
             distance = self._compute(grid, self.distance.device).to(self.distance.dtype)
-        return grid.pad_prefix(-self.slope[..., None] * distance)  # [h, N, N]
+        return grid.between_tokens(-self.slope[..., None] * distance)  # [(B,) h, N, N]
 
 
 class ToyLayer(PositionEncoding):
-    """An encoding of a third party that acts in each layer, on the logits by geometry and on the values."""
+    """A third-party encoding of each layer, with a bias from geometry and a term for values."""
     name = 'toy_layer'
 
     def __init__(self, *, device=None, dtype=None, **host):
@@ -171,7 +174,7 @@ class ToyLayer(PositionEncoding):
 
     def position_bias(self, grid):
         rows = self._rows(grid)
-        return grid.pad_prefix((rows @ rows.transpose(-2, -1))[0])  # [N, N]
+        return grid.between_tokens((rows @ rows.transpose(-2, -1))[0])  # [(B, 1,) N, N]
 
     def values(self, attn, grid):
         rows = grid.keep_rows(self._rows(grid))

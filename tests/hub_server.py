@@ -1,13 +1,14 @@
 """A stand-in for the Hugging Face Hub on this machine, in memory, for tests.
 
-It speaks what `timm_sape.hub`, `timm.models.push_to_hf_hub`, `timm.create_model('hf-hub:...')` and transformers need of
-the Hub's HTTP API: creating repositories and branches, committing regular and LFS files, asking for files and
-downloading them, whole or from some byte on. Models only; plain uploads only, so clients need `HF_HUB_DISABLE_XET=1`.
+It implements the part of the Hub's HTTP API that `timm_sape.hub`, `timm.models.push_to_hf_hub`,
+`timm.create_model('hf-hub:...')` and transformers use: creating repositories and branches, committing regular and LFS
+files, querying files, and downloading them completely or from a byte offset. It has only models and plain uploads, so
+clients need `HF_HUB_DISABLE_XET=1`.
 
     with serve(token='secret') as hub:
         ...  # clients run with HF_ENDPOINT=hub.url and HF_TOKEN=secret
         hub.files('user/name')
-        hub.faults['model.safetensors'] = ['reset']  # what goes wrong with the next downloads of such files
+        hub.faults['model.safetensors'] = ['reset']  # faults of the next downloads of this file
 """
 import base64
 import contextlib
@@ -24,19 +25,19 @@ LFS_SUFFIXES = ('.safetensors', '.bin')
 
 
 class Refusal(Exception):
-    """An answer that is an error: status, the Hub's error code, and a text."""
+    """An error response: status, the Hub's error code, and a text."""
 
 
 class Hub:
-    """All repositories and what has been asked for.
+    """All repositories, and a log of requests.
 
     Attributes:
         repos: For each repository, `private`, the files of each commit by its hash, and the newest of each branch.
         large: LFS files by their SHA-256.
         requests: (method, path, status) of each request, in order.
-        faults: By path of a file, what goes wrong with the next GETs of it, one after the other. `reset`: the
-            connection is reset after half of the file; `close`: it is closed there; `short`: half of the file, as if
-            it were all; `tamper`: a bit is flipped.
+        faults: By path of a file, the faults of its next GET requests, in order. `reset`: the connection is reset after
+            half of the file; `close`: it is closed there; `short`: half of the file is sent as if it were all of it;
+            `tamper`: a bit is flipped.
     """
 
     def __init__(self, token):
@@ -44,13 +45,13 @@ class Hub:
         self.url = ''
         self.repos = {}
         self.large = {}
-        self.announced = set()  # LFS files that an owner has asked to upload
+        self.announced = set()  # LFS files that an owner has announced for upload
         self.requests = []
         self.faults = {}
         self.lock = threading.Lock()
 
     def files(self, repo_id, branch='main'):
-        """Content of the newest commit by path."""
+        """Files of the newest commit, by path."""
         repo = self.repos[repo_id]
         return repo['commits'][repo['branches'][branch]]
 
@@ -65,7 +66,7 @@ class Hub:
 
 
 def etag(path, data):
-    """The Hub's id of a file: SHA-256 for LFS, git's own hash for others."""
+    """The Hub's id of a file: SHA-256 for LFS, git's hash for other files."""
     if path.endswith(LFS_SUFFIXES):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b'blob %d\0' % len(data) + data).hexdigest()
@@ -79,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, status=200, body=b'', breaks_off='', **headers):
-        """Send bytes, or anything else as JSON. Underscores in the names of headers stand for dashes."""
+        """Send bytes as they are, anything else as JSON. Underscores in names of headers become dashes."""
         if not isinstance(body, bytes):
             body, headers = json.dumps(body).encode(), {'Content_Type': 'application/json', **headers}
         self.hub.requests.append((self.command, self.path, status))
@@ -91,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:len(body) // 2] if breaks_off else body)
         if breaks_off:
             self.close_connection = True
-        if breaks_off == 'reset':  # no farewell: whoever reads meets an error of the system
+        if breaks_off == 'reset':  # no orderly end: the reader gets an error from the operating system
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
             self.connection.close()
 
@@ -131,7 +132,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def revision(self, repo_id, name):
         """The repository and the hash of the commit that `name` stands for."""
-        if self.headers.get('Authorization') and not self.owned():  # even where none is needed
+        if self.headers.get('Authorization') and not self.owned():  # even where no token is needed
             raise Refusal(401, 'Unauthorized', 'Invalid credentials in Authorization header')
         repo = self.hub.repos.get(repo_id)
         if repo is None or repo['private'] and not self.owned():
@@ -172,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {'errors': [], 'warnings': []})
 
     def announce_files(self, body, repo_id, revision):
-        """Tell the client which files go to LFS, and which it need not send."""
+        """Tell the client which files go to LFS, and which it does not need to send."""
         self.require_token()
         repo, commit = self.revision(repo_id, revision)
         there = repo['commits'][commit]
@@ -196,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {'transfer': 'basic', 'objects': objects})
 
     def upload_large(self, body, oid):
-        """As on the Hub, the address alone is the permission."""
+        """Accept an LFS file. As on the Hub, knowing the address is the permission."""
         if oid not in self.hub.announced:
             raise Refusal(403, 'Forbidden', 'Not announced')
         if hashlib.sha256(body).hexdigest() != oid:
@@ -205,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200)
 
     def commit_files(self, body, repo_id, revision):
-        """One JSON object per line: a header, then operations."""
+        """Make a commit. The request has a JSON object per line: a header, then operations."""
         self.require_token()
         repo, commit = self.revision(repo_id, revision)
         files = dict(repo['commits'][commit])
@@ -244,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
             data = data[:len(data) // 2]
         elif fault == 'tamper':
             data = data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
-        start = re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range', ''))  # a client that goes on
+        start = re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range', ''))  # a client that resumes a download
         if start:
             headers['Content_Range'] = f'bytes {start[1]}-{len(data) - 1}/{len(data)}'
             return self.answer(206, data[int(start[1]):], **headers)
@@ -268,7 +269,7 @@ ROUTES = (
 
 @contextlib.contextmanager
 def serve(token):
-    """Run a Hub on a free port; writing takes `token`, as does reading what is private."""
+    """Run a Hub on a free port. Writing, and reading private repositories, takes `token`."""
     hub = Hub(token)
     server = ThreadingHTTPServer(('127.0.0.1', 0), type('BoundHandler', (Handler,), {'hub': hub}))
     server.daemon_threads = True

@@ -1,5 +1,8 @@
-"""For Triton's interpreter: rounding as NVIDIA GPUs do it. Left alone (Triton 3.9) it knows no tf32, multiplies
-bfloat16 wrongly without a word, and cuts to it what ought to be rounded."""
+"""Make Triton's interpreter round as NVIDIA GPUs do.
+
+By itself the interpreter (of Triton 3.9) has no tf32, silently multiplies bfloat16 wrongly, and truncates to bfloat16
+where it should round.
+"""
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton.ir import INPUT_PRECISION
@@ -9,7 +12,7 @@ _create_dot, _cast_impl = InterpreterBuilder.create_dot, InterpreterBuilder.cast
 
 
 def _dropped(x):
-    """What is left of a float32 in a tensor core."""
+    """A float32 as a tensor core reads it, with fewer digits."""
     return (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32)
 
 
@@ -30,7 +33,7 @@ def _cast(self, source, dtype):
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Tensor cores read few digits of float32; what they sum is rounded once here, to the dtype of the result."""
+    """Tensor cores read few digits of a float32. Here their sum is rounded once, to the dtype of the result."""
     single = a.dtype.scalar == tl.float32
     if a.dtype.scalar == tl.float64 or single and input_precision == INPUT_PRECISION.IEEE:
         return _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)

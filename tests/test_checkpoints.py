@@ -1,9 +1,10 @@
-"""What happens to weights between a file and a model: what is adapted, what is refused, and what stays true."""
+"""Loading weights: which are adapted, which are refused, and what stays the same."""
 import argparse
 import copy
 import json
 import os
 import re
+import warnings
 
 import pytest
 import safetensors.torch
@@ -21,11 +22,12 @@ SAME = dict(rtol=0, atol=1e-6)
 
 
 def tiny(pos_enc, size=A, **kwargs):
-    """A model of two small blocks, patches of 8x8, with nothing trivially zero in it; the same one each time."""
+    """A model of two small blocks with patches of 8x8 and no parameter that is trivially zero. Always the same one."""
     kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return randomise(timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs))
+        model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs)
+        return model.eval() if 'checkpoint_path' in kwargs else randomise(model)
 
 
 @torch.no_grad()
@@ -37,13 +39,13 @@ def randomise(model, seed=0):
 
 
 def from_file(pos_enc, path, size=A, declared=A, overlay=None, **kwargs):
-    """Load on the pretrained road. `declared` is the image size that the file is said to be trained on."""
+    """Load on the pretrained path. `declared` is the image size that the config gives for the file."""
     overlay = dict(file=str(path), num_classes=10, **(overlay or {}))
     if declared is not None:
         overlay['input_size'] = (3, *declared)
     kwargs = dict(dict(img_size=size, patch_size=8, num_classes=10), **kwargs)
     return timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
+        'test_vit_pos_enc', pos_enc=pos_enc, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs).eval()
 
 
 def from_dir(path, **kwargs):
@@ -57,7 +59,7 @@ def save(model_or_state, path):
 
 
 def save_dir(model, path):
-    """Save as for the Hub; what config.json says."""
+    """Save as for the Hub. Returns the content of config.json."""
     save_for_hf(model, path, safe_serialization=True)
     return json.loads((path / 'config.json').read_text())
 
@@ -79,7 +81,7 @@ def assert_equal(state, expected):
         assert torch.equal(state[name], expected[name]), name
 
 
-# ---- the pretrained road is strict outside the head
+# ---- the pretrained path is strict outside the head
 
 
 @pytest.mark.parametrize('num_classes', [10, 3], ids=['same head', 'new head'])
@@ -87,7 +89,7 @@ def assert_equal(state, expected):
     'cls_token', 'pos_embed', 'norm.weight', 'blocks.1.attn.qkv.bias', 'patch_embed.proj.weight',
     'blocks.0.attn.encodings.sape2_k.table_y', 'blocks.1.attn.encodings.sape2_k._extra_state'])
 def test_missing_entry_is_refused(key, num_classes, tmp_path):
-    """timm alone forgives a missing entry as soon as the head changes."""
+    """timm itself accepts missing entries once the head changes."""
     state = tiny('ape+sape2_k').state_dict()
     del state[key]
     path = save(state, tmp_path / 'w.pth')
@@ -121,6 +123,29 @@ def test_head_of_other_size_is_left_out(num_classes, tmp_path):
     assert logits(model).shape == (2, num_classes or 64)
 
 
+@pytest.mark.parametrize('name,kwargs', [('test_vit_pos_enc', {}), ('vit_graft', {'base': 'test_vit'})])
+def test_head_that_is_dropped_although_it_fits(name, kwargs, tmp_path):
+    """timm compares declared numbers of classes instead of shapes, so a head is lost unless its number is declared."""
+    kwargs = dict(pos_enc='sape2_k', img_size=A, patch_size=8, **kwargs)
+    saved = randomise(timm.create_model(name, num_classes=10, **kwargs))
+    overlay = dict(file=str(save(saved, tmp_path / 'w.pth')), input_size=(3, *A))
+
+    def load(num_classes, overlay):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            model = timm.create_model(
+                name, num_classes=num_classes, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)
+        return model, [str(warning.message) for warning in seen]
+
+    model, (message,) = load(10, overlay)
+    assert not torch.equal(model.head.weight, saved.head.weight)
+    assert 'head.weight of the checkpoint fits the model, but timm drops it' in message
+    advice = re.search(r'pretrained_cfg_overlay=dict\(\.\.\., num_classes=(\d+)\)', message)
+    model, messages = load(10, dict(overlay, num_classes=int(advice[1])))
+    assert torch.equal(model.head.weight, saved.head.weight) and not messages
+    assert not load(3, overlay)[1]  # that does not fit
+
+
 PARTS = ('nope', 'ape', 'rope2d_mixed', 'cope', 'sape2_k', 'sape2_q', 'sape2_qk', 'ape+sape2_k')
 
 
@@ -149,9 +174,10 @@ def test_keywords_that_change_the_parameters_never_load(keywords, tmp_path):
 
 
 def test_what_a_bare_file_cannot_know(tmp_path):
-    """Without parameters there is nothing to compare: a rotary model's file loads into `nope`, and means another model.
+    """An encoding without parameters leaves no entries: the file of a rotary model loads into `nope`, which differs.
 
-    So does SaPE2's with another preset. Only a saved config tells, see the tests of `local-dir:` below.
+    So does SaPE2's file into a model with another preset. Only a saved config tells them apart, see the tests of
+    `local-dir:` below.
     """
     path = save(tiny('rope2d'), tmp_path / 'w.pth')
     assert (logits(from_file('nope', path)) - logits(tiny('rope2d'))).abs().max() > 1e-3
@@ -162,7 +188,7 @@ def test_what_a_bare_file_cannot_know(tmp_path):
     assert (logits(other) - logits(tiny('sape2_k'))).abs().max() > 1e-4
 
 
-# ---- files that are no checkpoints
+# ---- files that are not checkpoints
 
 
 def write_cut(path, keep, legacy=False):
@@ -198,7 +224,7 @@ BROKEN = {
 @pytest.mark.parametrize('name', BROKEN)
 def test_file_that_cannot_be_read(name, tmp_path):
     BROKEN[name](tmp_path / name)
-    with pytest.raises(ValueError, match="checkpoint.*'test_vit_nope'.*(truncated|no checkpoint)"):
+    with pytest.raises(ValueError, match="checkpoint.*'test_vit_pos_enc'.*(truncated|no checkpoint)"):
         from_file('ape', tmp_path / name)
 
 
@@ -212,7 +238,7 @@ def test_file_without_weights(content, tmp_path):
 def test_truncated_local_dir(tmp_path):
     save_dir(tiny('ape'), tmp_path)
     write_cut(tmp_path / 'model.safetensors', 0.5)
-    with pytest.raises(ValueError, match="Cannot read the checkpoint for 'test_vit_nope'.*truncated"):
+    with pytest.raises(ValueError, match="Cannot read the checkpoint for 'test_vit_pos_enc'.*truncated"):
         from_dir(tmp_path)
 
 
@@ -240,7 +266,7 @@ def test_wrong_prefix_tokens(pos_enc, kwargs, tmp_path):
 
 @pytest.mark.parametrize('reg_tokens', [1, 2, 3, 4, 5])
 def test_wrong_prefix_tokens_of_a_small_table(reg_tokens, tmp_path):
-    """The rows left for patches may happen to make a square, or none may be left."""
+    """The rows that remain for patches may make a square by chance, or none may remain."""
     path = save(tiny('ape', (16, 16)), tmp_path / 'w.pth')
     with pytest.raises(ValueError, match='prefix tokens|reg_token'):
         from_file('ape', path, (16, 16), (16, 16), reg_tokens=reg_tokens)
@@ -248,7 +274,7 @@ def test_wrong_prefix_tokens_of_a_small_table(reg_tokens, tmp_path):
 
 @pytest.mark.parametrize('pos_enc', ['ape', 'ape+sape2_k'])
 def test_grid_that_nobody_declared(pos_enc, tmp_path):
-    """15 patches are 3x5 or 5x3 or 1x15: the file does not say."""
+    """15 patches can be 3x5, 5x3 or 1x15, and the file does not say which."""
     saved = tiny(pos_enc, A)
     path = save(saved, tmp_path / 'w.pth')
     with pytest.raises(ValueError, match=r'16 rows.*neither a square.*input_size=\(3, height, width\)'):
@@ -260,7 +286,7 @@ def test_grid_that_nobody_declared(pos_enc, tmp_path):
 
 
 def test_row_of_the_class_token_is_no_patch(tmp_path):
-    """The 16 rows of 3x5 patches and a class token must not be taken for 4x4 patches; the saved size is known."""
+    """16 rows, of 3x5 patches and a class token, must not be taken for 4x4 patches. The saved size is known."""
     save_dir(tiny('ape', A), tmp_path)
     with pytest.raises(ValueError, match='pos_embed'):
         from_dir(tmp_path, no_embed_class=True)
@@ -295,7 +321,7 @@ def test_local_dir_declares_its_grid(tmp_path):
 def test_local_dir_of_another_encoding(saved, wanted, pretrained, tmp_path):
     save_dir(tiny(saved), tmp_path)
     wanted_says = '+'.join(sorted(wanted.split('+')))
-    says = re.escape(f"The saved model 'test_vit_nope' was trained with pos_enc {saved}, which cannot be changed to "
+    says = re.escape(f"The saved model 'test_vit_pos_enc' was trained with pos_enc {saved}, which cannot be changed to "
                      f'{wanted_says} ')
     with pytest.raises(ValueError, match=says):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=pretrained, pos_enc=wanted)
@@ -315,7 +341,7 @@ def test_local_dir_of_an_encoding_with_keywords(tmp_path):
             dict(pos_enc_kwargs={}),
             dict(pos_enc_kwargs={'sape2_k': {'preset': 'appendix'}}),
             dict(pos_enc='ape+sape2_q', pos_enc_kwargs={}),
-            dict(pos_enc='ape+sape2_q'),  # the saved keywords must not be blamed on the user
+            dict(pos_enc='ape+sape2_q'),  # the message must not treat the saved keywords as the user's
             dict(pos_enc='rope2d'),
     ):
         with pytest.raises(ValueError, match='The saved model .* was trained with pos_enc ape.sape2_k'):
@@ -337,13 +363,13 @@ def test_local_dir_with_another_file(tmp_path):
 @pytest.mark.parametrize('name,typed,canonical', [
     ('test_vit_sape2_ape', None, 'ape+sape2_k'),
     ('test_vit_sape2', None, 'sape2_k'),
-    ('test_vit_nope', 'sape2+ape', 'ape+sape2_k'),
+    ('test_vit_pos_enc', 'sape2+ape', 'ape+sape2_k'),
     ('test_vit_sape2_k', 'ape+sape2_k', 'ape+sape2_k'),
     ('test_vit_ape', 'sape2+rope2d+cope+ape', 'ape+cope+rope2d+sape2_k'),
     ('test_vit_ape', 'nope', 'nope'),
 ])
 def test_config_is_canonical(name, typed, canonical, tmp_path):
-    """However the encoding was typed, or not typed at all."""
+    """The saved `pos_enc` has the same form however the encoding was given, or if none was given."""
     kwargs = {} if typed is None else {'pos_enc': typed}
     model = randomise(timm.create_model(name, img_size=A, patch_size=8, num_classes=10, **kwargs))
     config = save_dir(model, tmp_path)
@@ -370,7 +396,7 @@ def test_config_keeps_keywords_by_their_canonical_name(tmp_path):
 
 
 def test_backend_is_no_keyword():
-    """It would travel to machines that have another."""
+    """A saved backend would be wrong on machines that do not have it."""
     with pytest.raises(ValueError, match="no keyword 'backend'"):
         tiny('sape2_k', pos_enc_kwargs={'sape2_k': {'backend': 'reference'}})
 
@@ -417,7 +443,7 @@ def test_trained_grid_survives(pos_enc, tmp_path):
 
 
 def test_trained_grid_matters():
-    """Else the test above could not fail: the same tables on another trained grid are another model."""
+    """The same tables with another trained grid are another model. Otherwise the test above could not fail."""
     keywords = {'sape2_k': {'npos': 5}}
     model = tiny('sape2_k', A, pos_enc_kwargs=keywords)
     other = tiny('sape2_k', A, pos_enc_kwargs=keywords, ref_grid_size=(4, 4))
@@ -426,7 +452,7 @@ def test_trained_grid_matters():
 
 @pytest.mark.parametrize('pos_enc,keywords', [('cope', {}), ('sape2_k', {'sape2_k': {'npos': 5}})])
 def test_trained_grid_travels_where_shapes_fit_anyway(pos_enc, keywords):
-    """Tables of one size for all grids fit everywhere; their grid decides, and the message says how to give it."""
+    """Tables of the same size for all grids fit anywhere. Their grid matters, and the message says how to give it."""
     saved = tiny(pos_enc, A, pos_enc_kwargs=keywords)
     model = tiny(pos_enc, B, pos_enc_kwargs=keywords)
     with pytest.raises(ValueError, match=r'trained on grid \(3, 5\) instead of \(4, 4\).*ref_grid_size=3,5'):
@@ -439,7 +465,7 @@ def test_trained_grid_travels_where_shapes_fit_anyway(pos_enc, keywords):
     torch.testing.assert_close(logits(model), logits(saved), **SAME)
 
 
-def test_ref_grid_size_makes_room_on_a_road_without_filter():
+def test_ref_grid_size_makes_room_on_a_path_without_filter():
     saved = tiny('sape2_k', A)
     model = tiny('sape2_k', B, ref_grid_size=(3, 5))
     model.load_state_dict(saved.state_dict())
@@ -465,7 +491,7 @@ def test_ref_grid_size_unlike_the_checkpoints(pos_enc, tmp_path):
 @pytest.mark.parametrize('foreach', [True, False])
 @pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope', 'rope2d_mixed'])
 def test_train_and_resume(pos_enc, foreach, tmp_path):
-    """Trained on at B with an average beside it, saved by timm's saver, taken up again by each of its readers."""
+    """Trained further at B with an average, saved by timm's saver, and resumed by each function that reads the file."""
     model = from_file(pos_enc, save(tiny(pos_enc, A), tmp_path / 'start.pth'), B)
     start = snapshot(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -482,7 +508,7 @@ def test_train_and_resume(pos_enc, foreach, tmp_path):
     assert ema.module.ref_grid_size == model.ref_grid_size == (None if pos_enc == 'rope2d_mixed' else (3, 5))
 
     saver = CheckpointSaver(
-        model, optimizer, args=argparse.Namespace(model='test_vit_nope'), model_ema=ema,
+        model, optimizer, args=argparse.Namespace(model='test_vit_pos_enc'), model_ema=ema,
         checkpoint_dir=tmp_path, recovery_dir=tmp_path)
     saver.save_checkpoint(4, metric=0.5)
     path = tmp_path / 'last.pth.tar'
@@ -513,7 +539,7 @@ def test_train_and_resume(pos_enc, foreach, tmp_path):
 
 
 def test_copy_is_checked_against_itself():
-    """The hook that refuses misfits must look at the copy, not at the model that was copied."""
+    """The hook that refuses unfit checkpoints must check the copy, not the model that was copied."""
     model = tiny('ape', A)
     clone = copy.deepcopy(model)
     clone.set_input_size(B)
@@ -532,10 +558,10 @@ def test_pickled_model(tmp_path):
         again.load_state_dict(tiny('ape+sape2_k', B).state_dict())
 
 
-# ---- roads without a filter: what does not fit is refused, nothing is half-loaded
+# ---- loading paths without a filter: unfit checkpoints are refused, and none is loaded in part
 
 
-ROADS = {
+LOADERS = {
     'load_state_dict': lambda model, path: model.load_state_dict(torch.load(path)),
     'load_checkpoint': lambda model, path: load_checkpoint(model, path),
     'resume_checkpoint': lambda model, path: resume_checkpoint(model, path),
@@ -551,14 +577,14 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize('road', ROADS)
+@pytest.mark.parametrize('loader', LOADERS)
 @pytest.mark.parametrize('saved,wanted,says', MISFITS, ids=lambda v: str(v).replace(' ', ''))
-def test_misfit_is_refused_before_anything_is_loaded(road, saved, wanted, says, tmp_path):
+def test_misfit_is_refused_before_anything_is_loaded(loader, saved, wanted, says, tmp_path):
     path = str(save(randomise(tiny(*saved), seed=3), tmp_path / 'w.pth'))
     model = tiny(*wanted)
     before = snapshot(model)
     with pytest.raises(ValueError, match=f'{says}.*pretrained=True.*local-dir:.*hf-hub:.*--pretrained-path'):
-        ROADS[road](model, path)
+        LOADERS[loader](model, path)
     assert_equal(model.state_dict(), before)
 
 
@@ -569,23 +595,121 @@ def test_misfit_of_a_checkpoint_path_is_refused(saved, wanted, says, tmp_path):
         tiny(*wanted, checkpoint_path=path)
 
 
+def refused(load):
+    with pytest.raises(ValueError) as error:
+        load()
+    return str(error.value)
+
+
+def told(message):
+    """The arguments that a refusal reads from the entries."""
+    return eval(f"dict({re.search(r'; its entries show (.*?)[.] [A-Z]', message)[1]})")
+
+
+RESCALE = {'resolution': 'rescale'}
+
+
+@pytest.mark.parametrize('pos_enc,kwargs', [
+    ('ape', {}),
+    ('sape2_k', {}),
+    ('ape+sape2_qk', dict(img_size=(24, 40))),
+    ('auto_sape2_k', dict(reg_tokens=4)),
+    ('ape+auto_rope2d+cope', dict(embed_dim=96)),
+    ('rpb', {}),
+    ('lape', {}),
+    ('rope2d', dict(pos_enc_kwargs={'rope2d': RESCALE})),
+    ('auto_rope2d_mixed', dict(pos_enc_kwargs={'auto_rope2d_mixed': RESCALE})),
+], ids=str)
+def test_refusal_tells_the_arguments(pos_enc, kwargs, tmp_path):
+    """A model of small images and patches, depth and head, loaded into the default model."""
+    kwargs = dict(dict(pos_enc=pos_enc, img_size=32, patch_size=4, depth=2, num_classes=10), **kwargs)
+    saved = randomise(timm.create_model('vit_tiny_pos_enc', **kwargs))
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: timm.create_model('vit_tiny_pos_enc', checkpoint_path=path))
+    if pos_enc == 'ape':
+        del kwargs['pos_enc']  # which is the default
+    assert told(message) == kwargs
+    model = timm.create_model('vit_tiny_pos_enc', checkpoint_path=path, **told(message)).eval()
+    assert torch.equal(logits(model), logits(saved))
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'rope2d', 'sincos2d'])
+def test_refusal_without_entries_of_encodings(pos_enc, tmp_path):
+    """They are all the same, so it must not sound as if there had been none."""
+    path = str(save(tiny(pos_enc), tmp_path / 'w.pth'))
+    message = refused(lambda: tiny('ape', checkpoint_path=path))
+    assert told(message) == {'pos_enc': 'nope'}
+    assert "If it had an encoding without parameters, such as 'rope2d', name that instead" in message
+    save(tiny('ape'), tmp_path / 'w.pth')
+    assert 'without parameters' not in refused(lambda: tiny('ape', B, checkpoint_path=path))
+
+
+@pytest.mark.parametrize('name', ['rope2d', 'sincos2d', 'rope2d_mixed', 'fourier'])
+@pytest.mark.parametrize('trained,wanted', [('rescale', 'extrapolate'), ('extrapolate', 'rescale')])
+def test_refusal_tells_the_rule_for_other_sizes(name, trained, wanted, tmp_path):
+    def build(resolution, **kwargs):
+        keywords = {name: {'resolution': resolution}, 'sape2_k': {'preset': 'equations'}}
+        return tiny(f'{name}+sape2_k', pos_enc_kwargs=keywords, **kwargs)
+
+    saved = build(trained)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: build(wanted, checkpoint_path=path))
+    assert told(message) == {
+        'pos_enc_kwargs': {name: {'resolution': trained}, 'sape2_k': {'preset': 'equations'}}}
+    assert_equal(tiny(f'{name}+sape2_k', checkpoint_path=path, **told(message)).state_dict(), snapshot(saved))
+
+
+def test_refusal_tells_the_plain_model_to_rescale(tmp_path):
+    path = str(save(tiny('rope2d', pos_enc_kwargs={'rope2d': RESCALE}), tmp_path / 'w.pth'))
+    assert "'resolution': 'rescale'" in refused(lambda: timm.create_model(
+        'test_vit_rope2d', img_size=A, patch_size=8, num_classes=10, checkpoint_path=path))
+
+
+def test_refusal_tells_the_trained_grid(tmp_path):
+    """Only where that is enough: tables that are never resized fit a model of another size, if it knows the grid."""
+    saved = tiny('sape2_k', A)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: tiny('sape2_k', B, checkpoint_path=path))
+    assert told(message) == {'img_size': A}
+    assert 'To keep the size of the model, give ref_grid_size=(3, 5) instead of img_size' in message
+    model = tiny('sape2_k', B, ref_grid_size=(3, 5), checkpoint_path=path)
+    saved.set_input_size(B)
+    torch.testing.assert_close(logits(model), logits(saved), **SAME)
+
+    for pos_enc, kwargs in (('sape2_k', dict(patch_size=4)), ('ape+sape2_k', {}), ('rpb+sape2_k', {})):
+        path = str(save(tiny(pos_enc, B, **kwargs), tmp_path / 'w.pth'))
+        assert 'ref_grid_size=(' not in refused(lambda: tiny(pos_enc, C, checkpoint_path=path))
+
+
+def test_refusal_tells_how_to_adapt(tmp_path):
+    """The line that it advises keeps the head."""
+    saved = tiny('ape+sape2_k', A)
+    path = str(save(saved, tmp_path / 'w.pth'))
+    message = refused(lambda: tiny('ape+sape2_k', B, checkpoint_path=path))
+    assert 'pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)' in message
+    model = timm.create_model(
+        'test_vit_pos_enc', pos_enc='ape+sape2_k', img_size=B, patch_size=8, pretrained=True, num_classes=10,
+        pretrained_cfg_overlay=dict(file=path, input_size=(3, *A), num_classes=10))
+    assert torch.equal(model.head.weight, saved.head.weight)
+
+
 @pytest.mark.parametrize('pos_enc', PARTS)
-def test_fitting_checkpoint_loads_on_every_road(pos_enc, tmp_path):
+def test_fitting_checkpoint_loads_on_every_path(pos_enc, tmp_path):
     saved = randomise(tiny(pos_enc), seed=3)
     path = str(save(saved, tmp_path / 'w.pth'))
-    for load in ROADS.values():
+    for load in LOADERS.values():
         model = tiny(pos_enc)
         load(model, path)
         assert_equal(model.state_dict(), snapshot(saved))
     model = timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=A, patch_size=8, num_classes=10, checkpoint_path=path).eval()
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=A, patch_size=8, num_classes=10, checkpoint_path=path).eval()
     assert torch.equal(logits(model), logits(saved))
 
 
 @pytest.mark.parametrize('saved,wanted', [
     ('nope', 'sape2_k'), ('sape2_k', 'nope'), ('sape2_k', 'sape2_q'), ('ape', 'nope'), ('nope', 'ape+rope2d_mixed')])
 def test_not_strict_is_as_in_torch(saved, wanted):
-    """What both have is loaded, what one of them has is reported."""
+    """Entries that both have are loaded; the others are reported."""
     state, model = randomise(tiny(saved), seed=3).state_dict(), tiny(wanted)
     before = snapshot(model)
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -598,7 +722,7 @@ def test_not_strict_is_as_in_torch(saved, wanted):
 
 
 def test_not_strict_still_refuses_wrong_shapes():
-    """So does torch."""
+    """As torch does."""
     model = tiny('ape+sape2_k', B)
     before = snapshot(model)
     with pytest.raises(ValueError, match='pos_embed|table_x'):
@@ -618,7 +742,7 @@ def test_partial_checkpoint_without_strict():
 
 @pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', 'module._orig_mod.'])
 def test_prefixes_of_wrappers(prefix, tmp_path):
-    """timm takes them off on the roads from a file; torch does not, here or elsewhere."""
+    """timm removes them where it loads a file. torch never does."""
     saved = randomise(tiny('ape+sape2_k'), seed=3)
     state = {prefix + name: value for name, value in saved.state_dict().items()}
     path = save({'state_dict': state}, tmp_path / 'w.pth')
@@ -652,7 +776,7 @@ def test_model_inside_a_wrapper():
     assert 'module.pos_embed' in unexpected
 
 
-# ---- adaptation on the pretrained roads
+# ---- adaptation on the pretrained paths
 
 
 @pytest.mark.parametrize('kwargs', [
@@ -664,12 +788,12 @@ def test_model_inside_a_wrapper():
     dict(num_classes=0),
     dict(global_pool='max', fc_norm=False),
 ], ids=str)
-@pytest.mark.parametrize('road', ['file', 'local-dir'])
-def test_adapted_as_timm_adapts_its_own(road, kwargs, tmp_path):
-    """First convolution, patch size, position table and head, compared with timm's ViT on the same road."""
+@pytest.mark.parametrize('kind', ['file', 'local-dir'])
+def test_adapted_as_timm_adapts_its_own(kind, kwargs, tmp_path):
+    """First convolution, patch size, position table and head, compared with timm's ViT on the same path."""
     size = dict(depth=1, img_size=32, num_classes=10)
     source = randomise(timm.create_model('vit_tiny_patch16_224', **size))
-    if road == 'file':
+    if kind == 'file':
         overlay = dict(file=str(save(source, tmp_path / 'w.pth')), input_size=(3, 32, 32), num_classes=10)
         created = [
             timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **dict(size, **kwargs)).eval()
@@ -715,17 +839,39 @@ def test_features_only_from_a_file(tmp_path):
             torch.testing.assert_close(ours, theirs, **SAME)
 
 
+# ---- damaged grids
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'rpb', 'cope'])
+@pytest.mark.parametrize('grid', [
+    [float('inf'), 4], [float('nan'), 4], [0, 0], [-1, 4], [2 ** 40, 4], [4], [[4, 4]], 4, [4j, 4]], ids=str)
+def test_damaged_grid(pos_enc, grid, tmp_path):
+    """The same message on every way of loading, which names the entry and says how to mend it."""
+    state = tiny(pos_enc).state_dict()
+    state[f'blocks.1.attn.encodings.{pos_enc}._extra_state'] = torch.tensor(grid)
+    path = save(state, tmp_path / 'w.pth')
+    loaders = [lambda: load(tiny(pos_enc), path) for load in LOADERS.values()]
+    loaders += [
+        lambda: tiny(pos_enc, checkpoint_path=str(path)),
+        lambda: from_file(pos_enc, path),
+        lambda: tiny(pos_enc).load_state_dict(state, strict=False),
+        lambda: nn.Sequential(tiny(pos_enc)).load_state_dict({f'0.{k}': v for k, v in state.items()})]
+    (message,) = {refused(loader) for loader in loaders}
+    assert f"'{pos_enc}': the grid saved with its parameters, the entry _extra_state, must be (H, W)" in message
+    assert message.endswith('The file is damaged; if you know the grid, set this entry to torch.tensor([H, W]).')
+
+
 # ---- after a failure
 
 
 def test_failing_load_leaves_nothing_behind(tmp_path):
-    """A refused checkpoint must not change what the next model is made of."""
+    """A refused checkpoint must not affect the next model."""
     good, bad = save(tiny('sape2_k'), tmp_path / 'good.pth'), save(tiny('sape2_q'), tmp_path / 'bad.pth')
     write_cut(tmp_path / 'cut.safetensors', 0.5)
 
     def state():
         return (
-            timm.models.get_pretrained_cfg('test_vit_nope').to_dict(), timm.list_models('*'),
+            timm.models.get_pretrained_cfg('test_vit_pos_enc').to_dict(), timm.list_models('*'),
             timm_sape.list_encodings(aliases=True), torch.get_default_dtype(), torch.is_grad_enabled())
 
     before = copy.deepcopy(state())
@@ -739,13 +885,13 @@ def test_failing_load_leaves_nothing_behind(tmp_path):
     assert torch.equal(logits(from_file('sape2_k', good)), logits(tiny('sape2_k')))
 
 
-# ---- what a careless user does
+# ---- mistakes of users
 
 
 @pytest.mark.parametrize('cast', [
     lambda v: v.half(), lambda v: v.double().mul(3).div(3).float()], ids=['halved', 'averaged'])
 def test_every_entry_in_floats(cast, tmp_path):
-    """Soups and casts of whole files make floats of the saved grid too."""
+    """Averaging or casting whole files turns the saved grid into floats too."""
     saved = tiny('ape+sape2_k', A)
     path = save({k: cast(v) for k, v in saved.state_dict().items()}, tmp_path / 'w.pth')
     model = from_file('ape+sape2_k', path, img_size=[64, 64])
@@ -756,7 +902,7 @@ def test_every_entry_in_floats(cast, tmp_path):
 
 
 def test_grid_of_a_file_of_parameters_alone(tmp_path):
-    """Whoever knows the trained grid can say it; else it is asked for."""
+    """A user who knows the trained grid can give it. Otherwise the message asks for it."""
     saved = tiny('sape2_k', A)
     path = save(dict(saved.named_parameters()), tmp_path / 'w.pth')
     with pytest.raises(ValueError, match=r'does not say on which grid.*give ref_grid_size=\(H, W\)'):
@@ -766,7 +912,7 @@ def test_grid_of_a_file_of_parameters_alone(tmp_path):
 
 
 def test_default_said_aloud(tmp_path):
-    """A keyword that repeats the default contradicts nothing."""
+    """Giving a keyword its default value is no contradiction."""
     saved = tiny('sape2_k')
     timm.models.save_for_hf(saved, tmp_path, safe_serialization=True)
     for keywords in ({'preset': 'appendix'}, {'npos': None}):
@@ -776,14 +922,14 @@ def test_default_said_aloud(tmp_path):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc_kwargs={'sape2_k': {'preset': 'equations'}})
 
 
-# ---- encodings that know their grid, on roads that do not ask the model
+# ---- encodings that know their grid, on loading paths that bypass the model
 
 
 def on_grid(pos_enc, grid, **kwargs):
-    """A model whose encodings weigh something, always the same."""
+    """A model in which encodings matter, always the same one."""
     torch.manual_seed(0)
     model = timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=(8 * grid[0], 8 * grid[1]), patch_size=8, num_classes=3, **kwargs)
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(8 * grid[0], 8 * grid[1]), patch_size=8, num_classes=3, **kwargs)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
@@ -795,7 +941,7 @@ RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm
 
 @pytest.mark.parametrize('name', RESCALING)
 def test_trained_grid_through_a_wrapper(name):
-    """A wrapper loads straight into the modules; buffers follow the grid that comes with the weights."""
+    """A wrapper loads into the modules directly. Buffers follow the grid that comes with the weights."""
     kwargs = {'pos_enc_kwargs': {name: {'resolution': 'rescale'}}}
     trained, other = on_grid(name, (3, 5), **kwargs), on_grid(name, (6, 7), **kwargs)
     torch.nn.ModuleDict({'model': other}).load_state_dict(
@@ -809,7 +955,7 @@ def test_trained_grid_through_a_wrapper(name):
 def test_tables_of_another_grid_through_a_wrapper(name):
     other = on_grid(name, (5, 3) if name != 'ape2d' else (3, 5))
     state = on_grid(name, (3, 5)).state_dict()
-    if name == 'ape2d':  # whose tables tell rows from columns anyway
+    if name == 'ape2d':  # the shapes of its tables tell rows from columns anyway
         state['encodings.ape2d._extra_state'] = torch.tensor([4, 4])
     with pytest.raises(ValueError, match=f"'{name}': the checkpoint is of a grid of .*set_input_size"):
         torch.nn.ModuleDict({'model': other}).load_state_dict({f'model.{k}': v for k, v in state.items()})
@@ -840,5 +986,5 @@ def test_rescaling_a_bare_file_asks_for_the_grid(tmp_path):
         pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}},
         pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth')))
     with pytest.raises(ValueError, match=r'give ref_grid_size=\(H, W\)'):
-        timm.create_model('test_vit_nope', **kwargs)
-    assert timm.create_model('test_vit_nope', ref_grid_size=(3, 5), **kwargs).ref_grid_size == (3, 5)
+        timm.create_model('test_vit_pos_enc', **kwargs)
+    assert timm.create_model('test_vit_pos_enc', ref_grid_size=(3, 5), **kwargs).ref_grid_size == (3, 5)

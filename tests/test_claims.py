@@ -1,5 +1,5 @@
-"""What the paper's claims are tested with: maps that separate foreground from background, images that move, and the two
-examples that measure both on the models of an experiment."""
+"""Tools for the paper's claims: separation of foreground and background, shifted images, and the two examples that use
+them on the models of an experiment."""
 import argparse
 import csv
 import importlib.util
@@ -33,7 +33,7 @@ EXAMPLES = Path(__file__).parents[1] / 'examples'
 
 
 def plain_separation(scores, mask):
-    """Row by row with scikit-learn: from the foreground, from the background."""
+    """The measure computed row by row with scikit-learn: from the foreground, and from the background."""
     means = []
     for side in (1, 0):
         aurocs = []
@@ -76,8 +76,8 @@ def test_separation_where_there_is_nothing_to_compare():
 
 @pytest.mark.parametrize('scores, mask, text', [
     ((1, 5, 5), torch.zeros(1, 4), r'got \[1, 5, 5\] and \[1, 4\]\. Leave prefix tokens out'),
-    ((5, 5), torch.zeros(5), 'wants scores'),
-    ((2, 3, 4, 5), torch.zeros(2, 5), 'wants scores'),
+    ((5, 5), torch.zeros(5), 'needs scores'),
+    ((2, 3, 4, 5), torch.zeros(2, 5), 'needs scores'),
     ((1, 2, 2), torch.tensor([[2, 0]]), r'1 \(foreground\), 0 \(background\) or -1'),
     ((1, 2, 2), torch.tensor([[0.9, 0.1]]), r'1 \(foreground\), 0 \(background\) or -1'),
 ])
@@ -87,10 +87,10 @@ def test_separation_says_what_is_wrong(scores, mask, text):
 
 
 def test_separation_of_what_is_no_number():
-    """Sorted, NaN would be the highest score. Infinite ones are masked pairs."""
+    """NaN would be sorted as the highest score. Infinite scores are masked pairs."""
     scores, mask = torch.zeros(1, 3, 3), torch.tensor([[1, 1, 0]])
     assert separation(scores.index_fill(1, torch.tensor(2), -math.inf), mask).from_foreground.item() == 0.5
-    with pytest.raises(ValueError, match='NaN have no order'):
+    with pytest.raises(ValueError, match='Some scores are NaN and cannot be compared'):
         separation(scores.index_fill(1, torch.tensor(2), math.nan), mask)
 
 
@@ -113,7 +113,7 @@ def test_shifted_images():
 
 
 class Quadrants(nn.Module):
-    """Chooses the quarter of the image that is brightest."""
+    """A model that classifies an image by its brightest quarter."""
     num_classes = 4
 
     def forward(self, images):
@@ -122,7 +122,7 @@ class Quadrants(nn.Module):
 
 @pytest.fixture
 def spots(tmp_path):
-    """White spots of 2 x 2 pixels in black images of 8 x 8, in the middle of a quarter; class by quarter."""
+    """Black images of 8 x 8 pixels with a white spot of 2 x 2 in the middle of a quarter, which is the class."""
     for label in range(4):
         pixels = np.zeros((8, 8, 3), dtype=np.uint8)
         y, x = 4 * (label // 2) + 1, 4 * (label % 2) + 1
@@ -152,8 +152,7 @@ def test_shifts_command(spots, tmp_path, capsys):
     folder = str(tmp_path / 'model')
     command = ['shifts', folder, '--data-dir', str(spots), '--workers', '0']
     assert main([*command, '--by', '0', '2', '--output', str(tmp_path / 'shifts.csv')]) == 0
-    table = (tmp_path / 'shifts.csv').read_text().splitlines()
-    rows = list(csv.DictReader(line for line in table if not line.startswith('#')))
+    rows = list(csv.DictReader((tmp_path / 'shifts.csv').read_text().splitlines()))
     assert [(row['shift'], row['fill']) for row in rows] == [('0', 'reflect'), ('2', 'reflect')]
     assert rows[0]['same'] == '100.0' and '4 images of' in capsys.readouterr().out
     for args, text in (
@@ -173,7 +172,7 @@ def test_models_without_classes(spots, tmp_path, capsys):
 def test_more_labels_than_classes(spots, tmp_path, capsys):
     save_for_hf(timm.create_model('test_vit_nope', num_classes=2, img_size=32, patch_size=8), tmp_path / 'model')
     assert main(['shifts', str(tmp_path / 'model'), '--data-dir', str(spots), '--workers', '0', '--by', '1']) == 2
-    assert 'labels up to 3, but the model knows 2 classes' in capsys.readouterr().err
+    assert 'labels up to 3, but the model has 2 classes' in capsys.readouterr().err
 
 
 # Examples
@@ -184,7 +183,7 @@ KWARGS = {'img_size': 32, 'patch_size': 4, 'embed_dim': 32, 'depth': 2, 'num_hea
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    """What `timm-sape experiment` leaves, of models that have not learned anything."""
+    """The output of `timm-sape experiment`, with models that have not learned anything."""
     root = tmp_path_factory.mktemp('runs')
     negative = {**KWARGS, 'pos_enc_kwargs': {'sape2_k': {'bias_scale': -1.0}}}
     for label, name, kwargs in (
@@ -216,7 +215,7 @@ def run(*command):
 
 @pytest.fixture(scope='module')
 def digits(tmp_path_factory):
-    """What examples/foreground.py makes of noise instead of CIFAR-10."""
+    """Data of examples/foreground.py, with noise instead of CIFAR-10."""
     root = tmp_path_factory.mktemp('digits')
     rng = np.random.default_rng(0)
     for split in ('train', 'test'):
@@ -259,9 +258,9 @@ def test_foreground_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'foreground.py', 'measure', runs, '--data-dir', digits, '--output', tmp_path / 'a.csv',
                '--images', '40')
     assert done.returncode == 0, done.stderr
-    notes, *lines = (tmp_path / 'a.csv').read_text().splitlines()
-    assert notes.startswith('# 40 images, of 64 patches ') and 'torch' in notes
-    rows = list(csv.DictReader(lines))
+    rows = list(csv.DictReader((tmp_path / 'a.csv').read_text().splitlines()))
+    notes, = {row['notes'] for row in rows}
+    assert notes.startswith('40 images, of 64 patches ') and 'torch' in notes
     found = {(row['model'], row['seed'], row['state'], row['score'], row['mask']): row for row in rows}
     # content and keys of all; position and logits of all but APE; distance of SaPE2
     assert len(found) == len(rows) == 2 * (2 + 2 * 2 * (2 + 5 + 5 + 4))
@@ -289,7 +288,7 @@ def test_claims_example(digits, runs, tmp_path):
                '--shifts', '4', '--num-images', '30', '--models', 'RoPE', 'K')
     assert done.returncode == 0, done.stderr
     sizes, moved = (
-        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').read_text().splitlines()[1:]))
+        list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').read_text().splitlines()))
         for name in ('resolutions', 'shifts'))
     assert {(row['model'], row['policy']) for row in sizes} == {
         ('APE', 'own'), ('K', 'own'), ('RoPE', 'extrapolate'), ('RoPE', 'rescale')}
@@ -320,7 +319,7 @@ def test_claims_example(digits, runs, tmp_path):
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'it has APE, K'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'no/a.csv'], 'there is no folder no'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
-    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'is there already'),
+    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'exists; name a new folder'),
 ])
 def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

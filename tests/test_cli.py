@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it, from a directory that has nothing to do with the package."""
+"""The command line, run as a user runs it, from a directory outside of the package."""
 import csv
 import gc
 import json
@@ -6,24 +6,26 @@ import os
 import subprocess
 import sys
 import weakref
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import timm_sape
-from references import assert_near
+from harness import assert_near
 from timm_sape import cli
 from timm_sape.lab import bench, bench_sape2
 from timm_sape.cli import main
 from timm_sape.functional import sape2_attention
-from timm_sape.ops.limits import LIMITS
+from timm_sape.ops.triton_limits import LIMITS
 
 CHECKOUT = Path(__file__).parents[1]
 NEEDLE = 'vit_small_sape2_k'
 
-# Prints what a script can see of how it was started, then ends as it is told.
+# Prints what a script can see of how it was started, then ends as its arguments say.
 SCRIPT = f"""
 import json
 import sys
@@ -55,11 +57,11 @@ def script(tmp_path):
     return Path('scripts', 'show.py')  # relative, as it is mostly given
 
 
-def run_cli(*args, cwd):
+def run_cli(*args, cwd, program=('-m', 'timm_sape')):
     package_dir = str(Path(timm_sape.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package_dir, os.environ.get('PYTHONPATH')]))
     return subprocess.run(
-        [sys.executable, '-m', 'timm_sape', *map(str, args)],
+        [sys.executable, *program, *map(str, args)],
         cwd=cwd, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True, timeout=120)
 
 
@@ -97,6 +99,127 @@ def test_run_of_a_directory(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert not out and err.count('\n') == 1
     assert 'is a directory' in err and str(tmp_path / 'train.py') in err
+
+
+# The console script, and whether it has imported slow packages.
+CONSOLE = """
+import sys
+from timm_sape_cli import main
+try:
+    sys.exit(main())
+finally:
+    print('imported:', *{'timm', 'torch'} & sys.modules.keys())
+"""
+COMMANDS = (
+    'run', 'configs', 'experiment', 'list', 'bench', 'map', 'pshap', 'probe', 'sweep', 'shifts', 'compare', 'data')
+
+
+@pytest.mark.parametrize(
+    'args', [[], ['walk'], ['--help'], ['--version'], *([name, '--help'] for name in COMMANDS)],
+    ids=lambda args: ' '.join(args) or 'nothing')
+def test_answers_without_importing_torch(args, tmp_path):
+    done = run_cli(*args, cwd=tmp_path, program=('-c', CONSOLE))
+    *said, imported = done.stdout.splitlines()
+    assert imported == 'imported:'
+    if args in ([], ['walk']):
+        assert done.returncode == 2 and not said and 'usage: timm-sape' in done.stderr
+        return
+    assert done.returncode == 0 and not done.stderr
+    versions = f'timm-sape {timm_sape.__version__}, timm {timm.__version__}, torch {version("torch")}'
+    assert said == [versions] if args == ['--version'] else said[0].startswith('usage: timm-sape')
+
+
+def test_console_script_is_the_program(tmp_path, script):
+    """With the real package, whose models are registered, and its exit codes."""
+    assert "\ntimm-sape = 'timm_sape_cli:main'\n" in CHECKOUT.joinpath('pyproject.toml').read_text()
+    done = run_cli('run', script, '--help', cwd=tmp_path, program=('-c', CONSOLE))
+    assert done.returncode == 7, done.stderr
+    assert json.loads(done.stdout.splitlines()[0])['known']
+    done = run_cli('run', 'nothing.py', cwd=tmp_path, program=('-c', CONSOLE))
+    assert done.returncode == 2 and done.stderr.startswith('timm-sape: there is no script')
+
+
+def test_version_of_the_module(capsys):
+    with pytest.raises(SystemExit, match='0'):
+        main(['--version'])
+    assert capsys.readouterr().out.startswith(f'timm-sape {timm_sape.__version__}, timm {timm.__version__}, torch ')
+
+
+MINE = """
+import neighbour
+import timm_sape
+
+@timm_sape.register_encoding({name!r})
+class Mine(timm_sape.PositionEncoding):
+    'Encoding of my own.'
+"""
+
+
+@pytest.fixture
+def modules(tmp_path):
+    """Two modules that register an encoding, one here and one in a folder, each next to a module that it imports."""
+    for folder, name in ((tmp_path, 'mine_here'), (tmp_path / 'sub', 'mine_there')):
+        folder.mkdir(exist_ok=True)
+        folder.joinpath(f'{name}.py').write_text(MINE.format(name=name))
+        folder.joinpath('neighbour.py').touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize('program', [('-m', 'timm_sape'), ('-c', CONSOLE)], ids=['module', 'script'])
+def test_import(modules, program):
+    """By name and by file, before and after the subcommand, with both ways of starting the program."""
+    options = ['list', 'mine*', '--import', 'sub/mine_there.py']
+    done = run_cli('--import', 'mine_here', *options, cwd=modules, program=program)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line[:30] for line in lines[1:3]] == ['mine_here   Encoding of my own', 'mine_there  Encoding of my own']
+
+
+def test_import_in_other_commands(modules):
+    Image.new('RGB', (32, 32)).save(modules / 'image.png')
+    probe = ['probe', 'test_vit_nope', '--pos-enc', 'ape+mine_here', '--img-size', '32', '--image', 'image.png']
+    done = run_cli(*probe, cwd=modules)
+    assert done.returncode == 2 and '--import MODULE' in done.stderr.splitlines()[-1]
+    done = run_cli(*probe, '--import', 'mine_here.py', cwd=modules)
+    assert '| ape+mine_here |' in done.stdout, done.stderr
+
+    modules.joinpath('build.py').write_text(
+        'import sys, timm\nprint(sys.argv[1:], timm.create_model("test_vit_nope", pos_enc=sys.argv[2]).pos_enc)')
+    done = run_cli('run', '--import', 'mine_here', 'build.py', '--import', 'ape+mine_here', cwd=modules)
+    assert done.stdout == "['--import', 'ape+mine_here'] ape+mine_here\n", done.stderr
+
+
+@pytest.mark.parametrize('module, message', [
+    ('no_such_module', 'there is no such module in {cwd} or among the installed ones; give the path of its file'),
+    ('nowhere/mine.py', 'there is no such file'),
+    ('a' * 300 + '.py', 'there is no such file'),
+    ('raises_here.py', '{cwd}/raises_here.py, line 2, ZeroDivisionError: division by zero'),
+    ('wrong_here', 'SyntaxError: '),
+    ('lacks_here.py', "{cwd}/lacks_here.py, line 1, ModuleNotFoundError: No module named 'no_such_thing'"),
+    ('taken_here.py', "/taken_here.py, line 2, ValueError: Encoding 'ape' is already registered, by timm_sape."),
+    ('json.py', 'json is the name of another module too, '),
+])
+def test_import_says_what_is_wrong(module, message, tmp_path, monkeypatch, capsys):
+    files = {
+        'raises_here': 'x = 1\nx / 0',
+        'wrong_here': 'def',
+        'lacks_here': 'import no_such_thing',
+        'taken_here': "import timm_sape\ntimm_sape.register_encoding('ape')(timm_sape.PositionEncoding)",
+        'json': '',
+    }
+    for name, text in files.items():
+        tmp_path.joinpath(f'{name}.py').write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    assert main(['--import', module, 'list']) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count('\n') == 1
+    assert err.startswith(f'timm-sape: --import {module}: ') and message.format(cwd=tmp_path) in err
+
+
+def test_import_does_not_reach_experiments(capsys):
+    assert main(['experiment', 'plan.yaml', '--output', 'x', '--import', 'sub/mine.py']) == 2
+    assert 'write `args: {device_modules: [timm_sape, mine]}` in the plan' in capsys.readouterr().err
 
 
 def recipe_texts(folder):
@@ -171,13 +294,39 @@ def test_wrong_usage(args, capsys):
     assert 'usage: timm-sape' in capsys.readouterr().err
 
 
-SMALL = ['--repeats', '1', '--batch-size', '2', '--model', 'test_vit_nope']
+COMMANDS_WITHOUT_SCIPY = """
+import sys
+
+sys.modules['scipy'] = None  # as if it were not installed
+import timm_sape
+from timm_sape.cli import main
+
+timm_sape.graft('test_vit', 'sape2_k')
+for command in (
+        ['experiment', 'plan.yaml', '--output', 'x'], ['compare', 'x', '--data-dir', 'x'],
+        ['sweep', 'x', '--sizes', '32', '--data-dir', 'x'], ['shifts', 'x', '--by', '1', '--data-dir', 'x'],
+        ['bench', '--settings']):
+    print(main(command))
+"""
+
+
+def test_commands_without_scipy(tmp_path):
+    """They say what to install. Commands that need no statistics work."""
+    done = subprocess.run(
+        [sys.executable, '-c', COMMANDS_WITHOUT_SCIPY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ['2'] * 5
+    needs = "timm-sape: this needs scipy, which is not installed: pip install 'timm-sape[lab]'"
+    assert done.stderr.splitlines() == 4 * [needs] + [
+        'timm-sape: nothing to measure; give --settings at least one']
+
+
+SMALL = ['--repeats', '1', '--batch-size', '2', '--model', 'test_vit_pos_enc']
 
 
 def read_csv(path):
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith('# ') and 'torch' in lines[0]
-    return list(csv.DictReader(lines[1:]))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert {'torch' in row['notes'] for row in rows} == {True}
+    return rows
 
 
 def test_bench_sape2(tmp_path, capsys, monkeypatch):
@@ -197,14 +346,14 @@ def test_bench_sape2(tmp_path, capsys, monkeypatch):
     assert [(row['pos_enc'], row['backend']) for row in models] == [
         ('ape+sape2_k', 'reference'), ('ape+sape2_k', 'torch'), ('ape+sape2sq_k', '')]
     saved = [float(row['saved_ratio']) for row in models]
-    assert saved[0] > saved[2] > saved[1] > 0.9  # who stores everything, who stores further channels, who nothing
+    assert saved[0] > saved[2] > saved[1] > 0.9  # which store everything, further channels, nothing
     assert '| ape+sape2_k | torch |' in capsys.readouterr().out
     assert 'appendix' in (tmp_path / 'memory.svg').read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cost-models.csv', 'cost.csv', 'memory.svg']
 
 
 def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
-    """When a model runs out of memory; and a size that is too much for one backend does not end the others."""
+    """If a model runs out of memory, earlier results are kept. A size too large for one backend does not end others."""
     def measure(*args, original=bench_sape2.bench_encodings, **kwargs):
         if os.environ.get('TIMM_SAPE_BACKEND') == 'triton':
             raise torch.OutOfMemoryError
@@ -212,7 +361,7 @@ def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 1)})
     monkeypatch.setattr(bench_sape2, 'bench_encodings', measure)
-    monkeypatch.setitem(LIMITS, True, (64, 3))
+    monkeypatch.setitem(LIMITS, 32, (64, 3))
     with pytest.raises(torch.OutOfMemoryError):
         main([
             'bench', 'sape2', *SMALL, '--settings', '32/4', '--backends', 'torch', 'triton',
@@ -223,7 +372,7 @@ def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_batches_on_a_gpu():
-    """Committed figures of CPUs keep theirs; on a GPU there are more images, which Appendix D still has memory for."""
+    """CPUs keep the batch size of committed figures. On GPUs it is larger, but leaves enough memory for Appendix D."""
     for n, (batch, heads) in bench_sape2.SIZES.items():
         assert bench_sape2.batch_and_heads(n, torch.device('cpu')) == (batch, heads)
         more, same = bench_sape2.batch_and_heads(n, torch.device('cuda'))
@@ -232,7 +381,7 @@ def test_batches_on_a_gpu():
 
 @pytest.mark.parametrize('amp', [False, True])
 def test_models_are_checked_as_they_are_timed(amp, monkeypatch):
-    """Under autocast, too, if they are timed so; without cuDNN's tf32, which would be taken for an error of ours."""
+    """Under autocast, too, if they are timed like that. And without cuDNN's tf32, which would look like our error."""
     seen = []
 
     def create(*args, original=bench._create):
@@ -243,7 +392,7 @@ def test_models_are_checked_as_they_are_timed(amp, monkeypatch):
 
     monkeypatch.setattr(bench, '_create', create)
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
-    args = 'ape', '32/4', torch.device('cpu'), 'test_vit_nope', amp
+    args = 'ape', '32/4', torch.device('cpu'), 'test_vit_pos_enc', amp
     error = bench._check(*args)
     assert (1e-3 < error < 5e-2) if amp else error < 1e-5
     assert {enabled for enabled, _ in seen} == {False, amp} and not any(tf32 for _, tf32 in seen)
@@ -267,7 +416,7 @@ def test_bench_encodings(tmp_path, capsys):
 
 
 def test_saved_bytes_keeps_nothing():
-    """A hook that returned the tensor would tie nodes that keep their output, such as exp, to themselves."""
+    """Hooks must not return the tensor: nodes that save their output, such as exp, would then refer to themselves."""
     kept = []
 
     def function():
@@ -275,7 +424,7 @@ def test_saved_bytes_keeps_nothing():
         kept.append(weakref.ref(x))
         return (2 * x).exp().exp()
 
-    assert bench._saved_bytes(function, []) == 2 * 4000
+    assert bench.saved_bytes(function, []) == 2 * 4000
     gc.collect()
     assert kept[0]() is None
 
@@ -298,7 +447,7 @@ def test_bench_overwrites_nothing_unless_forced(args, taken, measured, tmp_path,
     monkeypatch.setattr(measured, interrupted)
     assert main(['bench', *args, '--output', 'cost.csv']) == 2
     assert capsys.readouterr().err == f'timm-sape: nothing written; --force overwrites what is there: {taken}\n'
-    assert not started  # it is said before the work
+    assert not started  # the message comes before the work
     assert main(['bench', *args, '--output', 'cost.csv', '--force']) == 130
     assert started and [path.name for path in Path().iterdir()] == [taken] and Path(taken).read_text() == 'mine'
 
@@ -327,18 +476,18 @@ def test_appendix_d_is_our_attention(size):
 
 
 @pytest.mark.parametrize('args, text', [
-    (['sape2', '--sizes', '65'], 'unknown size 65; choose of 64, 196'),
-    (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose of reference, torch, triton"),
-    (['sape2', '--pos-enc', 'ape'], '--pos-enc belongs to'),
-    (['sape2', '--plot', 'memory.png'], 'memory.png wants matplotlib'),
+    (['sape2', '--sizes', '65'], 'unknown size 65; choose from 64, 196'),
+    (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose from reference, torch, triton"),
+    (['sape2', '--pos-enc', 'ape'], '--pos-enc is only for'),
+    (['sape2', '--plot', 'memory.png'], 'memory.png needs matplotlib'),
     (['sape2', '--plot', 'memory.csv'], 'memory.csv must end in .png'),
-    (['sape2', '--plot', 'memory.svg', '--sizes'], 'nothing to plot; --sizes wants one at least'),
-    (['sape2', '--sizes', '--settings'], 'nothing to measure; --sizes wants one at least'),
-    (['--settings'], 'nothing to measure; --settings wants one at least'),
-    (['--sizes', '64'], '--sizes belongs to'),
+    (['sape2', '--plot', 'memory.svg', '--sizes'], 'nothing to plot; give --sizes at least one'),
+    (['sape2', '--sizes', '--settings'], 'nothing to measure; give --sizes at least one'),
+    (['--settings'], 'nothing to measure; give --settings at least one'),
+    (['--sizes', '64'], '--sizes is only for'),
     (['--settings', '31/4'], "unknown setting '31/4'"),
     (['--repeats', '0'], 'must be at least 1'),
-    (['--model', 'resnet18'], "'resnet18' is none of our models"),
+    (['--model', 'resnet18'], "'resnet18' is not one of our models"),
     (['--pos-enc', 'rope9d'], 'rope9d'),
     (['--output', 'nowhere/cost.csv'], 'there is no directory'),
 ])

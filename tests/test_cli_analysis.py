@@ -1,22 +1,28 @@
 """The subcommands that look at models, from the shell and on real photographs; sweep and compare: test_evaluate.py."""
+import argparse
 import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from PIL import Image
+from safetensors.torch import save_file
 from sklearn.datasets import load_sample_image
 
 import timm_sape
-from references import assert_near
-from timm_sape.analysis import awaken_encodings, position_maps
+from harness import assert_near
+from timm_sape.analysis import position_maps, randomize_encodings
 from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing
 from timm_sape.cli import main
+from timm_sape.cli.list import GUIDE
+from timm_sape.vit_pos_enc import SIZES
 
 
 @pytest.fixture(scope='module')
@@ -33,7 +39,7 @@ def folder(tmp_path_factory):
                 part.save(folder / 'data' / split / name / f'{i}.png')
     torch.manual_seed(0)
     model = timm.create_model('test_vit_sape2_k_ape', num_classes=2, img_size=(24, 32), patch_size=8)
-    awaken_encodings(model)
+    randomize_encodings(model)
     timm.models.save_for_hf(model, folder / 'model', safe_serialization=True)
     return folder
 
@@ -46,8 +52,9 @@ def there(folder, monkeypatch):
 
 def rows_of(path):
     with open(path) as f:
-        assert next(f).startswith('# ')
-        return list(csv.DictReader(f))
+        rows = list(csv.DictReader(f))
+    assert all(row['notes'] for row in rows)
+    return rows
 
 
 @pytest.mark.parametrize('heads', ['mean', 'all'])
@@ -90,12 +97,12 @@ def test_map_from_the_shell(tmp_path):
     ('pshap --model model --data-dir data --workers 0', 0, '| all | 24 |'),
     ('pshap --model model --data-dir nowhere', 2, "There is no image or folder 'nowhere'"),
     ('probe model --image china.jpg', 0, 'theorems hold'),
-    ('probe model --image none.jpg', 2, 'none.jpg is no image that can be read'),
+    ('probe model --image none.jpg', 2, 'none.jpg is not an image that can be read'),
     ('sweep model --data-dir data --sizes 24 16x32 --workers 0', 0, '| model | own | 16x32 | 8 |'),
     ('sweep model --data-dir data --sizes 25', 2, 'does not divide the size 25x25'),
     ('compare model local-dir:model --data-dir data --workers 0', 0, '| 0/0 | 1.000 |'),
     ('compare model other --data-dir data', 2, "There is no model, file or folder 'other'"),
-    ('list rope2d', 0, 'rope2d  q and k'),
+    ('list rope2d', 0, 'rope2d  Axial 2-D rotary (RoPE-Axial)  q and k'),
     ('list rope9d', 2, "no encodings match 'rope9d'"),
     ('data cifar10-position --source data --output position', 2, 'made from ten classes, got 2'),
 ])
@@ -107,9 +114,16 @@ def test_what_is_printed(args, code, text, capsys):
 
 @pytest.mark.parametrize('args, text', [
     (['--model', 'nothing'], "There is no model, file or folder 'nothing'"),
-    (['--model', 'data'], 'is a folder without config.json'),
-    (['--image', 'none.jpg'], 'none.jpg is no image that can be read'),
-    (['--image', 'model/config.json'], 'is no image that can be read'),
+    (['--model', 'vit_small_rope2'], 'Did you mean vit_small_rope2d'),
+    (['--model', 'resnet501'], 'Did you mean resnet'),
+    (['--model', 'vit_tiny_lookhere'], "'vit_tiny_lookhere'. 'lookhere' needs 6 heads or a multiple of 4, got 3"),
+    (['--model', 'vit_tiny_lookhere_ape'], "'lookhere' needs 6 heads or a multiple of 4, got 3"),
+    (['--model', 'vit_small_pemix'], "Add one, e.g. 'pemix+sincos2d'"),
+    (['--model', 'vit_base_sincos2d_ape'], "write timm.create_model('vit_base_ape', pos_enc='ape+sincos2d')"),
+    (['--model', 'data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
+    (['--model', 'local-dir:data'], 'data is a folder without config.json'),
+    (['--image', 'none.jpg'], 'none.jpg is not an image that can be read'),
+    (['--image', 'model/config.json'], 'is not an image that can be read'),
     (['--patches', '4,0'], 'there is no patch 4,0: x goes from 0 to 3, y from 0 to 2'),
     (['--layers', '2'], 'There is no layer 2: the model has 2, 0 to 1'),
     (['--cmap', 'blue-ish'], "There is no colour map 'blue-ish'"),
@@ -118,7 +132,11 @@ def test_what_is_printed(args, code, text, capsys):
     (['--numbers', 'map.txt'], 'must end in .csv or .json'),
     (['--img-size', '30'], 'does not divide'),
     (['--img-size', '8', '8', '8'], '--img-size takes one number, or height and width'),
-    (['--what', 'distance', '--layers', '0'], '--layers says nothing for --what distance'),
+    (['--img-size', '100000'], 'an image of 100000 x 100000 pixels takes 120.0 GB, a model many times that, and this'),
+    (['--output', 'a' * 300 + '.png'], 'File name too long'),
+    (['--numbers', 'a' * 300 + '.csv'], 'File name too long'),
+    (['--image', 'a' * 300], 'is not an image that can be read'),
+    (['--what', 'distance', '--layers', '0'], '--what distance shows all layers; leave --layers out'),
     (['--model', 'vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
     (['--model', 'vit_tiny_ape'], 'position adds nothing to the logits of layer 11 of vit_tiny_ape'),
 ])
@@ -136,7 +154,7 @@ def test_damaged_files(tmp_path, capsys):
     for model, text in (
             (f'test_vit_ape@{tmp_path}/x.pth', 'has no weights that can be read safely'),
             (f'test_vit_ape@{tmp_path}/x.safetensors', 'has no weights that can be read safely'),
-            (f'{tmp_path}/x.pth', 'is no checkpoint that can be read safely'),
+            (f'{tmp_path}/x.pth', 'is not a checkpoint that can be read safely'),
             ('test_vit_rope2d@model/model.safetensors', 'does not fit the model')):
         assert main(['map', '--model', model, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 2
         error, = capsys.readouterr().err.splitlines()
@@ -154,7 +172,7 @@ def test_grey_images(tmp_path, capsys):
 
 
 def test_data_set_of_torchvision(tmp_path, capsys):
-    """One that is not made of files, of grey images."""
+    """A data set of grey images that is not a folder of images."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 28, 28), dtype=np.uint8)
     raw = tmp_path / 'MNIST' / 'raw'
     raw.mkdir(parents=True)
@@ -172,8 +190,90 @@ def test_data_set_of_torchvision(tmp_path, capsys):
         assert text in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('what', ['bias', 'attention', 'similarity', 'distance'])
+def test_map_of_a_model_that_diverged(folder, tmp_path, what, capsys):
+    model = timm.create_model('test_vit_sape2_k_ape', num_classes=2, img_size=(24, 32), patch_size=8)
+    for p in model.parameters():
+        p.data.fill_(torch.nan)
+    timm.models.save_for_hf(model, tmp_path / 'diverged', safe_serialization=True)
+    arguments = ['--model', f'{tmp_path}/diverged', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]
+    assert main(['map', *arguments, '--what', what]) == 2
+    error, = capsys.readouterr().err.splitlines()
+    assert error == f'timm-sape: {tmp_path}/diverged computes NaN; has its training diverged, or is its file damaged?'
+
+
+@pytest.mark.parametrize('args, need, text', [
+    # 1024 patches: float32 [4, 1024, 1024] is 16.8 MB, seven of them for one layer, ten for two
+    (['--what', 'attention'], 117e6, 'maps of 1 x 4 heads between 1,024 patches take 0.1 GB, and this machine'),
+    (['--what', 'distance'], 168e6, 'maps of 2 x 4 heads between 1,024 patches take 0.2 GB'),
+    (['--what', 'attention', '--numbers', 'x.csv'], 432e6, 'maps of 1 x 4 heads between 1,024 patches take 0.4 GB'),
+])
+def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
+    """Refused if there is less memory than maps need, but not if there is more."""
+    monkeypatch.chdir(tmp_path)
+    Image.new('RGB', (8, 8)).save('image.png')
+    arguments = ['--model', 'test_vit_nope', '--img-size', '512', '--image', 'image.png', '--output', 'map.png', *args]
+    monkeypatch.setattr('timm_sape.analysis.position_maps', lambda *_: 1 / 0)
+    monkeypatch.setattr('timm_sape.cli.map.memory_size', lambda: 0.98 * need)
+    assert main(['map', *arguments]) == 2
+    assert text in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setattr('timm_sape.cli.map.memory_size', lambda: 1.02 * need)
+    with pytest.raises(ZeroDivisionError):
+        main(['map', *arguments])
+
+
+def test_no_device_without_numbers(capsys):
+    assert main(['sweep', 'model', '--data-dir', 'data', '--sizes', '24', '--device', 'meta', '--amp']) == 2
+    error, = capsys.readouterr().err.splitlines()
+    assert error.startswith('timm-sape: --device meta: ') and error.endswith('; name a device that can run models')
+
+
+@pytest.mark.parametrize('names, named', [
+    (['last.pth.tar', 'model_best.pth.tar', 'checkpoint-7.pth.tar'], 'model_best.pth.tar'),
+    (['last.pth.tar', 'checkpoint-7.pth.tar'], 'last.pth.tar'),
+    (['checkpoint-7.pth.tar'], 'checkpoint-7.pth.tar'),
+])
+def test_folder_of_a_training(names, named, tmp_path, capsys):
+    """The message contains the path to type, and that path loads."""
+    run = tmp_path / 'run'
+    run.mkdir()
+    model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=24, patch_size=8)
+    args = argparse.Namespace(num_classes=2, model_kwargs={'img_size': 24, 'patch_size': 8})
+    for name in names:
+        torch.save({'arch': 'test_vit_rope2d', 'args': args, 'state_dict': model.state_dict()}, run / name)
+    (run / 'args.yaml').touch()
+    sweep = ['--data-dir', 'data', '--sizes', '24', '--workers', '0']
+    for given in (str(run), f'local-dir:{run}'):
+        assert main(['sweep', given, *sweep]) == 2
+        error, = capsys.readouterr().err.splitlines()
+        assert error.endswith(f' is a folder without config.json. Name a checkpoint in it: {run / named}')
+    assert main(['sweep', error.split('in it: ')[1], *sweep]) == 0
+
+
+def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
+    """The message comes at once, not after half a minute of attempts, and the fix in it works."""
+    def fail(*args, **kwargs):
+        raise ConnectionError('no')
+
+    monkeypatch.setattr('timm_sape.hub.get_session', fail)
+    monkeypatch.setattr('time.sleep', lambda seconds: pytest.fail('waited'))
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+    arguments = ['--image', 'china.jpg', '--what', 'attention', '--img-size', '32', '--output', f'{tmp_path}/map.png']
+    was_offline = constants.HF_HUB_OFFLINE
+    for model in ('test_vit', 'test_vit.r160_in1k', 'hf-hub:someone/else'):
+        assert main(['map', '--model', model, *arguments]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        hint = '' if ':' in model else f' Write {model}@FILE for weights in a file, {model}@random for none.'
+        text = f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached (ConnectionError: no).'
+        assert error == f'timm-sape: {text}{hint}'
+        assert constants.HF_HUB_OFFLINE is was_offline
+    assert main(['map', '--model', 'test_vit@random', *arguments]) == 0
+    save_file(load_model('test_vit@random').state_dict(), tmp_path / 'weights.safetensors')
+    assert main(['map', '--model', f'test_vit@{tmp_path}/weights.safetensors', *arguments, '--force']) == 0
+
+
 def test_masked_out(tmp_path):
-    """Each head of LookHere looks another way: the mean is over those that see a patch."""
+    """Heads of LookHere see different patches, so the mean is over the heads that see a patch."""
     arguments = ['--model', 'test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
     files = ['--output', str(tmp_path / 'map.png'), '--numbers', str(tmp_path / 'map.json')]
     assert main(['map', *arguments, *files]) == 0
@@ -207,9 +307,9 @@ def test_pshap(tmp_path, capsys):
 @pytest.mark.parametrize('args, text', [
     (['--background', '0'], 'background must be 1 or more'),
     (['--amp'], 'leave it out'),
-    (['--data-dir', 'china.jpg'], 'two images at least'),
+    (['--data-dir', 'china.jpg'], 'at least two images'),
     (['--data-dir', 'data', '--split', 'dev'], "has no folder 'dev'. Its folders: test, train"),
-    (['--num-images', '1'], 'two images at least'),
+    (['--num-images', '1'], 'at least two images'),
 ])
 def test_pshap_says_what_is_wrong(args, text, capsys):
     assert main(['pshap', '--model', 'model', '--data-dir', 'data', '--workers', '0', *args]) == 2
@@ -220,21 +320,34 @@ def test_probe(tmp_path, capsys):
     output = tmp_path / 'probe.json'
     size = ['--img-size', '48', '64', '--image', 'china.jpg']
     encodings = ['nope', 'ape', 'rope2d', 'sape2_k']
-    arguments = ['test_vit_nope', '--pos-enc', *encodings, '--awaken', *size, '--output', str(output)]
+    arguments = ['test_vit_pos_enc', '--pos-enc', *encodings, '--randomize', *size, '--output', str(output)]
     assert main(['probe', *arguments]) == 0
     found = json.loads(output.read_text())
     assert list(dict.fromkeys(row['model'] for row in found['rows'])) == encodings
     assert {row['verdict'] for row in found['rows']} == {'pass', ''}
     assert 'theorems hold' in capsys.readouterr().out
-    # untrained, what starts at zero breaks the promise to know where patches are: exit code 1
+    # An encoding that starts at zero does not know where patches are until it is trained, so a theorem fails: code 1.
     assert main(['probe', 'test_vit_irpe_k', *size]) == 1
     assert '| changes | fail |' in capsys.readouterr().out
     assert main(['probe', 'model', '--image', 'flower.jpg']) == 0
 
 
+def test_old_name_of_randomize(capsys):
+    arguments = ['probe', 'test_vit_irpe_k', '--img-size', '32', '48', '--image', 'china.jpg']
+    assert main([*arguments, '--randomize']) == 0
+    expected = capsys.readouterr().out
+    assert main([*arguments, '--awaken']) == 0
+    assert capsys.readouterr().out == expected
+    with pytest.raises(SystemExit, match='0'):
+        main(['probe', '--help'])
+    found = capsys.readouterr().out
+    assert '--randomize' in found and 'awaken' not in found
+
+
 @pytest.mark.parametrize('args, text', [
-    (['test_vit_nope', '--pos-enc', 'rope9d'], "Unknown position encoding 'rope9d'"),
-    (['test_vit_nope', '--image', 'none.jpg'], 'none.jpg is no image'),
+    (['test_vit_pos_enc', '--pos-enc', 'rope9d'], "Unknown position encoding 'rope9d'"),
+    (['test_vit_nope', '--image', 'none.jpg'], 'none.jpg is not an image'),
+    (['vit_tiny_patch16_224@random', '--randomize'], '--randomize is only for models of timm_sape; leave it out'),
 ])
 def test_probe_says_what_is_wrong(args, text, capsys):
     assert main(['probe', '--image', 'china.jpg', *args]) == 2
@@ -244,7 +357,9 @@ def test_probe_says_what_is_wrong(args, text, capsys):
 def test_list(capsys):
     assert main(['list']) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == timm_sape.list_encodings(aliases=True)
+    end = lines.index('')
+    assert [line.split()[0] for line in lines[1:end]] == timm_sape.list_encodings(aliases=True)
+    assert lines[end + 1].startswith('Which one? ') and max(map(len, lines[end:])) <= 120
     ape = next(line for line in lines if line.startswith('ape '))
     assert f'{197 * 384:,}' in ape and 'resampled' in ape
     assert main(['list', 'rope2*']) == 0
@@ -257,10 +372,30 @@ def test_list(capsys):
     assert main(['list', 'models', '*_graft']) == 0
     found = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert found == ['model', *timm.list_models('*_graft', exclude_filters='vit_graft')]
+    assert main(['list', 'models', 'vit_tiny_lookhere']) == 2
+    assert "no models match 'vit_tiny_lookhere'; 'lookhere' needs 6 heads" in capsys.readouterr().err
     assert main(['list', 'models', 'resnet*']) == 2
     assert "no models match 'resnet*'" in capsys.readouterr().err
     assert main(['list', 'model', 'a*']) == 2
     assert "'model' is neither encodings nor models" in capsys.readouterr().err
+
+
+def test_guide():
+    """The end of `timm-sape list` agrees with README.md, results/README.md and the registry."""
+    checkout = Path(__file__).parents[1]
+    results, readme = (
+        ' '.join(checkout.joinpath(path).read_text().split()) for path in ('results/README.md', 'README.md'))
+    assert '**RoPE-2D is ahead of both, at both rates**' in readme
+    assert 'APE 94 and 87' in results and 'RoPE-2D: 98 % at 64 px rescaled' in results
+    assert '42 % where angles go on' in results
+    assert '98 %' in GUIDE and '87 %' in GUIDE and '42 %' in GUIDE
+    missing = [
+        f'{size}_{name}' for size in SIZES for name in timm_sape.list_encodings()
+        if timm_sape.get_encoding(name).alone and not timm.is_model(f'{size}_{name}')]
+    assert missing == ['vit_tiny_lookhere'] and missing[0] in GUIDE
+    but = ' '.join(GUIDE.split()).split('with any encoding but ')[1].split(';')[0]
+    not_grafted = {name for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).gate_init is None}
+    assert set(but.replace(',', ' ').split()) - {'and'} == not_grafted - {'nope'}
 
 
 @pytest.mark.parametrize(
@@ -274,6 +409,8 @@ def test_help_has_examples(command, capsys):
 def test_figures_show_what_they_are_given():
     matrix = torch.arange(36.).view(6, 6)
     matrix[0, 1] = -torch.inf
+    with pytest.raises(ValueError, match='a title: no number is finite, so there is nothing to draw'):
+        draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix * torch.nan], (2, 3), [(2, 1)], 'numbers')
     figure = draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix], (2, 3), [(2, 1)], 'numbers')
     image, whole, one = figure.axes[:3]
     assert whole.get_title() == 'a title' and one.get_title() == 'from patch x=2, y=1'

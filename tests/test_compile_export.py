@@ -59,7 +59,7 @@ def test_compile(pos_enc):
 
 @pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope+rope2d+sape2_qk', 'ape+toy_layer+toy_shared'])
 def test_compile_training(pos_enc):
-    """The same with everything random on, patch dropout included, and a mask."""
+    """The same with all random operations, patch dropout included, and a mask."""
     model = Maker(pos_enc)(patch_drop_rate=0.5, drop_path_rate=0.2, proj_drop_rate=0.2, depth=1).train()
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     x = images((3, 5))
@@ -73,7 +73,7 @@ def test_compile_training(pos_enc):
 
 @pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope+rope2d+sape2_qk'])
 def test_compile_autocast(pos_enc):
-    """Under autocast, where biases switch it off, still one graph and the same numbers."""
+    """Biases disable autocast locally, yet there is one graph with the same numbers."""
     model = Maker(pos_enc)(depth=1)
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     with torch.autocast('cpu', torch.bfloat16):
@@ -100,7 +100,7 @@ def test_compile_inductor(pos_enc):
 
 
 def check_graph(program):
-    """Nothing but aten operators, and arithmetic of sizes."""
+    """The graph has only aten operators and arithmetic of sizes."""
     for node in program.graph.nodes:
         if node.op in ('placeholder', 'output'):
             continue
@@ -137,7 +137,7 @@ def test_export_dynamic_size(pos_enc):
 
 
 def test_export_notices_what_does_not_belong():
-    """The negative controls of the tests above: an operator of a higher order, and a size that is baked in."""
+    """The negative controls of the tests above: a higher-order operator, and a size that became a constant."""
     class SwitchesAutocast(ToyLayer):
         def position_bias(self, grid):
             with torch.autocast('cpu', enabled=False):
@@ -156,7 +156,7 @@ def test_export_notices_what_does_not_belong():
 
 
 def fx_traced(model):
-    """Traced symbolically, what timm marks as a leaf left whole; both modes return the logits."""
+    """The symbolically traced model, returning logits in both modes. timm's leaf modules and functions stay whole."""
     tracer_kwargs = dict(
         leaf_modules=get_notrace_modules(),
         autowrap_functions=get_notrace_functions(),

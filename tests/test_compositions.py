@@ -1,4 +1,4 @@
-"""Every encoding with every other: they work together, or say why not."""
+"""Every encoding with every other: they work together, or the message says why not."""
 import itertools
 
 import pytest
@@ -6,7 +6,7 @@ import timm
 import torch
 
 import timm_sape
-from common import PATCH, awaken
+from common import PATCH, randomize
 
 NAMES = [name for name in timm_sape.list_encodings() if name != 'nope']
 
@@ -15,27 +15,32 @@ def hooks(name):
     return {hook for hook in timm_sape.PositionEncoding.HOOKS if timm_sape.get_encoding(name).overrides(hook)}
 
 
+def embeds(name):
+    """Whether the encoding adds to the tokens before the first block."""
+    return 'embed' in hooks(name) and not timm_sape.get_encoding(name).per_layer
+
+
 def refusal(a, b):
     """The reason not to combine two encodings, None if there is none."""
     if {a, b} == {'ape', 'lape'}:
-        return "'lape' is 'ape' carried from layer to layer"
+        return "'lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"
     if 'rotation' in hooks(a) & hooks(b):
         return 'two rotations'
-    if 'mix' in hooks(a) | hooks(b) and 'embed' not in hooks(a) | hooks(b):
-        return 'mixes tokens with positions but has none for the tokens'
+    if 'mix' in hooks(a) | hooks(b) and not embeds(a) and not embeds(b):
+        return 'mixes tokens with their position terms, but no part adds such a term'
     return None
 
 
 def build(pos_enc):
     torch.manual_seed(0)
-    return awaken(timm.create_model(
-        'test_vit_nope', pos_enc=pos_enc, img_size=(2 * PATCH, 3 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
+    return randomize(timm.create_model(
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(2 * PATCH, 3 * PATCH), patch_size=PATCH, embed_dim=32, depth=2,
         num_heads=4, mlp_ratio=1, num_classes=3, reg_tokens=1, global_pool='avg', fc_norm=False))
 
 
 @pytest.mark.parametrize('a', NAMES)
 def test_pairs(a):
-    """Both act, and both learn."""
+    """Both encodings act and learn."""
     x = torch.randn(2, 3, 2 * PATCH, 3 * PATCH, generator=torch.Generator().manual_seed(0))
     for b in NAMES[NAMES.index(a) + 1:]:
         pos_enc, reason = f'{a}+{b}', refusal(a, b)
@@ -60,7 +65,7 @@ def test_pairs(a):
 
 
 def test_all_at_once():
-    """One rotation, one mixer, and all else together; twice with gates."""
+    """A rotation, a mixer and all other encodings together, without gates and with them."""
     everything = [
         name for name in NAMES if name not in ('lape',) and ('rotation' not in hooks(name) or name == 'rope2d_mixed')]
     gated = [
@@ -92,7 +97,7 @@ def test_entrypoints_of_every_encoding():
         for size, (dim, heads) in {
                 'vit_tiny': (192, 3), 'vit_small': (384, 6), 'vit_base': (768, 12), 'test_vit': (64, 4)}.items():
             fits = cls.fits(dim, heads)
-            with_ape = fits and name != 'nope' and refusal(name, 'ape') is None and 'embed' not in hooks(name)
+            with_ape = fits and name != 'nope' and refusal(name, 'ape') is None and not embeds(name)
             assert timm.is_model(f'{size}_{name}') == (fits and cls.alone)
             assert timm.is_model(f'{size}_{name}_ape') == with_ape
             for model in timm.list_models(f'{size}_{name}') + timm.list_models(f'{size}_{name}_ape'):
@@ -102,8 +107,12 @@ def test_entrypoints_of_every_encoding():
 
 @pytest.mark.parametrize('name', [name for name in NAMES if timm_sape.get_encoding(name).alone])
 def test_what_the_last_layer_says_to_the_class_token(name):
-    """Nothing, if its row of the logits is not biased; pooled patches hear it. After one step all else learns."""
-    heard = {  # iRPE has a bucket for prefix tokens; what it adds to a whole row for the keys is nothing to a softmax
+    """In the last layer only the class token's row of the logits matters. If it has no bias, nothing is learned there.
+
+    With pooled patches something is. The encodings of all other layers learn after one step in either case.
+    """
+    # iRPE has a bucket for prefix tokens. Its bias on keys is the same for the whole row, which softmax ignores.
+    heard = {
         'irpe_q': ['table_q'], 'irpe_qk': ['table_q'], 'irpe_qkv': ['table_q', 'table_v'], 'rope2d_mixed': ['freqs']}
     for pool in ('token', 'avg'):
         torch.manual_seed(0)
@@ -126,5 +135,5 @@ def test_what_the_last_layer_says_to_the_class_token(name):
 
 @pytest.mark.parametrize('pos_enc', ['ape', 'rope2d', 'sape2_k', 'cope', 'ope', 'irpe_qkv'])
 def test_empty_batch(pos_enc):
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, img_size=32, patch_size=8, num_classes=7)
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=32, patch_size=8, num_classes=7)
     assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 7)

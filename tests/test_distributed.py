@@ -2,6 +2,7 @@
 
 The tests run this file once as a script in two processes (gloo, CPU), which save what they get.
 """
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from batches import Twins, pictures
+from batches import batch as naflex_batch
 from common import Maker, ToyLayer, ToyShared, images, registered
 
 CASES = {
@@ -20,12 +23,18 @@ CASES = {
     'rope2d_mixed': {},
     'cope': {},
     'ape+toy_layer+toy_shared': {},
+    'naflex ape+sape2_k': {},
+    'naflex rope2d_mixed': {},
 }
+NAFLEX = 'naflex '  # before the encoding: on NaFlexVit, where the two processes get images of different sizes
 TIMEOUT = 180  # seconds for both processes, imports included
 
 
 def make_model(pos_enc):
     # float64, so that the order of a sum does not matter
+    if pos_enc.startswith(NAFLEX):
+        twins = Twins(pos_enc.removeprefix(NAFLEX))
+        return twins.naflex(twins()).train()
     return Maker(pos_enc)(pos_enc_kwargs=CASES[pos_enc]).train().double()
 
 
@@ -33,8 +42,13 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def batch():
-    return images((3, 5), batch=4).double()
+def batch(pos_enc, rank=None, world_size=2):
+    """The whole batch, or what one process gets of it."""
+    if pos_enc.startswith(NAFLEX):
+        x = naflex_batch(pictures([(2, 8), (5, 6), (8, 2), (3, 4)]))
+        return x if rank is None else {name: tensor.chunk(world_size)[rank] for name, tensor in x.items()}
+    x = images((3, 5), batch=4).double()
+    return x if rank is None else x.chunk(world_size)[rank]
 
 
 def ddp(model):
@@ -57,7 +71,7 @@ WRAPPERS = {wrap.__name__: wrap for wrap in (ddp, ddp_checkpointed, fsdp2)}
 
 
 def main(folder):
-    """What each of the two processes does."""
+    """The work of each of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     results = {}
@@ -66,7 +80,7 @@ def main(folder):
             for name, wrap in WRAPPERS.items():
                 model = make_model(pos_enc)
                 wrapped = wrap(model)
-                loss_of(wrapped, batch().chunk(dist.get_world_size())[dist.get_rank()]).backward()
+                loss_of(wrapped, batch(pos_enc, dist.get_rank(), dist.get_world_size())).backward()
                 results[pos_enc, name] = {
                     key: (p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad).clone()
                     for key, p in model.named_parameters()}
@@ -85,11 +99,13 @@ def third_party():
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    """What the two processes have saved. torchrun finds a free port, and ends one when the other fails."""
+    """The results that the two processes saved. torchrun finds a free port, and ends one process if the other fails."""
     folder = tmp_path_factory.mktemp('distributed')
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', __file__, str(folder)]
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT)
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}  # with the folders of tests that pytest has added
+    run = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, env=env)
     assert run.returncode == 0, run.stdout[-4000:]
     return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
 
@@ -98,7 +114,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize('wrapper', WRAPPERS)
 def test_gradients_of_one_process(wrapper, pos_enc, results):
     model = make_model(pos_enc)
-    loss_of(model, batch()).backward()
+    loss_of(model, batch(pos_enc)).backward()
     for result in results:
         grads = result[pos_enc, wrapper]
         assert grads.keys() == dict(model.named_parameters()).keys()
@@ -109,9 +125,9 @@ def test_gradients_of_one_process(wrapper, pos_enc, results):
 
 @pytest.mark.parametrize('pos_enc', CASES)
 def test_processes_share_the_work(pos_enc, results):
-    """The negative control: half of the batch has other gradients, and FSDP2 really holds half of the parameters."""
+    """The negative control: half of the batch gives other gradients, and FSDP2 really holds half of the parameters."""
     model = make_model(pos_enc)
-    loss_of(model, batch()[:2]).backward()
+    loss_of(model, batch(pos_enc, rank=0)).backward()
     for name, p in model.named_parameters():
         assert not torch.allclose(results[0][pos_enc, 'ddp'][name], p.grad, rtol=1e-3, atol=0), name
     total = sum(p.numel() for p in model.parameters())

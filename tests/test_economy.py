@@ -1,4 +1,4 @@
-"""What a forward pass computes, and what it does not compute again."""
+"""A forward pass computes nothing twice, and keeps attention fused where it can."""
 import pytest
 import timm_sape
 from common import POS_ENCS, Maker
@@ -15,7 +15,7 @@ def used(*args, **kwargs):
 
 @pytest.mark.parametrize('pos_enc', ALONE)
 def test_attention_stays_fused(pos_enc, monkeypatch):
-    """Nothing but an encoding of the values needs the probabilities."""
+    """Only encodings of values need the probabilities."""
     monkeypatch.setattr(ops, 'probabilities', used)
     make = Maker(pos_enc)
     if 'irpe_qkv' in pos_enc:
@@ -27,7 +27,7 @@ def test_attention_stays_fused(pos_enc, monkeypatch):
 
 @pytest.mark.parametrize('name', FIXED)
 def test_what_has_no_parameters_is_kept(name, monkeypatch):
-    """On the model's own grid nothing is computed anew; on another one it is."""
+    """On the model's own grid a table is not computed again; on another grid it is."""
     make = Maker(name)
     model = make(dynamic_img_size=True)
     monkeypatch.setattr(timm_sape.get_encoding(name), 'compute', used)

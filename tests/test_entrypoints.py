@@ -1,20 +1,21 @@
-"""The model names: which there are, what timm knows of them, what importing costs, and what wrong arguments say."""
+"""Model names: which exist, what timm knows of them, what importing costs, and the messages for wrong arguments."""
 import inspect
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from timm.models import get_pretrained_cfg, is_model_in_modules, model_entrypoint
+from timm.models import get_pretrained_cfg, is_model_in_modules, model_entrypoint, save_for_hf
 
 import timm_sape
 from timm_sape import vit_pos_enc
 
-# Written out, so that a change of the registry that loses or adds a name is seen here.
+# Written out, so that losing or adding a name in the registry makes a test fail.
 ENCODINGS = (
     'alibi2d', 'ape', 'ape2d', 'cape', 'cope', 'cpb', 'fourier', 'irpe_k', 'irpe_q', 'irpe_qk', 'irpe_qkv', 'lape',
     'lookhere', 'mrope', 'nope', 'ope', 'pape', 'peg', 'pemix', 'rope1d', 'rope2d', 'rope2d_mixed', 'rope_dinov3',
@@ -26,9 +27,10 @@ SIZES = ('vit_tiny', 'vit_small', 'vit_base', 'test_vit')
 NAMES = {
     f'{size}_{name}'
     for size in SIZES
-    for name in (*ENCODINGS, *(f'{encoding}_ape' for encoding in WITH_APE))
+    for name in (*ENCODINGS, *(f'{encoding}_ape' for encoding in WITH_APE), 'pos_enc')
     if name != 'pemix' and not (size == 'vit_tiny' and 'lookhere' in name)  # not alone; not with 3 heads
 }
+NAFLEX = {name.replace('vit', 'naflexvit', 1) for name in NAMES}
 GRAFTS = {'vit_graft', *(
     f'{size}_{name}_graft'
     for size in (*SIZES, 'vit_large')
@@ -42,7 +44,7 @@ def tiny(encoding='sape2_k', **kwargs):
 
 
 def in_new_process(script):
-    """Run a script in a fresh interpreter that can import the package; its JSON from the last line of output."""
+    """Run a script in a fresh interpreter that can import the package. Returns the JSON in its last line of output."""
     path = os.pathsep.join([str(Path(timm_sape.__file__).parents[1]), os.environ.get('PYTHONPATH', '')])
     done = subprocess.run(
         [sys.executable, '-c', script],
@@ -64,7 +66,7 @@ def test_names():
 def test_timm_finds_them_by_pattern(pattern, count):
     ours = [name for name in timm.list_models(pattern) if name in NAMES]
     assert len(ours) == count
-    assert ours == timm.list_models(pattern, exclude_filters='*_graft')
+    assert ours == timm.list_models(pattern, exclude_filters=['*_graft', '*naflexvit*'])
 
 
 @pytest.mark.parametrize('name', sorted(NAMES))
@@ -100,7 +102,7 @@ def test_default_cfg(name):
 @pytest.mark.parametrize('name', sorted(name for name in NAMES if name.startswith('test_vit_')))
 def test_entrypoint_builds(name):
     """What `pos_enc` each name stands for; the alias is resolved, the parts are in canonical order."""
-    encoding = name[len('test_vit_'):]
+    encoding = 'ape' if name == 'test_vit_pos_enc' else name[len('test_vit_'):]
     parts = [encoding.removesuffix('_ape')] + ['ape'] * encoding.endswith('_ape')
     parts = sorted('sape2_k' if part == 'sape2' else part for part in parts)
     model = timm.create_model(name)
@@ -142,12 +144,57 @@ def test_backbone_is_timms(size):
 def test_pos_enc_overrides_the_entrypoints(name, pos_enc, saved):
     model = timm.create_model(name, img_size=32, pos_enc=pos_enc)
     assert model.pos_enc == saved
-    other = timm.create_model('test_vit_nope', img_size=32, pos_enc=saved)
+    other = timm.create_model('test_vit_pos_enc', img_size=32, pos_enc=saved)
     assert list(model.state_dict()) == list(other.state_dict())
 
 
+def created_with_warnings(name, **kwargs):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        model = timm.create_model(name, device='meta', **kwargs)
+    return model, [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize('name,pos_enc,lacking', [
+    ('vit_tiny_rope2d_ape', 'sape2_k', 'ape and no rope2d'),
+    ('vit_tiny_rope2d_ape', 'rope2d+sape2', 'ape'),
+    ('vit_small_sape2', 'sape2_q', 'sape2_k'),
+    ('test_vit_nope', 'ape', 'nope'),
+])
+def test_name_of_another_encoding(name, pos_enc, lacking):
+    model, messages = created_with_warnings(name, pos_enc=pos_enc)
+    size = '_'.join(name.split('_')[:2])
+    assert messages == [
+        f'{name} is created with pos_enc={pos_enc!r}, so despite its name it has no {lacking}. '
+        f'Use {size}_pos_enc, whose name does not state an encoding.']
+    assert created_with_warnings(f'{size}_pos_enc', pos_enc=pos_enc)[0].pos_enc == model.pos_enc
+
+
+@pytest.mark.parametrize('name,pos_enc', [
+    *((f'{size}_pos_enc', pos_enc) for size in SIZES for pos_enc in ('nope', 'sape2_k', 'auto_rope2d+ape+cope')),
+    ('vit_tiny_rope2d_ape', 'ape+rope2d'),
+    ('vit_tiny_rope2d_ape', 'ape+rope2d+sape2_k'),
+    ('vit_tiny_rope2d_ape', 'ape+auto_rope2d'),
+    ('vit_tiny_sape2', 'sape2_k'),
+])
+def test_name_of_its_own_encoding(name, pos_enc):
+    model, messages = created_with_warnings(name, pos_enc=pos_enc)
+    assert messages == []
+    assert set(model.pos_enc.split('+')) == set(pos_enc.split('+'))
+
+
+def test_model_saved_under_another_name_loads_without_a_warning(tmp_path):
+    """The warning was given when it was made."""
+    with pytest.warns(UserWarning, match='despite its name it has no rope2d'):
+        model = timm.create_model('test_vit_rope2d', pos_enc='sape2_k', img_size=32)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert timm.create_model(f'local-dir:{tmp_path}', pretrained=True).pos_enc == 'sape2_k'
+
+
 def test_siblings_start_from_the_same_backbone():
-    """Seed by seed, models that differ in their encodings alone have the same other weights."""
+    """With the same seed, models that differ only in their encodings have the same other weights."""
     def build(encoding):
         torch.manual_seed(0)
         return tiny(encoding).state_dict()
@@ -159,11 +206,11 @@ def test_siblings_start_from_the_same_backbone():
             assert torch.equal(state[name], expected[name]), (encoding, name)
 
 
-# ---- what importing does
+# ---- effects of importing
 
 
 def test_import_takes_nothing_from_timm():
-    """With warnings as errors: timm warns when a name is overwritten, and forgets that model's tags."""
+    """Warnings are errors here: timm warns if a name is overwritten, and loses the tags of that model."""
     script = """
 import json, warnings
 import timm
@@ -187,13 +234,13 @@ print(json.dumps([before, after, timm_sape.list_encodings(aliases=True)]))
     assert tuple(encodings) == ENCODINGS
     assert len(before['models']) > 1000
     assert {name: after['models'][name] for name in before['models']} == before['models']
-    assert set(after['models']) - set(before['models']) == NAMES | GRAFTS
-    assert {name.split('.')[0] for name in set(after['tags']) - set(before['tags'])} == NAMES | GRAFTS
+    assert set(after['models']) - set(before['models']) == NAMES | NAFLEX | GRAFTS
+    assert {name.split('.')[0] for name in set(after['tags']) - set(before['tags'])} == NAMES | NAFLEX | GRAFTS
     assert set(before['tags']) <= set(after['tags'])
     pretrained = set(after['pretrained']) - set(before['pretrained'])
     assert {name.split('.')[0] for name in pretrained} == GRAFTS - {'vit_graft'}
     assert set(before['pretrained']) <= set(after['pretrained'])
-    assert set(after['modules']) - set(before['modules']) == {'grafting', 'vit_pos_enc'}
+    assert set(after['modules']) - set(before['modules']) == {'grafting', 'naflexvit_pos_enc', 'vit_pos_enc'}
     assert set(before['modules']) <= set(after['modules'])
 
 
@@ -219,7 +266,7 @@ sys.stdout.flush(), sys.stderr.flush()
 os.dup2(stdout, 1), os.dup2(stderr, 2)
 os.close(write)
 seconds = time.process_time() - start
-new = {name.split('.')[0] for name in set(sys.modules) - before}
+new = {name if name.startswith('torch.') else name.split('.')[0] for name in set(sys.modules) - before}
 print(json.dumps(dict(
     seconds=seconds,
     printed=os.read(read, 10000).decode(),
@@ -236,12 +283,12 @@ print(json.dumps(dict(
     assert seen['connected'] == []
     assert not seen['cuda']
     assert seen['random']
-    # No plotting, progress bars, data sets, transformers: nothing that timm has not imported already.
-    assert seen['new'] == ['timm_sape']
+    # No plotting, progress bars, data sets, transformers: only what timm imports anyway.
+    assert seen['new'] == ['timm_sape', 'torch.utils.flop_counter', 'torch.utils.module_tracker']
     assert seen['seconds'] < 0.5
 
 
-# ---- wrong arguments: ValueError, what is wrong, what to do
+# ---- wrong arguments: a ValueError that says what is wrong and what to do
 
 
 @pytest.mark.parametrize('kwargs,says', [
@@ -254,7 +301,7 @@ print(json.dumps(dict(
     (dict(pos_enc='ape+nope'), "'nope' means no position encoding"),
     (dict(pos_enc='sape2+sape2_k'), "names 'sape2_k' more than once"),
     (dict(pos_enc='ape+'), 'empty part'),
-    (dict(pos_enc_kwargs={'sape2_q': {}}), "'sape2_q', which is no part of"),
+    (dict(pos_enc_kwargs={'sape2_q': {}}), "'sape2_q', which is not a part of"),
     (dict(pos_enc_kwargs={'sape2_k': {'presets': 'appendix'}}), "no keyword 'presets'. It accepts: .*preset"),
 ], ids=str)
 def test_conflicting_arguments(kwargs, says):
@@ -333,6 +380,17 @@ def test_dynamic_image_that_the_patch_does_not_divide(encoding):
     torch.testing.assert_close(padded, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize('encoding', ENCODINGS)
+def test_naflex_is_refused(encoding):
+    naflex = {'patches': torch.zeros(1, 4, 768), 'patch_coord': torch.zeros(1, 4, 2), 'patch_valid': torch.ones(1, 4)}
+    model = tiny(encoding, dynamic_img_size=True, use_naflex=False)
+    for call in (model, model.forward_features, model.forward_intermediates, model.embed):
+        with pytest.raises(ValueError, match=r'images \[B, C, height, width\], not a dict of .*patch_coord.*naflexvit'):
+            call(naflex)
+    with pytest.raises(ValueError, match='use_naflex=True: .* does not take patches .*naflexvit'):
+        tiny(encoding, use_naflex=True)
+
+
 @pytest.mark.parametrize('kwargs', [
     dict(img_size=(32, 40)), dict(patch_size=7), dict(img_size=(-32, 32)), dict(img_size=32.), dict(img_size=64.),
     dict(img_size=[64]), dict(patch_size=8.)], ids=str)
@@ -361,7 +419,7 @@ def test_careless_arguments(kwargs, message):
 
 
 def test_spaces_around_parts():
-    assert timm.create_model('test_vit_nope', pos_enc='sape2 + ape').pos_enc == 'ape+sape2_k'
+    assert timm.create_model('test_vit_pos_enc', pos_enc='sape2 + ape').pos_enc == 'ape+sape2_k'
 
 
 def test_decorator_without_a_name():

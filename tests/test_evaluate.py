@@ -1,4 +1,4 @@
-"""Evaluation: statistics against counting and published numbers, sweeps and comparisons on tiny models and images."""
+"""Evaluation: statistics against counting and published numbers; sweeps and comparisons on tiny models and images."""
 import argparse
 import csv
 import gc
@@ -22,7 +22,7 @@ from timm.data import create_transform
 from timm.models import save_for_hf
 from torchvision.transforms import v2
 
-from common import awaken
+from common import randomize
 from timm_sape import cli
 from timm_sape.lab import compare as compare_module
 from timm_sape.lab import sweep as sweep_module
@@ -69,12 +69,12 @@ def test_wilson_interval_as_published(successes, n, expected):
 def test_wilson_interval_solves_its_equation(successes, n, confidence, z):
     low, high = wilson_interval(successes, n, confidence)
     assert 0 <= low <= successes / n <= high <= 1 and low < high
-    for p in (low, high):  # as far from the share as z standard errors at p
+    for p in (low, high):  # z standard errors at p away from the share
         assert (successes / n - p) ** 2 == pytest.approx(z ** 2 * p * (1 - p) / n, rel=1e-5, abs=1e-14)
 
 
 def exact_p(b, c):
-    """Both tails of b + c fair coins, in whole numbers."""
+    """Both tails of b + c fair coins, by integer arithmetic."""
     n = b + c
     tail = sum(math.comb(n, k) for k in range(n + 1) if abs(2 * k - n) >= abs(b - c))
     return float(Fraction(tail, 2 ** n))
@@ -94,11 +94,11 @@ def test_mcnemar_of_big_counts(b, c):
 
 
 def test_mcnemar_of_very_big_counts():
-    b, c = 5_000_000, 5_010_000  # here the normal distribution, with its continuity correction, is as good
+    b, c = 5_000_000, 5_010_000  # so many that the normal distribution with continuity correction is exact enough
     expected = math.erfc((c - b - 1) / math.sqrt(b + c) / math.sqrt(2))
     assert mcnemar_p(b, c) == pytest.approx(expected, rel=1e-4)
     assert mcnemar_p(5_000_000, 5_000_001) == pytest.approx(1, rel=1e-8)
-    assert mcnemar_p(0, 10 ** 6) == 0  # below the smallest number
+    assert mcnemar_p(0, 10 ** 6) == 0  # below the smallest float
 
 
 def test_mcnemar_counts():
@@ -108,7 +108,7 @@ def test_mcnemar_counts():
 
 
 def test_holm_by_hand():
-    # .01 * 4, .03 * 2 before .04 * 1, which may not be less
+    # .01 * 4, .03 * 2, then .04 * 1, which must not be less than the one before
     assert holm([.01, .04, .03, .005]) == pytest.approx([.03, .06, .06, .02])
     assert holm([.7, .6]) == [1, 1] and holm([.2]) == [.2] and holm([]) == []
 
@@ -164,7 +164,7 @@ def test_top_k_by_hand():
     (lambda: accuracy(torch.ones(2, 3), torch.ones(3)), r'got \[2, 3\] and \[3\]'),
     (lambda: accuracy(torch.ones(0, 3), torch.ones(0)), 'at least 1'),
     (lambda: accuracy(torch.ones(1, 3), torch.tensor([-1])), 'no labels.*one sub-folder of images per class'),
-    (lambda: accuracy(torch.ones(1, 3), torch.tensor([3])), 'labels up to 3, but the model knows 3 classes.*train'),
+    (lambda: accuracy(torch.ones(1, 3), torch.tensor([3])), 'labels up to 3, but the model has 3 classes.*train'),
     (lambda: accuracy(torch.tensor([[0, math.nan]]), torch.tensor([0])), 'not finite. Leave half precision out'),
     (lambda: expected_calibration_error(torch.ones(1, 3), torch.tensor([0]), 0), 'bins must be at least 1'),
 ])
@@ -214,7 +214,7 @@ def test_predict_times_the_model_without_its_first_batch(sizes, seconds, speed, 
 
     def loading():
         for batch in batches(*sizes):
-            clock[0] += 100  # does not count
+            clock[0] += 100  # outside of the timed part
             yield batch
 
     found = predict(model, loading())
@@ -246,7 +246,7 @@ def test_predict_says_what_is_wrong():
         predict(Sum(), [])
     with pytest.raises(ValueError, match='no labels'):
         predict(Sum(), [(images, torch.tensor([-1, -1]))])
-    with pytest.raises(ValueError, match='labels up to 9, but the model knows 3 classes'):
+    with pytest.raises(ValueError, match='labels up to 9, but the model has 3 classes'):
         predict(Sum(), [(images, torch.tensor([0, 9]))])
     model = Sum()
 
@@ -263,7 +263,7 @@ def test_predict_says_what_is_wrong():
 
 @pytest.fixture(scope='module')
 def images(tmp_path_factory):
-    """8 images of each class, all wider than high, and all different."""
+    """8 images of each class, all different and wider than high."""
     root = tmp_path_factory.mktemp('images')
     generator = np.random.default_rng(0)
     for i in range(CLASSES):
@@ -279,13 +279,13 @@ def make(pos_enc, seed=0, **kwargs):
     torch.manual_seed(seed)
     sizes = dict(num_classes=CLASSES, img_size=48, patch_size=PATCH)
     if pos_enc is None:
-        return awaken(timm.create_model('test_vit', **{**sizes, **kwargs}))
-    return awaken(timm.create_model('test_vit_nope', pos_enc=pos_enc, **{**sizes, **kwargs}))
+        return randomize(timm.create_model('test_vit', **{**sizes, **kwargs}))
+    return randomize(timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **{**sizes, **kwargs}))
 
 
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
-    """Saved models."""
+    """Folders of saved models."""
     root = tmp_path_factory.mktemp('models')
     for pos_enc in ('rope2d', 'sincos2d', 'ape+sape2_k', 'nope'):
         save_for_hf(make(pos_enc), root / pos_enc)
@@ -298,7 +298,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What a sweep or a comparison evaluates: models and their images."""
+    """Records the models that a sweep or a comparison evaluates, with their images."""
     calls = []
 
     def spy(model, loader, *args):
@@ -331,7 +331,7 @@ def test_sweep_of_both_policies(images, folders, seen):
         assert not encoding.rescales or encoding.ref_grid_size == (6, 6)
         assert row['num_images'] == 24 and row['top5'] == 100 and row['images_per_second'] > 0
 
-        # the road that needs no files: the trained model, set to the size
+        # the same without files: the trained model, set to the size
         pos_enc = model.pos_enc
         other = make(pos_enc, pos_enc_kwargs={pos_enc: {'resolution': row['policy']}})
         other.set_input_size(size)
@@ -354,7 +354,7 @@ def test_sweep_shows_the_same_content_at_each_size(images, folders, seen):
     other = torch.stack([x for x, _ in data])
     small = [nn.functional.interpolate(x, (12, 12), mode='area') for x in (*(x for _, x in seen), other)]
     distances = [(small[0] - x).abs().mean().item() for x in small[1:]]
-    assert max(distances[:2]) < 0.03 and distances[2] > 0.3  # the last is what timm's usual crop would show
+    assert max(distances[:2]) < 0.03 and distances[2] > 0.3  # the last is timm's usual crop
     # the central 90 % of height and width
     transform = v2.Compose([
         v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Resize((53, 53), antialias=True),
@@ -524,7 +524,7 @@ def test_files_are_written_all_or_none(tmp_path):
     assert [path.read_text() for path in (first, second)] == ['all', 'all']
     umask = os.umask(0)
     os.umask(umask)
-    assert first.stat().st_mode & 0o777 == 0o666 & ~umask  # as of any other file
+    assert first.stat().st_mode & 0o777 == 0o666 & ~umask  # as for any other file
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
@@ -568,7 +568,7 @@ def test_a_file_that_came_in_between_is_kept(tmp_path):
     ('a.csv', files.FIGURES, 'must end in .png or .svg or .pdf'),
     ('none/a.csv', files.TABLES, 'there is no directory .*none to write a.csv to'),
     ('folder.csv', files.TABLES, 'folder.csv is a directory; name a file'),
-    ('a.pdf', files.FIGURES, 'a.pdf wants matplotlib: pip install matplotlib, or leave it out'),
+    ('a.pdf', files.FIGURES, r"a.pdf needs matplotlib: pip install 'timm-sape\[lab\]', or leave it out"),
 ])
 def test_outputs_are_checked(name, suffixes, text, tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'find_spec', lambda name: None)
@@ -588,9 +588,10 @@ def main(monkeypatch):
 
 
 def read_csv(path):
-    notes, *lines = path.read_text().splitlines()
-    assert notes.startswith('# ') and 'batch 8, float32' in notes and 'torch' in notes
-    return list(csv.DictReader(lines))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    notes, = {row['notes'] for row in rows}
+    assert 'batch 8, float32' in notes and 'torch' in notes
+    return rows
 
 
 def test_sweep_command(main, images, folders, tmp_path, capsys):
@@ -607,7 +608,7 @@ def test_sweep_command(main, images, folders, tmp_path, capsys):
     assert out[1].read_text().count('rope2d, ') == 2
 
     before = [path.read_text() for path in out]
-    assert main([*args[:-2], '--plot', str(tmp_path / 'other.svg')]) == 2  # the table is there
+    assert main([*args[:-2], '--plot', str(tmp_path / 'other.svg')]) == 2  # the table exists already
     err = capsys.readouterr().err
     assert err == f'timm-sape: nothing written; --force overwrites what is there: {out[0]}\n'
     assert [path.read_text() for path in out] == before and not (tmp_path / 'other.svg').exists()
@@ -639,7 +640,7 @@ def test_names_without_weights_are_pointed_out(main, images, capsys):
     args = ['--data-dir', str(images), '--num-images', '3', '--batch-size', '8', '--workers', '0']
     assert main(['compare', 'test_vit_rope2d', *args]) == 0
     assert capsys.readouterr().err == (
-        'timm-sape: test_vit_rope2d has no pretrained weights: its speed means something, its accuracy does not\n')
+        'timm-sape: test_vit_rope2d has no pretrained weights and runs with random ones; ignore its accuracy\n')
 
 
 @pytest.mark.parametrize('args, text', [
@@ -656,7 +657,7 @@ def test_names_without_weights_are_pointed_out(main, images, capsys):
     (['compare', '{rope2d}', '--dataset', 'cifar10'], "Unknown data set 'cifar10'. Write e.g. torch/cifar10"),
     (['compare', '{rope2d}', '--data-dir', '{image}'], 'The images have no labels'),
     (['compare', '{rope2d}', '--data-dir', 'nowhere'], "There is no image or folder 'nowhere'."),
-    (['compare', '{rope2d}', '{few}'], 'the model knows 2 classes, from 0 on. Use a model that was trained on these'),
+    (['compare', '{rope2d}', '{few}'], 'the model has 2 classes, from 0 on. Use a model that was trained on these'),
     (['compare', 'vit_small_rope9d'], 'There is no model, file or folder'),
 ], ids=lambda value: '' if isinstance(value, str) else ' '.join(value))
 def test_commands_say_what_is_wrong_in_one_line(args, text, main, images, folders, tmp_path, capsys, monkeypatch):
@@ -675,24 +676,24 @@ def test_commands_say_what_is_wrong_in_one_line(args, text, main, images, folder
 
 
 def test_an_image_that_cannot_be_read_in_another_process(main, folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr('torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL', 0.1)  # seconds that the process may take
+    monkeypatch.setattr('torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL', 0.1)  # seconds
     (tmp_path / 'a.png').write_text('no image')
     assert main(['compare', folders['nope'], '--data-dir', str(tmp_path / 'a.png'), '--workers', '1']) == 2
     err = capsys.readouterr().err
-    assert 'a.png is no image that can be read' in err and err.count('\n') == 1 and 'Traceback' not in err
+    assert 'a.png is not an image that can be read' in err and err.count('\n') == 1 and 'Traceback' not in err
     gc.collect()  # ends the process while the interval is short
 
 
 @pytest.mark.parametrize('damage', [lambda data: data[:len(data) // 2], lambda data: b'no image'])
 def test_a_file_of_a_folder_that_cannot_be_read(damage, main, images, folders, tmp_path, capsys):
-    """No other image takes its place, as in timm, and what is not read does not matter."""
+    """Unlike in timm, no other image takes its place. A damaged file that is not read does not matter."""
     shutil.copytree(images, tmp_path / 'data')
     path = tmp_path / 'data' / 'val' / 'class1' / '7.png'  # the next one is of class2
     path.write_bytes(damage(path.read_bytes()))
     args = ['compare', folders['nope'], '--data-dir', str(tmp_path / 'data'), '--workers', '0']
     assert main(args) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith(f'timm-sape: {path} is no image that can be read: ') and err.count('\n') == 1
+    assert not out and err.startswith(f'timm-sape: {path} is not an image that can be read: ') and err.count('\n') == 1
     data = open_dataset(tmp_path / 'data')
     assert len(data) == 3 * 8 and [data[i][1] for i in (0, 14, 16)] == [0, 1, 2]
 
@@ -716,7 +717,7 @@ def test_data_sets_that_are_not_there(main, tmp_path, capsys, monkeypatch):
 
 
 def test_images_without_classes(main, images, tmp_path, capsys):
-    """timm reads a folder of images as one class, of which all are."""
+    """timm reads a folder of images as a single class."""
     shutil.copytree(images / 'val' / 'class1', tmp_path / 'flat')
     data = open_dataset(tmp_path / 'flat')
     assert len(data) == 8 and {label for _, label in data} == {-1}
@@ -724,7 +725,7 @@ def test_images_without_classes(main, images, tmp_path, capsys):
     assert 'label' in capsys.readouterr().err
     shutil.copytree(images / 'val', tmp_path / 'both')
     shutil.copy(tmp_path / 'flat' / '0.png', tmp_path / 'both')
-    with pytest.raises(ValueError, match='has images beside the folders of its classes'):
+    with pytest.raises(ValueError, match='has images next to the folders of its classes'):
         open_dataset(tmp_path / 'both')
 
 
@@ -737,7 +738,7 @@ def checkpoint(path, name, model, **args):
 
 
 def test_checkpoint_of_a_saved_model(folders, tmp_path):
-    """It has the weights of the checkpoint, not those that training began with."""
+    """Its weights are those of the checkpoint, not those that training began with."""
     name = f'local-dir:{folders["ape+sape2_k"]}'
     model = timm.create_model(name, pretrained=True)
     for p in model.parameters():
@@ -782,7 +783,7 @@ def test_sizes_that_are_none(sizes, main, capsys):
     with pytest.raises(SystemExit) as e:
         main(['sweep', 'model', '--data-dir', 'data', f'--sizes={sizes}'])
     assert e.value.code == 2
-    assert 'is no size; write e.g. 224, or 224x448 for height x width' in capsys.readouterr().err
+    assert 'is not a size; write e.g. 224, or 224x448 for height x width' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('command', ['sweep', 'compare'])

@@ -1,12 +1,12 @@
 """Experiments, with a stand-in for train.py that writes what timm's writes and takes a fraction of a second."""
 import csv
-import io
 import json
 import math
 import multiprocessing
 import os
 import re
 import signal
+import statistics
 import sys
 import time
 from collections import Counter
@@ -18,18 +18,18 @@ import torch
 import yaml
 from PIL import Image
 
-from timm_sape.lab import experiment
 from timm_sape.analysis.figures import new_figure
 from timm_sape.cli import main
+from timm_sape.lab import experiment, intervals
 from timm_sape.lab.experiment import records, report, runner, trial
 from timm_sape.lab.experiment.plan import load_plan, script_options
 
 CHECKOUT = Path(__file__).parents[1]
 EPOCHS = 4
 
-# What timm's train.py does, seen from outside: options from a YAML file, logs on stderr, a summary whose header is
-# written again after a resume, checkpoints that are written aside, Ctrl-C taken for the end. `model_kwargs` tell it how
-# to behave.
+# Behaves like timm's train.py, seen from outside: options come from a YAML file, logs go to stderr, the header of the
+# summary is written again after a resume, checkpoints are first written to another file, and Ctrl-C counts as the
+# normal end. `model_kwargs` tell it how to behave.
 STAND_IN = r"""
 import argparse, os, pickle, shutil, sys, time, zipfile
 import yaml
@@ -59,6 +59,7 @@ parser.add_argument('--warmup-lr', type=float, default=1e-5)
 parser.add_argument('--warmup-prefix', action='store_true')
 parser.add_argument('-b', '--batch-size', type=int, default=128)
 parser.add_argument('--lr', type=float)
+parser.add_argument('--scale', type=float, nargs='+', default=[0.08, 1.0])
 parser.add_argument('--log-interval', type=int, default=50)
 parser.add_argument('-j', '--workers', type=int, default=4)
 known, rest = config_parser.parse_known_args()
@@ -171,7 +172,7 @@ class Lab:
         return main(self.arguments(*options))
 
     def begin(self, *options):
-        """The command in a process of its own, which can be killed."""
+        """Run the command in a process of its own, which can be killed."""
         return begin(self.arguments(*options))
 
     def wait_for(self, text, seconds=30):
@@ -188,13 +189,12 @@ class Lab:
             for folder, what, at, process, *rest in lines]
 
     def epochs(self):
-        """How often each epoch of each run was begun."""
+        """How often each epoch of each run was started."""
         return Counter((note[0], note[1]) for note in self.notes() if note[1] != 'end')
 
     def rows(self):
-        text = (self.output / 'plan.csv').read_text()
-        assert text.startswith('# recipe small')
-        return {(row['model'], int(row['seed'])): row for row in csv.DictReader(io.StringIO(text.split('\n', 1)[1]))}
+        with open(self.output / 'plan.csv', newline='') as f:
+            return {(row['model'], int(row['seed'])): row for row in csv.DictReader(f)}
 
     def line(self, label):
         """Cells of a line of the table."""
@@ -233,14 +233,14 @@ def lab(tmp_path, checkpoints, monkeypatch):
 
 
 def assert_whole(lab, runs=('A/seed1', 'A/seed2', 'B/seed1', 'B/seed2')):
-    """All epochs are there once, whatever happened."""
+    """Each epoch is in the summary once, whatever happened."""
     for run in runs:
         lines = lab.summary(run).splitlines()
         assert [line.split(',')[0] for line in lines] == ['epoch', *map(str, range(EPOCHS))]
     assert {row['status'] for row in lab.rows().values()} == {'finished'}
 
 
-# -- what comes out
+# -- results
 
 
 def test_experiment(lab, capsys):
@@ -311,6 +311,119 @@ def test_tables_again(lab, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0 and lab.notes_file.read_text() == before
 
 
+# -- folders and the archive
+
+
+def test_folders_need_no_quotes(lab):
+    lab.plan({'APE, rate .5 (a+b)': 'test_vit_ape', 'É 1': 'test_vit_nope'}, seeds=[1])
+    assert lab() == 0
+    assert {path.name for path in lab.output.iterdir() if path.is_dir()} == {'.locks', 'APE-rate-.5-a-b', 'É-1'}
+    assert {path.name for path in (lab.output / '.locks').iterdir()} >= {'APE-rate-.5-a-b-seed1', 'É-1-seed1'}
+    assert lab.rows()['APE, rate .5 (a+b)', 1]['status'] == 'finished'  # tables have the unchanged label
+    assert [run.label for run in experiment.trained_models(lab.output)] == ['APE, rate .5 (a+b)', 'É 1']
+    before = lab.notes_file.read_text()
+    assert lab() == 0 and lab.notes_file.read_text() == before
+
+
+def test_folders_of_earlier_versions_are_found(lab):
+    """They were named by the unchanged label and did not store it. Their runs are not repeated; new seeds join them."""
+    lab.plan({'A, b': 'test_vit_ape'})
+    assert lab('--seeds', 1) == 0
+    (lab.output / 'A-b').rename(lab.output / 'A, b')
+    path = lab.output / 'A, b' / 'seed1' / 'run.json'
+    stored = json.loads(path.read_text())
+    assert stored.pop('label') == 'A, b'
+    path.write_text(json.dumps(stored))
+    before = lab.notes_file.read_text()
+    assert lab('--seeds', 1) == 0 and lab.notes_file.read_text() == before
+    assert lab() == 0 and {run for run, _ in lab.epochs()} == {'A-b/seed1', 'A, b/seed2'}
+    assert {path.name for path in lab.output.iterdir() if path.is_dir()} == {'.locks', 'A, b'}
+    assert [run[:2] for run in experiment.trained_models(lab.output)] == [('A, b', 1), ('A, b', 2)]
+    lab.plan({'A, b': {'model': 'test_vit_ape', 'lr': 0.5}})
+    assert lab() == 2  # and protected from other options
+
+
+def archived(lab, kept):
+    return [json.loads(line) for line in (kept / 'runs.jsonl').read_text().splitlines()]
+
+
+def test_archive(lab, capsys):
+    lab.plan({
+        'B, 2': {'model': 'test_vit_nope', 'model_kwargs': {'top1': {1: 51.123456, 2: 0}}}, 'A': 'test_vit_ape',
+        'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
+    assert lab('--models', 'B, 2') == 0 and lab('--models', 'nan', '--seeds', 2) == 1
+    kept = lab.folder / 'new' / 'kept'
+    capsys.readouterr()
+    assert lab('--archive', kept) == 0
+    assert capsys.readouterr().out == f'{kept}/runs.jsonl: 3 of 6 runs\n' and len(list(kept.iterdir())) == 1
+    assert lab('--models', 'A') == 0 and lab('--archive', kept) == 0
+    text = (kept / 'runs.jsonl').read_text()
+    assert lab('--archive', kept) == 0 and (kept / 'runs.jsonl').read_text() == text  # nothing is stored twice
+    runs = archived(lab, kept)
+    assert [(run['label'], run['seed'], run['status']) for run in runs] == [
+        ('A', 1, 'finished'), ('A', 2, 'finished'), ('B, 2', 1, 'finished'), ('B, 2', 2, 'finished'),
+        ('nan', 2, 'diverged')]
+    assert runs[2]['epochs'] == {
+        'epoch': [0, 1, 2, 3], 'train_loss': [2.0, 1.9, 1.8, 1.7], 'eval_loss': [2.0, 1.9, 1.8, 1.7],
+        'eval_top1': [48.123456, 49.123456, 50.123456, 51.123456],
+        'eval_top5': [88.123456, 89.123456, 90.123456, 91.123456], 'lr': [0.001] * 4}
+    assert runs[4]['epochs']['train_loss'][:2] == [2.0, None] and 'NaN' not in text
+    folder = lab.output / 'B-2' / 'seed1'
+    assert runs[0]['args'] == yaml.safe_load((lab.output / 'A' / 'seed1' / 'config.yaml').read_text())
+    assert json.loads((folder / 'run.json').read_text()) == {key: runs[2][key] for key in (
+        'label', 'status', 'error', 'starts')}
+
+    # the same tables from the archive, and nothing is trained again
+    assert lab('--tables') == 0
+    tables = {name: (lab.output / name).read_bytes() for name in ('plan.csv', 'plan.md', 'plan.png')}
+    assert main(['experiment', str(lab.folder / 'plan.yaml'), '--output', str(kept), '--tables']) == 0
+    assert {name: (kept / name).read_bytes() for name in tables} == tables
+    assert lab.rows()['B, 2', 2]['top1'] == '0.0'
+    before = lab.notes_file.read_text()
+    done = '--output', kept, '--models', 'A', 'B, 2', '--seeds', '1', '2'
+    capsys.readouterr()
+    assert lab(*done, '--dry-run') == 0 and capsys.readouterr().out.splitlines()[-1].startswith('0 minutes to go')
+    assert lab(*done) == 0 and lab.notes_file.read_text() == before
+    assert lab('--output', kept) == 1  # missing runs are repeated, but diverged ones are not
+    new = lab.notes_file.read_text().removeprefix(before)
+    assert f'{kept}/nan/seed1 epoch-0' in new and 'seed2' not in new and 'A/' not in new
+
+
+def test_archive_guards_its_runs(lab, capsys):
+    """It refuses other options and other images, as folders do."""
+    kept = lab.folder / 'kept'
+    assert lab('--seeds', 1) == 0 and lab('--archive', kept) == 0
+    lab.plan({'A': {'model': 'test_vit_ape', 'lr': 0.5}, 'B': 'test_vit_nope'})
+    for mode in ([], ['--dry-run'], ['--tables'], ['--archive', kept]):
+        capsys.readouterr()
+        assert lab('--output', kept, *mode) == 2
+        assert f'A, seed 1 in {kept} was started with lr None, now it is 0.5; name another --output, or remove its ' \
+               f'line from {kept}/runs.jsonl' in capsys.readouterr().err
+    assert lab('--output', lab.folder / 'other', '--models', 'A', '--seeds', 1) == 0
+    text = (kept / 'runs.jsonl').read_text()
+    assert lab('--output', lab.folder / 'other', '--archive', kept) == 2
+    err = capsys.readouterr().err
+    assert 'runs.jsonl has A, seed 1 with lr None, and in' in err and 'it is 0.5; name another folder' in err
+    assert (kept / 'runs.jsonl').read_text() == text
+    lab.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'})
+    (lab.folder / 'data' / 'train' / 'a' / '1.png').unlink()
+    assert lab('--output', kept, '--seeds', 2) == 2
+    assert f'A, seed 1 in {kept}/runs.jsonl was trained on other images' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('line', ['{"label": "A"', '{"label": "A"}', '[]', '{"epochs": {"epoch": [1], "lr": []}}'])
+def test_archives_that_cannot_be_read(lab, line, capsys):
+    kept = lab.folder / 'kept'
+    assert lab('--seeds', 1) == 0 and lab('--archive', kept) == 0
+    with open(kept / 'runs.jsonl', 'a') as f:
+        f.write(line)
+    for mode in ('--tables', '--dry-run'):
+        capsys.readouterr()
+        assert lab('--output', kept, mode) == 2
+        err = capsys.readouterr().err
+        assert 'runs.jsonl, line 3, is not a run' in err and err.count('\n') == 1
+
+
 def test_crashed_and_diverged(lab, capsys):
     lab.plan({
         'A': 'test_vit_ape',
@@ -328,11 +441,11 @@ def test_crashed_and_diverged(lab, capsys):
         'reject': 'crashed', 'other': 'crashed'}
     assert rows['crash', 1]['error'] == 'torch.OutOfMemoryError: no memory left'
     assert rows['nan', 1]['error'] == 'train_loss is nan in epoch 1 (the first is 0)'
-    assert rows['die', 1]['error'] == 'killed by SIGKILL, for want of memory perhaps'
+    assert rows['die', 1]['error'] == 'killed by SIGKILL, perhaps because memory ran out'
     assert rows['quit', 1]['error'] == 'ended after 2 of 4 epochs'  # though its exit code is 0
     assert "unexpected keyword argument 'reject'" in rows['reject', 1]['error']
     assert rows['other', 1]['error'].startswith(
-        f'train.py and timm {timm.__version__} do not fit; take train.py of tag v{timm.__version__}: ImportError: ')
+        f'train.py does not fit timm {timm.__version__}; use train.py of tag v{timm.__version__}: ImportError: ')
     assert '- crash, seed 1: crashed after 2 of 4 epochs, torch.OutOfMemoryError: no memory left' in table
     assert lab.line('nan')[1:6] == ['', '', '', '', '0 of 1 (1 diverged)']
     assert lab.epochs()['nan/seed1', 'epoch-3'] == 0  # it was ended
@@ -340,7 +453,7 @@ def test_crashed_and_diverged(lab, capsys):
     assert '6 of 7 runs are not finished' in capsys.readouterr().err
 
     notes = len(lab.notes())
-    assert lab() == 1  # what crashed goes on, what diverged does not
+    assert lab() == 1  # crashed runs are resumed, diverged ones are not
     rows = lab.rows()
     assert [rows[label, 1]['status'] for label in ('A', 'crash', 'die', 'quit', 'nan', 'reject')] == [
         'finished', 'finished', 'finished', 'finished', 'diverged', 'crashed']
@@ -431,7 +544,7 @@ def test_two_starts_at_once(lab):
         assert command.exitcode == 0
     assert_whole(lab)
     assert set(lab.epochs().values()) == {1} and len({note[3] for note in lab.notes()}) == 4
-    assert most_at_once(lab) == 2  # the places are those of the machine, not of a command
+    assert most_at_once(lab) == 2  # the slots are those of the machine, not of a command
 
 
 def test_running_is_seen(lab):
@@ -444,7 +557,7 @@ def test_running_is_seen(lab):
     assert [row['status'] for row in experiment.rows_of(plan, lab.output)] == ['finished', *3 * ['waiting']]
 
 
-# -- what a killed train.py leaves
+# -- remains of a killed train.py
 
 
 def test_summary_as_it_is_left(tmp_path):
@@ -455,7 +568,7 @@ def test_summary_as_it_is_left(tmp_path):
     records.write_summary(tmp_path, rows)
     assert tmp_path.joinpath('summary.csv').read_text() == 'epoch,train_loss,eval_top1\n0,2,10\n1,1.8,12\n'
     assert records.read_summary(tmp_path / 'none') == {}
-    tmp_path.joinpath('summary.csv').write_text('1,1.8,12\n2,1.7,13\n')  # somebody has removed what was above
+    tmp_path.joinpath('summary.csv').write_text('1,1.8,12\n2,1.7,13\n')  # somebody removed the lines above
     assert records.read_summary(tmp_path) == {}
 
 
@@ -472,7 +585,7 @@ def test_checkpoints_as_they_are_left(tmp_path, checkpoints):
     assert records.last_checkpoint(tmp_path) == (tmp_path / 'tmp.pth.tar', 3)  # `last` was removed, not yet replaced
     put('last', 3, 0)
     put('tmp', 3, 100)
-    assert records.last_checkpoint(tmp_path) == (tmp_path / 'checkpoint-1.pth.tar', 2)  # what a reboot did not write
+    assert records.last_checkpoint(tmp_path) == (tmp_path / 'checkpoint-1.pth.tar', 2)  # others were lost in a reboot
     put('checkpoint-1', 1, 100)
     with pytest.raises(RuntimeError, match='no checkpoint can be read, such as checkpoint-1.pth.tar'):
         records.last_checkpoint(tmp_path)
@@ -520,7 +633,7 @@ HEAD = b'epoch,train_loss,eval_top1\n'
     b'', bytes(100), b'\xff\xfe', HEAD + b'2,1.8,49\n' + bytes(50), HEAD + b'3,abc,50\n', HEAD + b'3,1.7,5x0\n'],
     ids=['empty', 'NULs', 'no text', 'half', 'no loss', 'no accuracy'])
 def test_lost_summaries(lab, content):
-    """What a reboot leaves of a summary is not shown as the result, and does not end the others."""
+    """The rest of a summary after a reboot is not shown as the result, and does not stop other runs."""
     assert lab('--models', 'A') == 0
     folder = lab.output / 'A' / 'seed1'
     (folder / 'summary.csv').write_bytes(content)
@@ -530,7 +643,7 @@ def test_lost_summaries(lab, content):
     assert lab.epochs()['A/seed1', 'epoch-3'] == 1
 
 
-# -- the places
+# -- the slots
 
 
 class Job:
@@ -580,20 +693,23 @@ def test_what_cannot_be_started_is_not_held(lab, monkeypatch):
     (0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.95, 3, 3.18245), (0.95, 4, 2.77645), (0.95, 9, 2.26216),
     (0.95, 30, 2.04227), (0.99, 1, 63.6567), (0.99, 5, 4.03214), (0.8, 2, 1.88562)])
 def test_student(confidence, dof, t):
-    assert report._student(confidence, dof) == pytest.approx(t, rel=2e-6)  # printed tables
+    values = range(dof + 1)
+    mean, low, high = intervals.mean_interval(values, confidence)
+    standard_error = statistics.stdev(values) / math.sqrt(dof + 1)
+    assert [(mean - low) / standard_error, (high - mean) / standard_error] == pytest.approx([t, t], rel=2e-6)  # printed
 
 
 def test_mean_interval():
-    mean, low, high = report.mean_interval([1, 2, 6])  # deviations -2 -1 3, variance 7
+    mean, low, high = intervals.mean_interval([1, 2, 6])  # deviations -2 -1 3, variance 7
     assert (mean, low, high) == pytest.approx((3, 3 - 4.302653 * math.sqrt(7 / 3), 3 + 4.302653 * math.sqrt(7 / 3)))
-    assert report.mean_interval([2.5]) == (2.5, -math.inf, math.inf)
+    assert intervals.mean_interval([2.5]) == (2.5, -math.inf, math.inf)
 
 
 def test_unpaired_interval():
-    low, high = report.unpaired_interval([1, 2, 6], [0, 1, 2, 1])  # squares 14 and 2, of 5 degrees of freedom
+    low, high = intervals.unpaired_interval([1, 2, 6], [0, 1, 2, 1])  # squares 14 and 2, of 5 degrees of freedom
     half = 2.570582 * math.sqrt(16 / 5 * (1 / 3 + 1 / 4))
     assert (low, high) == pytest.approx((2 - half, 2 + half))
-    assert report.unpaired_interval([2.5], [1.5]) == (-math.inf, math.inf)
+    assert intervals.unpaired_interval([2.5], [1.5]) == (-math.inf, math.inf)
 
 
 def row(model, seed, top1, status='finished'):
@@ -611,7 +727,7 @@ def test_differences_are_of_seeds_that_both_have():
 
 
 def test_the_commit_is_that_of_the_start(lab, monkeypatch):
-    """A checkout may move on while an experiment runs."""
+    """The checkout may change while an experiment runs."""
     commits = iter(['1111111', '2222222'])
     monkeypatch.setattr(runner, 'commit', lambda: next(commits))
     lab.plan({'A': 'test_vit_ape', 'B': 'test_vit_nope'}, seeds=[1])
@@ -675,32 +791,36 @@ def test_later_options_beat_earlier_ones(lab):
 
 WRONG = {
     'no seeds': (dict(seeds=[]), 'has no seeds'),
-    'seed twice': (dict(seeds=[1, 1]), 'a seed is there twice'),
+    'seed twice': (dict(seeds=[1, 1]), 'seeds has a seed twice'),
     'seed of text': (dict(seeds=['1']), 'seeds must be a list of integers'),
     'one seed': (dict(seeds=3), 'seeds must be a list of integers'),
     'models as a list': (dict(models=['test_vit_ape']), 'lines of LABEL: MODEL'),
-    'baseline': (dict(baseline='C'), "the baseline 'C' is none of the models, A"),
+    'baseline': (dict(baseline='C'), "the baseline 'C' is not one of the models, A"),
     'key': (dict(model='x'), "there is no option 'model'; 'models' is one"),
     'option': (dict(args={'learning-rate': 1, 'lr': 1}), "there is no option 'learning-rate'"),
     'near option': (dict(models={'A': {'model': 'test_vit_ape', 'epoch': 3}}), "'epoch'; 'epochs' is one"),
-    'ours': (dict(args={'seed': 1}), 'seed is set by the command'),
-    'resume': (dict(models={'A': {'resume': 'x'}}), 'resume is set by the command'),
+    'ours': (dict(args={'seed': 1}), 'the command sets seed itself'),
+    'resume': (dict(models={'A': {'resume': 'x'}}), 'the command sets resume itself'),
     'label': (dict(models={'../A': 'test_vit_ape'}), 'can be the name of a folder'),
     'number': (dict(models={3: 'test_vit_ape'}), 'put it in quotes'),
-    'a name of a file': (dict(models={'plan.csv': 'test_vit_ape'}), 'no name of a file of this experiment'),
-    'long label': (dict(models={'漢' * 67: 'test_vit_ape'}), 'at most 200 bytes long'),
+    'a name of a file': (dict(models={'plan.csv': 'test_vit_ape'}), 'must not be the name of a file of this'),
+    'same folder': (
+        dict(models={'A, b': 'test_vit_ape', 'a (B)': 'test_vit_ape'}), "its folder would be 'a-B', as that of 'A, b'"),
+    'no letter': (dict(models={'++': 'test_vit_ape'}), 'a label must have a letter or a digit'),
+    'a name of the archive': (dict(models={'(runs.jsonl)': 'test_vit_ape'}), 'must not be the name of a file'),
+    'long label': (dict(models={'漢' * 67: 'test_vit_ape'}), 'at most 200 bytes'),
     'model of another type': (dict(models={'A': {'model': 5}}), 'model must be a name (in quotes if it is a number)'),
     'models of one row': (dict(models={'A': {'model': ['test_vit_ape']}}), 'must be a name (in quotes if it is a num'),
-    'baselines': (dict(baseline=['A']), "the baseline ['A'] is none of the models, A"),
-    'no model': (dict(models={'A': {'lr': 1}}), 'it has no `model`'),
-    'nothing': (dict(models={'A': None}), '(of a model its name is enough), got None'),
+    'baselines': (dict(baseline=['A']), "the baseline ['A'] is not one of the models, A"),
+    'no model': (dict(models={'A': {'lr': 1}}), 'neither the recipe nor the plan sets `model`'),
+    'nothing': (dict(models={'A': None}), '(or, for a model, just its name), got None'),
     'kwargs': (dict(models={'A': {'model': 'test_vit_ape', 'model_kwargs': 'x=1'}}), 'model_kwargs must be a mapping'),
     'kwarg with an option': (
         dict(args={'model_kwargs': {'global_pool': 'avg'}}), 'write `gp: avg` beside model_kwargs, not in it'),
-    'epochs': (dict(args={'epochs': 0}), '`epochs` must be said'),
-    'epochs as text': (dict(args={'epochs': '4'}), "as a number (no text) of 1 or more, got '4'"),
+    'epochs': (dict(args={'epochs': 0}), 'args: epochs must be a number (without quotes) of 1 or more, got 0'),
+    'epochs as text': (dict(args={'epochs': '4'}), "epochs must be a number (without quotes) of 1 or more, got '4'"),
     'rate as text': (dict(args={'warmup_lr': '1e-5'}), 'YAML reads warmup_lr as text: write 1.0e-5, not 1e-5'),
-    'schedule': (dict(args={'sched': 'cosin'}), "timm makes no such schedule: Unknown scheduler 'cosin'"),
+    'schedule': (dict(args={'sched': 'cosin'}), "timm cannot make this schedule: Unknown scheduler 'cosin'"),
     'modules as text': (
         dict(args={'device_modules': 'timm_sape'}), 'device_modules must be a list of names, such as [timm_sape]'),
     'module of another type': (dict(args={'device_modules': [5]}), 'such as [timm_sape], got [5]'),
@@ -708,13 +828,37 @@ WRONG = {
     'recipe of another type': (dict(recipe=['a']), 'recipe must be the path of a file'),
     'unknown model': (dict(models={'A': 'vit_smal_ape'}), "A: there is no model 'vit_smal_ape'"),
     'plugin': (dict(args={'device_modules': ['no_such_plugin']}), 'no_such_plugin, which cannot be imported'),
-    'split': (dict(args={'val_split': 'val'}), "has no folder 'val', and train.py would take all of it instead"),
+    'split': (dict(args={'val_split': 'val'}), "has no folder 'val', and train.py would use all of it instead"),
     'no split': (dict(args={'val_split': None}), 'val_split must be a name (in quotes if it is a number), got None'),
+    'null workers': (dict(args={'workers': None}), 'workers must be a number (without quotes) of 0 or more, got None'),
+    'negative workers': (dict(models={'A': {'workers': -1}}), "model 'A': workers must be a number"),
+    'workers as a switch': (dict(args={'workers': True}), 'workers must be a number (without quotes) of 0 or more'),
+    'no interval': (dict(args={'val_interval': 0}), 'val_interval must be a number (without quotes) of 1 or'),
+    'null interval': (dict(args={'val_interval': None}), 'val_interval must be a number'),
+    'batches': (dict(args={'batch_size': [8]}), 'batch_size must be a number (without quotes) of 1 or more, got [8]'),
+    'batch as text': (dict(args={'batch_size': '8'}), 'batch_size must be a number (without quotes) of 1'),
+    'data as a list': (dict(args={'dataset': ['torch/cifar10']}), 'dataset must be a name'),
+    'null data': (dict(args={'dataset': None}), 'dataset must be a name (in quotes if it is a number), got None'),
+    'rates': (dict(args={'lr': [0.1, 0.2]}), 'args: lr must be a number, got [0.1, 0.2]'),
+    'nested rate': (dict(args={'lr': {'base': 0.1}}), "args: lr must be a number, got {'base': 0.1}"),
+    'rate in words': (dict(args={'lr': 'high'}), "args: lr must be a number, got 'high'"),
+    'rate as a switch': (dict(args={'lr': True}), 'args: lr must be a number, got True'),
+    'null warmup': (dict(args={'warmup_epochs': None}), 'warmup_epochs must not be null; leave it out for the'),
+    'half an epoch': (dict(args={'warmup_epochs': 0.5}), 'args: warmup_epochs must be an integer, got 0.5'),
+    'null switch': (dict(args={'dataset_download': None}), 'dataset_download must not be null; leave it out'),
+    'switch in words': (dict(args={'dataset_download': 'yes'}), "dataset_download must be true or false, got 'yes'"),
+    'one item': (dict(args={'scale': 0.5}), 'scale must be a list, each item a number, such as [1, 2], got 0.5'),
+    'items as text': (dict(args={'scale': ['1e-1', 1]}), 'scale must be a list, each item a number, such as'),
+    'text as a list': (dict(args={'gp': ['avg']}), "args: gp must be text, got ['avg']"),
+    'list of args': (dict(args=[]), 'args: it must be options of train.py'),
+    'list of kwargs': (dict(args={'model_kwargs': []}), 'model_kwargs must be a mapping'),
+    'numbered kwargs': (dict(args={'model_kwargs': {1: 2}}), 'model_kwargs must be a mapping'),
+    'no modules': (dict(args={'device_modules': ''}), 'device_modules must be a list of names'),
     'named data': (
         dict(args={'dataset': 'torch/cifar10'}),
         "data has no data set torch/cifar10, split 'train': Dataset not found or corrupted."),
     'device': (dict(args={'device': 'foo'}), "the plan has device 'foo', which torch does not know"),
-    'no device': (dict(args={'device': None}), 'the plan has device None, which torch does not know'),
+    'no device': (dict(args={'device': None}), "device must not be null; leave it out for the default, 'cuda'"),
     'cuda': (dict(args={'device': 'cuda'}), 'torch sees no GPU here'),
 }
 
@@ -730,7 +874,7 @@ def test_wrong_plans(lab, name, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('text, message', [
-    ('models:\n  A: x\n  A: y\n', "'A' is there twice"), ('models: [', 'is no YAML'), ('- 1', 'must be a mapping')])
+    ('models:\n  A: x\n  A: y\n', "'A' is there twice"), ('models: [', 'is not YAML'), ('- 1', 'must be a mapping')])
 def test_files_that_are_no_plans(lab, text, message, capsys):
     (lab.folder / 'plan.yaml').write_text(text)
     assert lab() == 2
@@ -757,7 +901,7 @@ def test_no_data(lab, capsys):
 def test_data_that_have_a_name(lab):
     lab.plan({
         'A': {'model': 'test_vit_ape', 'dataset': 'torch/image_folder'},
-        'B': {'model': 'test_vit_ape', 'dataset': 'torch/cifar10', 'dataset_download': True},  # train.py brings it
+        'B': {'model': 'test_vit_ape', 'dataset': 'torch/cifar10', 'dataset_download': True},  # train.py downloads it
     }, seeds=[1])
     assert lab() == 0
 
@@ -766,21 +910,21 @@ def test_data_that_have_a_name(lab):
 def test_output_among_the_images(lab, output, label, capsys):
     lab.plan({label: 'test_vit_ape'})
     assert lab('--output', lab.folder / output) == 2
-    assert 'would be among the images; name an --output elsewhere' in capsys.readouterr().err
+    assert 'would be among the images; name another --output' in capsys.readouterr().err
 
 
 def test_files_of_somebody_else(lab, capsys):
     lab.output.mkdir()
     (lab.output / 'plan.csv').write_text('mine')
     assert lab() == 2
-    assert 'plan.csv is there, and is none of this experiment' in capsys.readouterr().err
+    assert 'plan.csv exists and is not of this experiment' in capsys.readouterr().err
     assert [path.name for path in lab.output.rglob('*')] == ['plan.csv']
 
 
 def test_a_script_that_is_none(lab, capsys):
     lab.script.write_text('def (')
     assert lab() == 2
-    assert 'is no Python script' in capsys.readouterr().err
+    assert 'is not a Python script' in capsys.readouterr().err
     lab.script.write_text('from elsewhere import main; main()')
     assert script_options(lab.script) is None
 
@@ -794,7 +938,7 @@ def test_other_options_than_it_was_begun_with(lab, mode, capsys):
     capsys.readouterr()
     assert lab(*mode) == 2
     err = capsys.readouterr().err
-    assert 'A, seed 1 in ' in err and 'was begun with lr 0.1, now it is 0.2' in err and err.count('\n') == 1
+    assert 'A, seed 1 in ' in err and 'was started with lr 0.1, now it is 0.2' in err and err.count('\n') == 1
     assert {path: path.read_bytes() for path in lab.output.rglob('*') if path.is_file()} == before
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=0.1, workers=2)
     assert lab('--models', 'A', '--seeds', 1) == 0  # workers do not matter
@@ -805,7 +949,7 @@ def test_other_options_than_it_was_begun_with(lab, mode, capsys):
     lambda data: (data / 'test' / 'a' / '0.png').write_bytes(b'another size'),
 ], ids=['one less', 'another'])
 def test_other_images_than_it_was_begun_with(lab, change, capsys):
-    """Else the runs of one row would be of different data."""
+    """Otherwise the runs of a row would differ in their data."""
     assert lab('--models', 'A', '--seeds', 1) == 0
     recorded = json.loads((lab.output / 'A' / 'seed1' / 'run.json').read_text())['starts'][0]['images']
     assert recorded.keys() == {'train', 'test'} and recorded['train'].startswith('2 files, ')
@@ -814,7 +958,7 @@ def test_other_images_than_it_was_begun_with(lab, change, capsys):
     capsys.readouterr()
     assert lab('--models', 'B', '--seeds', 2) == 2
     err = capsys.readouterr().err
-    assert 'seed1 was trained on other images' in err and 'name the folder that it was, or another --output' in err
+    assert 'seed1 was trained on other images' in err and 'name the folder used then, or another --output' in err
     for path, content in before.items():
         assert path.suffix in ('.csv', '.md', '.png') or path.read_bytes() == content
 
@@ -841,7 +985,7 @@ def test_places_on_gpus(monkeypatch):
 
 
 def test_how_busy_gpus_are(lab, monkeypatch, capsys):
-    """With a stand-in for nvidia-smi, which knows GPU-5 alone."""
+    """With a stand-in for nvidia-smi, which only knows GPU-5."""
     stand_in = lab.folder / 'bin' / 'nvidia-smi'
     stand_in.parent.mkdir()
     stand_in.write_text(
@@ -851,7 +995,7 @@ def test_how_busy_gpus_are(lab, monkeypatch, capsys):
     monkeypatch.setenv('PATH', f'{stand_in.parent}:{os.environ["PATH"]}')
     assert [runner.gpu_utilisation(gpu) for gpu in ('GPU-5', 'GPU-6')] == [40, None]
     monkeypatch.setattr(runner, 'POLL', 0.02)
-    monkeypatch.setattr(runner, 'GPU_POLL', 0)  # at each look at what runs, the first before it can have ended
+    monkeypatch.setattr(runner, 'GPU_POLL', 0)  # on every check, the first of which comes before a run can end
     slots = [runner.Slot(f'place-{gpu}', 'a GPU', {'CUDA_VISIBLE_DEVICES': gpu}) for gpu in ('GPU-5', 'GPU-6')]
     monkeypatch.setattr(experiment, 'make_slots', lambda *args: slots)
     assert lab('--seeds', 1) == 0
@@ -865,7 +1009,7 @@ def test_how_busy_gpus_are(lab, monkeypatch, capsys):
     stored['starts'] = [
         {**stored['starts'][0], 'seconds': seconds, 'gpu_utilisation': used} for seconds, used in ((30, 80), (10, 40))]
     path.write_text(json.dumps(stored))
-    assert records.Record(path.parent).gpu_utilisation == 70
+    assert records.Record.read(path.parent).gpu_utilisation == 70
     monkeypatch.setenv('PATH', '')
     assert runner.gpu_utilisation('GPU-5') is None
 
@@ -940,7 +1084,7 @@ def test_dry_run(lab, capsys):
 
 @pytest.mark.parametrize('workers, first, steps', [(0, 3, 40), (3, 9, 40), (3, 9, 12)])
 def test_steps_that_were_loaded_ahead_do_not_count(lab, workers, first, steps, capsys, monkeypatch):
-    # as if batches came three at a time
+    # as if batches came in groups of three
     lab.script.write_text(STAND_IN.replace('range(4)', f'range({steps})').replace('/4 (', f'/{steps} (').replace(
         '0.500s', f'{{3 * (step >= {first} and step % 3 == 2):.3f}}s'))
     seen, stop = [], trial._Trial.stop
@@ -990,9 +1134,9 @@ def test_subset(images, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('options, message', [
-    ([], 'wants --per-class'), (['--per-class', '4', '1'], "'train' has 3 images of 'a', and 4 were asked for"),
+    ([], 'needs --per-class'), (['--per-class', '4', '1'], "'train' has 3 images of 'a', and 4 were asked for"),
     (['--per-class', '0', '1'], 'must be 1 or more'),
-    (['--per-class', '1', '1', '--seed', '0'], '--seed does not belong')])
+    (['--per-class', '1', '1', '--seed', '0'], '--seed is not for cifar10-subset')])
 def test_wrong_subsets(images, options, message, tmp_path, capsys):
     assert main([*images, *options]) == 2
     err = capsys.readouterr().err
@@ -1001,7 +1145,7 @@ def test_wrong_subsets(images, options, message, tmp_path, capsys):
 
 def test_other_classes_and_no_subset(tmp_path, images, capsys):
     assert main([images[0], 'cifar10-position', *images[2:], '--per-class', '1', '1']) == 2
-    assert '--per-class does not belong to cifar10-position' in capsys.readouterr().err
+    assert '--per-class is not for cifar10-position' in capsys.readouterr().err
     (tmp_path / 'all' / 'test' / 'c').mkdir()
     Image.new('RGB', (2, 2)).save(tmp_path / 'all' / 'test' / 'c' / '0.png')
     assert main([*images, '--per-class', '1', '1']) == 2
@@ -1017,10 +1161,11 @@ PLANS = sorted(path for path in CHECKOUT.glob('train_configs/*/*.yaml') if 'mode
 @pytest.mark.parametrize('path', PLANS, ids=lambda path: f'{path.parent.name}/{path.stem}')
 def test_plans_of_ours(path):
     lines = (Path(__file__).parent / 'data' / 'train_py_args.txt').read_text().splitlines()
-    plan = load_plan(path, {line for line in lines if not line.startswith('#')})
+    plan = load_plan(path, dict.fromkeys(line for line in lines if not line.startswith('#')))
     assert plan.baseline == plan.labels[0] == {
         'pooling': 'APE, pooled', 'half_rate': 'APE, rate .00075',
-        'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075'}.get(path.stem, 'APE')
+        'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075',
+        'repository': 'APE, no LayerScale'}.get(path.stem, 'APE')
     for run in plan.runs[:len(plan.labels)]:
         config = run.config
         assert config['model_kwargs']['img_size'] == config['img_size']
@@ -1035,7 +1180,9 @@ def test_plans_are_there():
         'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10',
         'cpu_cifar10/half_rate': 'cpu_cifar10', 'cpu_cifar10/half_rate_ablations': 'cpu_cifar10',
         'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
-        'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10'}
+        'cpu_cifar10/repository': 'cpu_cifar10',
+        'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10',
+        'gpu_cifar10/repository': 'repository_cifar10'}
 
 
 @pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")

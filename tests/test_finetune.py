@@ -1,4 +1,4 @@
-"""Fine-tuning a grafted model: the example, on handwritten digits, and what the recipe's optimizer does with it."""
+"""Fine-tuning a grafted model: the example, on handwritten digits, and the parameter groups of the recipe."""
 import csv
 import importlib.util
 import re
@@ -58,14 +58,14 @@ def test_example(digits, tmp_path):
     assert changes.keys() == {'sape2_k', 'nope'} and float(largest) > 0.1
     assert all(float(change) < 1e-5 for change in changes.values())
 
-    notes, *lines = (tmp_path / 'out' / 'x.csv').read_text().splitlines()
-    assert notes.startswith('# 320 images and 12 epochs for the base, 192 and 4 for each; ') and 'torch' in notes
-    rows = list(csv.DictReader(lines))
+    rows = list(csv.DictReader((tmp_path / 'out' / 'x.csv').read_text().splitlines()))
+    notes, = {row['notes'] for row in rows}
+    assert notes.startswith('320 images and 12 epochs for the base, 192 and 4 for each; ') and 'torch' in notes
     assert [(row['graft'], row['seed']) for row in rows] == [
         (name, seed) for seed in '01' for name in ('none', 'sape2_k', 'nope')]
     top1 = {name: [float(row['top1']) for row in rows if row['graft'] == name] for name in ('none', 'sape2_k', 'nope')}
     assert min(top1['none']) > 35  # of four
-    assert top1['nope'] == top1['none'] and top1['none'][0] != top1['none'][1]  # the same in all but the graft
+    assert top1['nope'] == top1['none'] and top1['none'][0] != top1['none'][1]  # everything but the graft is the same
     opened = [list(map(float, row['gates'].split())) for row in rows if row['graft'] == 'sape2_k']
     assert all(len(gates) == 4 and max(map(abs, gates)) > 0.02 for gates in opened)  # one for each layer
     assert opened[0] != opened[1]
@@ -89,7 +89,7 @@ def test_verdict(example, differences, verdict):
 
 @pytest.mark.parametrize('arguments, message', [
     (['--seeds', '1'], '--seeds must be at least 2'),
-    (['--base-images', '360', '--images', '500'], 'there are 240 images of classes 6 to 9'),
+    (['--base-images', '360', '--images', '500'], 'there are only 240 images of classes 6 to 9'),
     (['--graft', 'lookhere'], 'no neutral form'),
     (['--data-dir', 'nowhere'], 'nowhere has neither'),
 ])
@@ -110,14 +110,14 @@ def groups(model):
     return {name: found[id(p)] for name, p in model.named_parameters()}
 
 
-# What each block has of its own, and what all share
+# parameters of each block, and parameters that all blocks share
 POS_ENC = 'sape2_k+irpe_k+rope2d_mixed+fourier+t5'
 
 
 @pytest.mark.parametrize(
     'base', ['vit_tiny_patch16_224', 'deit_tiny_distilled_patch16_224', 'vit_relpos_small_patch16_224'])
 def test_parameter_groups(base):
-    """Added parameters have the rate of the block that they act in, or of the tokens, and no weight decay."""
+    """Added parameters have the learning rate of their block, or that of the tokens, and no weight decay."""
     model = timm_sape.graft(base, POS_ENC, depth=3)
     found = groups(model)
     added = {name for name in found if 'encodings.auto_' in name}
@@ -133,7 +133,7 @@ def test_parameter_groups(base):
 
 
 def test_parameter_groups_are_not_timms_own(monkeypatch):
-    """timm by itself gives what all blocks share the rate of the head, and decays tables."""
+    """Without us, timm would give parameters that all blocks share the rate of the head, and decay tables."""
     model = timm_sape.graft('vit_tiny_patch16_224', POS_ENC, depth=3)
     monkeypatch.setattr(timm_sape.VisionTransformerPosEnc, 'group_matcher', VisionTransformer.group_matcher)
     monkeypatch.setattr(timm_sape.VisionTransformerPosEnc, 'no_weight_decay', VisionTransformer.no_weight_decay)
@@ -143,7 +143,7 @@ def test_parameter_groups_are_not_timms_own(monkeypatch):
 
 
 def test_recipe_compares_a_graft_with_its_base():
-    """Both models have weights on the Hub, the same ones."""
+    """Both models have the same weights on the Hub."""
     sources = []
     for config in (ROOT / 'train_configs/finetune').glob('*.yaml'):
         values = yaml.safe_load(config.read_text())

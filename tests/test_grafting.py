@@ -1,4 +1,4 @@
-"""Encodings grafted onto timm's ViTs, which stand in with random weights for the pretrained ones."""
+"""Encodings grafted onto timm's ViTs, which have random weights here instead of pretrained ones."""
 import copy
 import json
 import os
@@ -18,7 +18,7 @@ import timm_sape
 from hub_server import serve
 
 SMALL = dict(embed_dim=96, num_heads=4)
-ARCHITECTURES = {  # by name: what makes it small enough for a test, where it can be
+ARCHITECTURES = {  # by name: arguments that make it small enough for a test, if there are any
     'vit_tiny_patch16_224': SMALL,
     'vit_small_patch32_224': SMALL,
     'vit_base_patch16_siglip_224': SMALL,  # attention pooling
@@ -55,7 +55,7 @@ GRAFTABLE = [name for name in timm_sape.list_encodings() if name not in NO_NEUTR
 
 
 def randomised(model, seed=0):
-    """With parameters away from their initial values, so that a lost or a permuted one shows."""
+    """The model with parameters far from their initial values, so that lost or permuted ones are noticed."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -64,7 +64,7 @@ def randomised(model, seed=0):
 
 
 def base_model(name, grid=(4, 6), **kwargs):
-    """A timm model of depth 2 for a few patches."""
+    """A timm model of depth 2 for a few patches, with random parameters."""
     stride = re.search(r'(?:patch|_s)(\d+)', name)
     size = [n * int(stride[1] if stride else 16) for n in grid]
     model = randomised(timm.create_model(name, depth=2, img_size=size, num_classes=5, **kwargs))
@@ -83,7 +83,7 @@ def largest_difference(model, other, x):
 
 
 def assert_same(grafted, model):
-    """Within 1e-5, or 1e-10 in float64, on images; and not because both ignore them."""
+    """Both give the same logits of images, within 1e-5, or 1e-10 in float64, and logits do depend on images."""
     x = images(model).to(model.head.weight.dtype)
     assert largest_difference(grafted, model, x) < (1e-5 if x.dtype == torch.float32 else 1e-10)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def gates(model):
 
 
 def assert_felt(grafted, model):
-    """Once the gates open, the encodings act; the negative control of `assert_same`."""
+    """With open gates the encodings change the logits. The negative control of `assert_same`."""
     with torch.no_grad():
         for name, p in grafted.named_parameters():
             if '.auto_' in name:
@@ -117,9 +117,9 @@ def test_architectures(name, dtype):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=['float32', 'float64'])
 @pytest.mark.parametrize('name', [*ROTARY, *RELATIVE])
 def test_converted(name, dtype):
-    """The rotary ViTs of naver and the relative-position ViTs, as they are and with something grafted on.
+    """The rotary ViTs of naver and the relative-position ViTs, unchanged and with an encoding grafted on.
 
-    timm computes the tables of both kinds in float32, in a model of float64 too: they differ there by its rounding.
+    timm computes the tables of both kinds in float32 even in a float64 model, so there the results differ by rounding.
     """
     model = base_model(name, dtype=dtype, **SMALL)
     own = {'ape'} if 'ape' in name else set()
@@ -139,7 +139,7 @@ def test_lists_of_converted():
 
 
 def test_converted_trains_as_before():
-    """Rates of dropout are those of the model, its MLP's own included."""
+    """Dropout rates are those of the model, including that of the MLP."""
     kwargs = dict(depth=2, drop_path_rate=0.2, proj_drop_rate=0.1, attn_drop_rate=0.3, drop_rate=0.4)
     for name in ('vit_relpos_small_patch16_224', 'vit_small_patch16_rope_224'):
         model = timm.create_model(name, **kwargs)
@@ -156,10 +156,10 @@ def test_converted_trains_as_before():
 
 @pytest.mark.parametrize('pos_enc', GRAFTABLE)
 def test_encodings(pos_enc):
-    """Each on one model: neutral, learning from the first step on, and felt afterwards.
+    """Each encoding on one model: neutral at first, learning from the first step on, and effective afterwards.
 
-    The model pools over all patches. (Where the class token alone is read, a bias between patches of the last layer
-    has no effect.)
+    The model pools over all patches. (If only the class token is used, a bias between patches has no effect in the last
+    layer.)
     """
     model = base_model('test_vit', grid=(3, 5), global_pool='avg')
     grafted = timm_sape.graft(model, pos_enc)
@@ -185,7 +185,7 @@ def test_encodings(pos_enc):
 
 
 def test_a_zero_on_zeros_would_not_learn():
-    """Why the gate of an encoding that starts from zeros stays at 1."""
+    """The reason why the gate of an encoding that starts from zeros starts at 1."""
     with pytest.raises(ValueError, match="'auto_cope': init=0 on parameters that start at 0 would never learn"):
         timm_sape.graft('test_vit', 'cope', {'cope': {'init': 0}})
     assert [gate.item() for gate in gates(timm_sape.graft('test_vit', 'cope', depth=2))] == pytest.approx([0.01, 0.01])
@@ -208,7 +208,7 @@ def test_a_model_without_a_table():
     grafted = timm_sape.graft(model, 'sincos2d')
     assert grafted.pos_enc == 'auto_sincos2d' and grafted.pos_embed is None
     assert_same(grafted, model)
-    with pytest.raises(ValueError, match="'ape' cannot be grafted: it is timm's own table, which this base has not"):
+    with pytest.raises(ValueError, match="'ape' cannot be grafted: it is timm's own table, which this base does not"):
         timm_sape.graft(model, 'ape+sape2_k')
 
 
@@ -234,7 +234,7 @@ def test_model_is_left_alone_and_its_state_is_kept():
 
 
 def test_converted_with_other_arguments():
-    """Those that the other class has too."""
+    """Arguments that the class it is converted to has, too."""
     for name, kwargs in (
             ('vit_small_patch16_rope_224', dict(global_pool='map')),
             ('vit_small_patch16_rope_mixed_224', dict(global_pool='avg', init_values=None)),
@@ -281,9 +281,9 @@ def test_config_is_kept():
 
 
 def test_a_size_that_patches_do_not_divide():
-    """SigLIP's 384 at patch 14: timm leaves the rest out."""
+    """SigLIP's 384 with patches of 14: timm crops the rest."""
     model = randomised(timm.create_model('vit_tiny_patch16_224', img_size=72, depth=2, **SMALL))
-    assert_same(timm_sape.graft(model, 'ope'), model)  # which looks at the image itself
+    assert_same(timm_sape.graft(model, 'ope'), model)  # 'ope' uses the image itself
     grafted = timm_sape.graft(model, 'sape2_k')
     assert_same(grafted, model)
     grafted.set_input_size((72, 72))
@@ -302,12 +302,12 @@ def test_a_size_that_patches_do_not_divide():
     ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1), 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(global_pool='map', attn_pool_num_heads=2), 'only vit_.*_224 can be converted'),
-    ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted with .* it lacks'),
+    ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted if .* it lacks'),
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
     ('vit_small_patch16_rope_ape_224', dict(no_embed_class=False), 'Eva cannot be converted .* it has pos_embed'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
-    ('test_vit_ape', {}, "has its encodings from here already, 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0"),
+    ('test_vit_ape', {}, "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0"),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
@@ -320,7 +320,7 @@ def test_encodings_that_are_refused(name):
     if name in ('ape', 'nope'):  # nothing to add
         assert timm_sape.graft('test_vit', name, depth=2).pos_enc == 'ape'
         return
-    with pytest.raises(ValueError, match='no neutral form|is .ape. carried from layer to layer'):
+    with pytest.raises(ValueError, match='no neutral form|is .ape. passed from layer to layer'):
         timm_sape.graft('test_vit', name, depth=2)
 
 
@@ -329,7 +329,7 @@ def test_changed_models_are_refused():
         timm_sape.graft(timm.models.VisionTransformer(depth=1, embed_dim=64, num_heads=2), 'sape2_k')
     model = timm.create_model('test_vit')
     model.blocks = model.blocks[:2]
-    with pytest.raises(ValueError, match='it lacks blocks.2.*Graft first, and change the model then'):
+    with pytest.raises(ValueError, match='it lacks blocks.2.*Graft it first, then change it'):
         timm_sape.graft(model, 'sape2_k')
     model = timm.create_model('test_vit')
     model.blocks[3].mlp.act = torch.nn.ReLU()
@@ -337,24 +337,24 @@ def test_changed_models_are_refused():
         timm_sape.graft(model, 'sape2_k')
     with pytest.raises(ValueError, match='FeatureGetterNet cannot be grafted'):
         timm_sape.graft(timm.create_model('test_vit', features_only=True), 'sape2_k')
-    with pytest.raises(ValueError, match='img_size: arguments of timm.create_model are for a name'):
+    with pytest.raises(ValueError, match='img_size: arguments of timm.create_model go with the name of a model'):
         timm_sape.graft(timm.create_model('test_vit'), 'sape2_k', img_size=64)
 
 
 @pytest.mark.parametrize('kwargs, message', [
     ({}, 'vit_graft needs a base'),
     (dict(base='test_vit'), 'vit_graft needs a base and encodings'),
-    (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "is no model of timm. Did you mean 'vit_small_patch16_224'"),
-    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base has 'ape' by itself"),
-    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "'cpb' is of the base"),
-    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is no part of"),
+    (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "not a model of timm. Did you mean 'vit_small_patch16_224'"),
+    (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base already has 'ape'"),
+    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "base has its own 'cpb'"),
+    (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is not a part of"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'npos': 3}}), "'auto_rope2d' has no keyword"),
     (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),
     (dict(base='test_vit', pos_enc='rope2d+rope2d_mixed'), 'two rotations'),
-    (dict(base='test_vit_relpos', pos_enc='auto_cpb'), "'auto_cpb' cannot be grafted: the base has 'cpb' by itself"),
-    (dict(base='test_vit_ape', pos_enc='rope2d'), 'is no model of timm. Did you mean'),
+    (dict(base='test_vit_relpos', pos_enc='auto_cpb'), "'auto_cpb' cannot be grafted: the base already has 'cpb'"),
+    (dict(base='test_vit_ape', pos_enc='rope2d'), 'is not a model of timm. Did you mean'),
     (dict(base='local-dir:x', pos_enc='rope2d'), 'It must be an architecture; timm_sape.graft takes saved models'),
-    (dict(base=5, pos_enc='rope2d'), 'base=5 is no model of timm'),
+    (dict(base=5, pos_enc='rope2d'), 'base=5 is not a model of timm'),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs='x'), 'pos_enc_kwargs must map parts to their keywords'),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': 5}), 'pos_enc_kwargs must map parts to their'),
     (dict(base='test_vit', pos_enc='cope', pos_enc_kwargs={'cope': {'npos': 3}, 'auto_cope': {}}), 'under two names'),
@@ -374,7 +374,7 @@ CONVERTED = ('vit_small_patch16_rope_mixed_ape_224', 'vit_srelpos_small_patch16_
 @pytest.mark.parametrize('name', [*ARCHITECTURES, *CONVERTED])
 def test_saved_and_loaded(name, tmp_path):
     grafted = timm_sape.graft(base_model(name, **ARCHITECTURES.get(name, SMALL)), 'sape2_k')
-    assert_felt(grafted, copy.deepcopy(grafted))  # that is to say, changes it
+    assert_felt(grafted, copy.deepcopy(grafted))  # this opens the gates of `grafted`
     save_for_hf(grafted, str(tmp_path), safe_serialization=True)
     config = json.loads((tmp_path / 'config.json').read_text())
     assert config['architecture'] == 'vit_graft' and config['model_args']['base'] == name
@@ -428,9 +428,9 @@ def test_weights_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize('name, saved_at, rename', [
-    ('flexivit_small', (4, 6), {}),  # resampled in a way of its own
+    ('flexivit_small', (4, 6), {}),  # has its own way of resampling
     ('deit3_small_patch16_224', (4, 6), {'.ls1.gamma': '.gamma_1', '.ls2.gamma': '.gamma_2'}),  # as published
-    ('vit_base_patch16_siglip_gap_224', (2, 3), {}),  # published with a pool that it has not
+    ('vit_base_patch16_siglip_gap_224', (2, 3), {}),  # published with a pool that the model does not have
     ('vit_small_patch16_rope_ape_224', (2, 3), {}),  # converted
 ])
 def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_path):
@@ -461,7 +461,7 @@ def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_
         assert bool(added) == (pos_enc == 'sape2_k')
         for key in added:  # drawn as without a file
             assert torch.equal(seeded[0].state_dict()[key], seeded[1].state_dict()[key])
-    others = {**kwargs, 'in_chans': 3, 'num_classes': 7}  # both adapted, by timm
+    others = {**kwargs, 'in_chans': 3, 'num_classes': 7}  # timm adapts both
     grafted = timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **others)
     stock = timm.create_model(name, **others)
     for key, value in stock.patch_embed.state_dict().items():
@@ -470,7 +470,7 @@ def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_
 
 
 def test_a_convolutional_stem_at_another_size(tmp_path):
-    """The grid of the table is not that of the last kernel."""
+    """The grid of the table follows from the stride of the whole stem, not of its last layer."""
     model = randomised(timm.create_model('vit_tiny_r_s16_p8_224', depth=2, img_size=(64, 128), **SMALL))
     assert model.patch_embed.grid_size == (2, 4)
     grafted = timm_sape.graft(model, 'nope')
@@ -485,7 +485,7 @@ def test_a_convolutional_stem_at_another_size(tmp_path):
 
 
 def test_patch_dropout_as_it_is_now():
-    """Not as the model was created."""
+    """The current patch dropout counts, not that of creation."""
     for created, now in ((0.25, 0.75), (0, 0.5)):
         model = base_model('test_vit', patch_drop_rate=created)
         model.patch_drop = PatchDropout(now, num_prefix_tokens=1)

@@ -1,4 +1,4 @@
-"""From one process to another over the Hub, by timm's own functions: the same logits, bit for bit.
+"""Pushed and pulled by timm's own functions, a model in another process gives the same logits, bit for bit.
 
 The Hub is a stand-in on this machine, see hub_server.py.
 """
@@ -83,7 +83,7 @@ assert 'timm_sape' not in sys.modules
 
 
 def run(script, hub, folder, cache):
-    """Run a script in a process of its own, with an empty cache; what it printed."""
+    """Run a script in a process of its own with an empty cache. Returns its output."""
     env = {k: v for k, v in os.environ.items() if not k.startswith('HF_') and not k.lower().endswith('_proxy')}
     env.update(
         HF_ENDPOINT=hub.url,
@@ -103,7 +103,7 @@ def run(script, hub, folder, cache):
 
 @pytest.fixture(scope='module')
 def exchange(tmp_path_factory):
-    """Push and pull once. The Hub, the folder with both sides' logits, and what each process printed."""
+    """Push and pull once. Returns the Hub, the folder with the logits of both sides, and the output of each process."""
     folder = tmp_path_factory.mktemp('hub')
     with serve(TOKEN) as hub:
         pushed = run(PUSH, hub, folder, 'cache-push')
@@ -160,7 +160,7 @@ def test_wrong_token_writes_nothing(exchange):
 
 
 def test_stand_in_refuses_what_the_hub_refuses():
-    """Else the tests above would show less than they say."""
+    """If the stand-in accepted more than the Hub, the tests above would prove less."""
     def ask(method, path, body=b'', token=None):
         headers = {'Authorization': f'Bearer {token}'} if token else {}
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

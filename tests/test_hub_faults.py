@@ -1,7 +1,7 @@
-"""timm_sape.hub: what it pushes, what it refuses to push, and what it says when a pull goes wrong.
+"""timm_sape.hub: what it pushes, what it refuses to push, and its messages when a pull goes wrong.
 
-The Hub is the stand-in of hub_server.py. Each pull runs in a process of its own with an empty cache: the fork of one
-that has imported all and touched nothing.
+The Hub is the stand-in of hub_server.py. Each pull runs in a process of its own with an empty cache: a fork of a
+process that has imported everything and done nothing else.
 """
 import io
 import json
@@ -29,7 +29,7 @@ MODEL = dict(img_size=[48, 80], num_classes=7, pos_enc='ape+sape2_k+rope2d', emb
 MODEL['pos_enc_kwargs'] = {'sape2_k': {'preset': 'equations'}, 'rope2d': {'resolution': 'rescale'}}
 EXAMPLE = Path(__file__).parent.parent / 'examples' / 'push_pull.py'
 
-# Runs code that comes by the line, each in a fork.
+# Reads code, a line at a time, and runs each in a fork.
 WORKER = """
 import json, os, sys
 import torch
@@ -106,7 +106,7 @@ def environment(hub, folder, cache):
 
 
 class Processes:
-    """Runs code in processes that share nothing but the Hub."""
+    """Runs code in processes that share only the Hub."""
 
     def __init__(self, hub, folder):
         self.hub = hub
@@ -117,7 +117,7 @@ class Processes:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(self, code, **env):
-        """What it printed."""
+        """Returns the output."""
         self.count += 1
         output = self.folder / f'output-{self.count}'
         self.worker.stdin.write(json.dumps({'code': code, 'output': str(output), 'env': env}) + '\n')
@@ -131,13 +131,13 @@ class Processes:
         return self.folder / f'cache-{self.count}'
 
     def push(self, repo=REPO, model='make()', revision=None, private=False, limit=0, token=TOKEN):
-        """`['pushed']` or `[type, message]`."""
+        """Returns `['pushed']` or `[type, message]`."""
         tests = str(Path(__file__).parent)
         code = PUSH.format(tests=tests, repo=repo, model=model, revision=revision, private=private, limit=limit)
         return json.loads(self.run(code, HF_TOKEN=token).splitlines()[-1])
 
     def pull(self, repo=REPO, cache=None, load=OURS, limit=0, token=TOKEN, **more):
-        """`['model', its logits]` or `[type, message]`."""
+        """Returns `['model', its logits]` or `[type, message]`."""
         more = ''.join(f', {name}={value!r}' for name, value in more.items())
         code = PULL.format(cache=str(cache or self.empty_cache()), load=load.format(repo=repo, more=more), limit=limit)
         return json.loads(self.run(code, HF_TOKEN=token).splitlines()[-1])
@@ -148,9 +148,9 @@ class Processes:
 
 
 def make(**kwargs):
-    """A model no parameter of which is what it was at the start."""
+    """A model whose parameters all differ from their initial values."""
     torch.manual_seed(0)
-    model = timm.create_model('test_vit_nope', **{**MODEL, **kwargs})
+    model = timm.create_model('test_vit_pos_enc', **{**MODEL, **kwargs})
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -182,7 +182,7 @@ def hub(processes):
 
 
 def variant(hub, repo, files=None, **config):
-    """A repository like the pushed one, but for some files (None for none) and entries of its config.json."""
+    """A repository like the pushed one, except for some files (None to remove one) and entries of its config.json."""
     content = dict(hub.files(REPO))
     content['config.json'] = json.dumps({**json.loads(content['config.json']), **config}).encode()
     content.update(files or {})
@@ -194,7 +194,7 @@ def model_args(hub, **changed):
     return {**json.loads(hub.files(REPO)['config.json'])['model_args'], **changed}
 
 
-# ---- what is pushed
+# ---- pushes
 
 def test_both_roads_give_the_same_logits(processes, logits):
     assert processes.pull() == ['model', logits]
@@ -230,7 +230,7 @@ def test_card(processes, hub, logits):
 
 def test_revision_is_a_branch(processes, hub, logits):
     before = hub.files(REPO)
-    for _ in range(2):  # where it has to be created and where it is there already
+    for _ in range(2):  # once the repository has to be created, once it exists
         assert processes.push(model='make(pos_enc="ape", pos_enc_kwargs={})', revision='tried-ape') == ['pushed']
     assert hub.files(REPO) is before
     assert processes.pull() == ['model', logits]
@@ -250,7 +250,7 @@ def test_name_alone_is_ones_own_repository(processes, hub):
 
 
 def test_pulled_and_pushed_again(processes, hub, logits):
-    """Nothing of where it lay on this machine goes along."""
+    """No path of this machine is pushed."""
     again = f'timm_sape.hub.load({REPO!r}, cache_dir={str(processes.empty_cache())!r})'
     assert processes.push('someone/again', model=again) == ['pushed']
     assert processes.pull('someone/again') == ['model', logits]
@@ -264,7 +264,7 @@ def test_other_arguments_at_the_pull(processes):
 
 
 def test_transformers(processes, logits):
-    """TimmWrapper loads what we push, and what stock timm pushes it does not."""
+    """TimmWrapper loads what we push, but not what stock timm pushes."""
     stock = processes.folder / 'stock'
     save_for_hf(make(), stock, safe_serialization=True)
     code = f"""
@@ -304,7 +304,7 @@ def test_example(processes, hub):
     assert f'top-1 on the test images: {top1} %' in hub.files('someone/digits')['README.md'].decode()
 
 
-# ---- what is not pushed
+# ---- refused pushes
 
 def scaled(model):
     forward = model.forward
@@ -385,7 +385,7 @@ def test_not_refused(kwargs, change, tmp_path):
 
 
 def test_architectures_of_timm(tmp_path):
-    """The base's license goes along."""
+    """The license of the base is pushed, too."""
     timm_sape.hub.save(timm.create_model('test_vit', num_classes=3), tmp_path / 'model')
     card = (tmp_path / 'model' / 'README.md').read_text()
     assert 'Position encoding' not in card and f'license: {timm.get_pretrained_cfg("test_vit").license}\n' in card
@@ -414,8 +414,8 @@ FAULTS = {  # faults of the Hub by file, arguments of the pull, type of the erro
     'token': ({}, {'token': 'not-the-token'}, 'ValueError', 'HUB does not accept the token (token=, HF_TOKEN'),
     'reset': (
         {'model.safetensors': ['reset']}, {}, 'ConnectionError',
-        'The connection to HUB failed (ReadError: [Errno 104] Connection reset by peer). What did not arrive whole is '
-        'not used; try again.'),
+        'The connection to HUB failed (ReadError: [Errno 104] Connection reset by peer). Incomplete files are not '
+        'used; try again.'),
     'reset in the config': (
         {'config.json': ['reset']}, {}, 'ConnectionError', 'The connection to HUB failed (ReadError'),
     'short': (
@@ -428,14 +428,14 @@ FAULTS = {  # faults of the Hub by file, arguments of the pull, type of the erro
         {'config.json': ['tamper']}, {}, 'ValueError', f'{REPO}: config.json is not what the Hub says it is'),
     'full disk': (
         {}, {'limit': 20_000}, 'OSError',
-        '[Errno 27] The disk is full, or a limit for files is reached: model.safetensors of'),
+        '[Errno 27] The disk is full, or a limit for files is reached: no room for model.safetensors of'),
     'revision': ({}, {'revision': 'none'}, 'ValueError', f"{REPO} has no revision 'none'."),
 }
 
 
 @pytest.mark.parametrize('fault', FAULTS)
 def test_fault(fault, processes, hub, logits):
-    """A clear error, no file of the wrong content in the cache, and all well when the fault is gone."""
+    """There is a clear error and no file with wrong content in the cache, and the next pull without a fault works."""
     faults, kwargs, kind, message = FAULTS[fault]
     hub.faults.update({path: list(what) for path, what in faults.items()})
     cache = processes.empty_cache()
@@ -444,7 +444,7 @@ def test_fault(fault, processes, hub, logits):
     assert found[1].replace(hub.url, 'HUB').startswith(message)
     assert '\n' not in found[1]
     assert not any(hub.faults.values())
-    kept = [file for file in cache.rglob('blobs/*') if file.suffix != '.incomplete']  # older clients go on with those
+    kept = [file for file in cache.rglob('blobs/*') if file.suffix != '.incomplete']  # older clients resume from those
     content = {etag(path, data) for path, data in hub.files(REPO).items()}
     assert {file.name for file in kept} <= content
     for file in kept:
@@ -453,24 +453,14 @@ def test_fault(fault, processes, hub, logits):
 
 
 def test_tampering_would_be_seen(processes, hub, logits):
-    """The bit that is flipped above is one that counts, and nobody but us looks at it."""
+    """The bit that is flipped above changes the logits, and only our checksum notices."""
     hub.faults['model.safetensors'] = ['tamper']
     kind, pulled = processes.pull(load=STOCK)
     assert kind == 'model' and pulled != logits
 
 
-def test_folders_are_not_for_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    timm_sape.hub.save(make(), 'model')
-    for name in ('local-dir:model', 'model', str(tmp_path / 'model')):
-        with pytest.raises(ValueError, match='is a folder, not a repository') as error:
-            timm_sape.hub.load(name)
-        call, = re.findall(r'timm\.(create_model\(.*\)) loads it', str(error.value))
-        assert isinstance(eval(f'timm.{call}'), type(make()))
-
-
 def test_interrupted_download(processes, hub, logits):
-    """The client goes on by itself, but for older ones of huggingface_hub, which are asked again."""
+    """The client resumes by itself. Older versions of huggingface_hub do so on the next call."""
     hub.faults['model.safetensors'] = ['close']
     cache = processes.empty_cache()
     found = processes.pull(cache=cache)
@@ -516,10 +506,10 @@ def test_nothing_is_executed(processes, hub, tmp_path):
     assert processes.pull('someone/pickle') == [
         'ValueError', 'someone/pickle has no model.safetensors. Pickles, which can execute code, are not read.']
     kind, message = processes.pull('someone/pickle', load=STOCK)
-    assert kind == 'ValueError' and message.startswith("Cannot read the checkpoint for 'test_vit_nope'")
+    assert kind == 'ValueError' and message.startswith("Cannot read the checkpoint for 'test_vit_pos_enc'")
     assert not trap.exists()
     malicious.seek(0)
-    torch.load(malicious, weights_only=False, pickle_module=pickle)  # it would have been
+    torch.load(malicious, weights_only=False, pickle_module=pickle)  # without weights_only it runs
     assert trap.exists()
 
 
@@ -537,9 +527,9 @@ def test_repositories_that_are_not_right(processes, hub, logits):
     assert processes.pull('someone/wrong') == ['model', logits]
     expect("There is no repository 'someone/wrong' at http://", token='')
     variant(hub, 'someone/wrong', {'config.json': b'{"architecture": "test_v'})
-    expect('someone/wrong: config.json is not that of a timm model (JSONDecodeError')
+    expect('someone/wrong: config.json is not JSON (JSONDecodeError')
     variant(hub, 'someone/wrong', {'config.json': b'[1, 2]'})
-    expect('someone/wrong: config.json is not that of a timm model (TypeError')
+    expect('someone/wrong: all of config.json must be a mapping, not [1, 2].')
     variant(hub, 'someone/wrong', {'config.json': None})
     expect('someone/wrong has no config.json.')
     variant(hub, 'someone/wrong', architecture='vit_of_tomorrow')
@@ -550,12 +540,12 @@ def test_repositories_that_are_not_right(processes, hub, logits):
     assert "Unknown position encoding 'warp9'" in wrong[unknown]
     expect("Unknown position encoding 'warp9'", load=STOCK)
     variant(hub, 'someone/wrong', model_args=model_args(hub, embed_dim=15))
-    expect('someone/wrong: embed_dim=15 is not divisible by num_heads=2.')
+    expect('someone/wrong: model_args.embed_dim of config.json is 15. embed_dim=15 is not divisible by num_heads=2.')
     variant(hub, 'someone/wrong', timm_sape={'version': timm_sape.__version__, 'sha256': '0' * 64})
     expect('someone/wrong: model.safetensors is not what config.json says it is, by its checksum')
     variant(hub, 'someone/wrong', {'model.safetensors': hub.files(REPO)['model.safetensors'][:-100]}, timm_sape={})
     expect('someone/wrong: Cannot read the checkpoint')
-    expect("Cannot read the checkpoint for 'test_vit_nope'", load=STOCK)
+    expect("Cannot read the checkpoint for 'test_vit_pos_enc'", load=STOCK)
 
 
 def test_versions(processes, hub, logits):

@@ -1,12 +1,12 @@
-"""Maps of position: what they show is what the layers compute."""
+"""Maps of position show what the layers compute."""
 import pytest
 import timm
 import torch
 import torch.nn as nn
 
 import timm_sape
-from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
-from references import assert_near
+from common import POS_ENCS, ToyLayer, ToyShared, randomize, registered
+from harness import assert_near
 from timm_sape.analysis import attention_distance, position_maps, similarity
 from timm_sape.functional import sape2_bias
 
@@ -21,9 +21,9 @@ def third_party():
 
 def build(pos_enc, **kwargs):
     kwargs = dict(img_size=SIZE, patch_size=8, reg_tokens=2) | kwargs
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs).double().eval()
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).double().eval()
     with torch.no_grad():
-        return awaken(model)
+        return randomize(model)
 
 
 def images(batch=2, size=SIZE):
@@ -44,7 +44,7 @@ def test_bias_is_that_of_the_functional_api(mode):
     maps = position_maps(model, x, layers=[1])
     block = model.blocks[1]
     encoding = block.attn.encodings[f'sape2_{mode}']
-    (tokens, *_), _ = output_of(block.attn, model, x)
+    (tokens,), _ = output_of(block.attn, model, x)
     qkv = block.attn.qkv(tokens).view(2, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
     q, k = block.attn.q_norm(qkv[0]), block.attn.k_norm(qkv[1])
     expected = sape2_bias(q, k, encoding.table_x, encoding.table_y, (3, 5), mode=mode, num_prefix_tokens=3)
@@ -61,13 +61,13 @@ def test_attention_is_what_the_layer_computes(pos_enc):
     assert [layer.index for layer in maps.layers] == list(range(len(model.blocks)))
     for layer, block in zip(maps.layers, model.blocks):
         attn = block.attn
-        args, out = output_of(attn, model, x)
-        tokens = args[0] if args[4] is None else args[0] + args[4]
-        _, _, v = attn._qkv(tokens)
+        (_, _, v, *_), out = output_of(attn.encodings, model, x)
         found = layer.attention @ v
-        for encoding in attn.acting_on('values'):
+        for encoding in attn.encodings.acting_on('values'):
             found = found + encoding.values(layer.attention, maps.grid)
-        assert_near(attn._project(found, None), out, 1e-9)
+        assert_near(found, out, 1e-9)
+        _, whole = output_of(attn, model, x)
+        assert_near(attn.proj(attn.norm(found.transpose(1, 2).flatten(2))), whole, 1e-9)
 
 
 @pytest.mark.parametrize('name, kwargs', [
@@ -113,8 +113,8 @@ def test_vectors_of_the_tokens():
     assert all(layer.vectors is None for layer in maps.layers)
     lape = build('lape')
     chain = position_maps(lape, images(), layers=[1]).layers[0].vectors
-    seen = output_of(lape.blocks[1].attn, lape, images())[0][4]
-    assert chain.shape == (15, 64) and torch.equal(chain, seen[3:])
+    _, position = lape.embed(images())
+    assert chain.shape == (15, 64) and torch.equal(chain, position.layer_terms[1, 3:])
     stock = timm.create_model('vit_tiny_patch16_224', depth=1, img_size=64)
     assert torch.equal(position_maps(stock, torch.zeros(1, 3, 64, 64)).vectors, stock.pos_embed[0, 1:])
 

@@ -1,4 +1,4 @@
-"""Models that earlier versions saved load with equal parameters and give equal logits (`data/old_models/make.py`)."""
+"""Models saved by earlier versions (`data/old_models/make.py`) load with equal parameters and give equal logits."""
 import json
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def state_dict(name):
 
 
 def created(name, **kwargs):
-    """The model as it was created, from the arguments that its config has."""
+    """The model, created with the arguments in its config."""
     args = dict(MODELS[name]['config']['model_args'])
     args.pop('num_classes', None)
     return timm.create_model(MODELS[name]['config']['architecture'], **{**args, 'num_classes': 3, **kwargs}).eval()
@@ -67,7 +67,7 @@ def test_folder(name, tmp_path):
 
 
 def test_every_encoding_has_an_old_model():
-    """Of those that were there when the files were written; a new one has none."""
+    """Every encoding that existed when the files were written. A newer one has no old model."""
     names = ' '.join(MODELS)
     assert len(MODELS) == 76
     assert all(f'test_vit_{name}' in names for name in ('sape2_k', 'rope2d', 'cope', 'irpe_qkv', 'lape', 'peg', 'ope'))

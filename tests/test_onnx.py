@@ -1,4 +1,4 @@
-"""ONNX export of every encoding, by timm's function and script, against the model in ONNX Runtime."""
+"""ONNX export of every encoding by timm's function and script. ONNX Runtime must give the model's logits."""
 import copy
 import importlib.util
 import os
@@ -36,7 +36,7 @@ def nodes_of(graph):
 
 
 def check_file(path):
-    """Nothing but ONNX's own operators, and no complex numbers."""
+    """The file has only ONNX's own operators and no complex numbers."""
     model = onnx.shape_inference.infer_shapes(onnx.load(path))
     assert [opset.domain for opset in model.opset_import] == [''] and not model.functions
     for node in nodes_of(model.graph):
@@ -64,7 +64,7 @@ def check_parity(path, model, *batches):
 
 
 def check_export(model, path, *batches, dynamo=True, dynamic_size=True):
-    """Exported with the first of the batches, checked on all."""
+    """Export with the first of the batches, check on all of them."""
     onnx_export(model, str(path), batches[0], dynamic_size=dynamic_size, use_dynamo=dynamo)
     shape = check_file(path).graph.input[0].type.tensor_type.shape.dim
     assert [bool(d.dim_param) for d in shape] == [True, False, dynamic_size, dynamic_size]
@@ -82,7 +82,7 @@ def test_every_encoding(pos_enc, tmp_path):
 @pytest.mark.filterwarnings(*DEPRECATED)
 @pytest.mark.parametrize('pos_enc', ENCODINGS)
 def test_deprecated_exporter(pos_enc, tmp_path):
-    """What timm's script uses without --dynamo. It has no antialiased resampling: tables of positions keep their size,
+    """timm's script uses it without --dynamo. It has no antialiased resampling, so tables of positions keep their size,
     as in timm's own models."""
     dynamic_size = not {'ape', 'lape'} & set(pos_enc.split('+'))
     model = Maker(pos_enc)(dynamic_img_size=dynamic_size, depth=1)
@@ -93,7 +93,7 @@ def test_deprecated_exporter(pos_enc, tmp_path):
 
 
 def test_fixed_size(tmp_path):
-    """Where sizes are numbers, tables are constants and operators of our own would run."""
+    """If sizes are numbers, tables become constants, and our own operators would run."""
     model = Maker('cope+rope2d+sape2_k')(depth=1)
     check_export(model, tmp_path / 'model.onnx', images((3, 5)), images((3, 5), 3), dynamic_size=False)
 
@@ -126,7 +126,7 @@ class ForeignOperator(ToyLayer):
 
 @pytest.mark.filterwarnings(*DEPRECATED)
 def test_notices_what_does_not_belong(tmp_path):
-    """The negative controls: a size that is baked in, an operator of another domain, other weights, complex numbers."""
+    """The negative controls: a size that became a constant, a foreign operator, other weights, complex numbers."""
     path = tmp_path / 'model.onnx'
     with registered(BakesSize, ForeignOperator):
         with pytest.raises((AssertionError, Fail), match='not close|roadcast'):
@@ -235,6 +235,6 @@ def test_example_writes_nothing_that_differs(example, photos, tmp_path, monkeypa
 
     monkeypatch.setattr(example, 'onnx_export', export_another)
     monkeypatch.setattr(sys, 'argv', ['export.py', 'test_vit_ape', '--images', str(photos), '--output', str(output)])
-    with pytest.raises(SystemExit, match='differs from the model'):
+    with pytest.raises(SystemExit, match='logits differ from those of the model'):
         example.main()
     assert output.read_text() == 'of before' and list(tmp_path.iterdir()) == [output]

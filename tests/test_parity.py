@@ -1,7 +1,7 @@
-"""Weights of timm's own models give the same logits here, on every road that takes weights in.
+"""Weights of timm's own models give the same logits here, on every loading path.
 
-timm's models are the reference. They are made of random weights in which nothing is trivial: no zero biases, no layer
-scale of 1e-5, no norm that is the identity. Each comparison is followed by a control that the encoding was felt at all.
+timm's models are the reference. They have random weights, none of which is trivial: no zero biases, no layer scale of
+1e-5, no norm that is the identity. Each comparison is followed by a check that the encoding has an effect at all.
 """
 import pytest
 import safetensors.torch
@@ -22,7 +22,7 @@ ROPE = {  # timm's name: ours
 
 @torch.no_grad()
 def randomise(model, seed=0):
-    """Give every parameter a value that matters, of a size that keeps logits near one."""
+    """Give every parameter a value that matters, but keeps logits near one."""
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
@@ -38,7 +38,7 @@ def randomise(model, seed=0):
             p.copy_(noise * p[0].numel() ** -0.5)
         else:  # tokens and position tables
             p.copy_(0.5 * noise)
-    # Sharper attention than random weights give, so that a wrong rotation cannot average out.
+    # Make attention sharper than with random weights, so that a wrong rotation does not average out.
     for block in model.blocks:
         block.attn.qkv.weight[:2 * model.embed_dim] *= 1.5
     return model.eval()
@@ -60,7 +60,7 @@ def images(size=224, batch=2):
 
 @torch.no_grad()
 def assert_same(ours, theirs, x):
-    """Same logits, and they are logits worth comparing."""
+    """The logits are the same, and varied enough to be worth comparing."""
     expected = theirs(x)
     assert expected.std() > 0.2 and expected.abs().max() < 20
     torch.testing.assert_close(ours(x), expected, **TOLERANCE)
@@ -69,7 +69,7 @@ def assert_same(ours, theirs, x):
 
 @torch.no_grad()
 def assert_position_felt(ours, x, expected):
-    """Without its encodings the same backbone gives other logits."""
+    """The same backbone without encodings gives other logits."""
     bare = timm.create_model('vit_small_nope', depth=len(ours.blocks), img_size=x.shape[-2:]).eval()
     state = {k: v for k, v in ours.state_dict().items() if k in bare.state_dict()}
     assert not bare.load_state_dict(state).missing_keys
@@ -111,7 +111,7 @@ def test_ape_is_timms_vit_with(kwargs):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('kwargs', [{}, dict(class_token=False, global_pool='avg')], ids=['token', 'no token'])
 def test_ape_is_timms_vit_under_autocast(kwargs, dtype):
-    """To the last bit: the tokens stay in float32 between the layers, without a class token too."""
+    """To the last bit: tokens stay in float32 between the layers, even without a class token."""
     kwargs = dict(depth=2, img_size=64, **kwargs)
     theirs = timm_model('vit_tiny_patch16_224', **kwargs)
     x, found = images((64, 64)), []
@@ -198,7 +198,7 @@ def test_rope_file_of_full_depth(name, tmp_path):
 @pytest.mark.parametrize('img_size', [(96, 160), (256, 240)], ids=str)
 @pytest.mark.parametrize('name', ROPE)
 def test_rope_file_at_another_size(name, img_size, rope_file):
-    """Both sides resize as they load: angles go on, the table of the `_ape` pair is resampled."""
+    """Both sides resize when they load: angles continue, and the table of the `_ape` pair is resampled."""
     _, path = rope_file(name)
     theirs = from_file(name, path, depth=3, img_size=img_size)
     ours = from_file(ROPE[name], path, depth=3, img_size=img_size)
@@ -216,7 +216,7 @@ def test_rope_file_with_dynamic_size(name, rope_file):
 
 @pytest.mark.parametrize('name', ROPE)
 def test_rope_file_as_pretrained_path(name, rope_file):
-    """train.py's --pretrained-path says num_classes=-1, so that the head is left out: the features are the same."""
+    """train.py's --pretrained-path passes num_classes=-1, so the head is left out. The features are the same."""
     theirs, path = rope_file(name)
     ours = from_file(ROPE[name], path, overlay=dict(num_classes=-1), depth=3, num_classes=10)
     x = images(batch=1)
@@ -232,7 +232,7 @@ def test_rope_file_as_pretrained_path(name, rope_file):
 
 
 def test_rope_file_wrapped_by_a_trainer(rope_file, tmp_path):
-    """A checkpoint of train.py: weights under 'state_dict', with DDP's prefix, beside other entries."""
+    """A checkpoint of train.py: weights under 'state_dict' with DDP's prefix, next to other entries."""
     theirs, _ = rope_file('vit_small_patch16_rope_mixed_ape_224')
     state = {f'module.{k}': v for k, v in theirs.state_dict().items()}
     torch.save({'epoch': 3, 'state_dict': state, 'optimizer': {}}, tmp_path / 'last.pth.tar')
@@ -274,7 +274,7 @@ def test_rope_file_does_not_fit_another_encoding(name, wrong, rope_file):
 ])
 @pytest.mark.parametrize('init_values', [None, 1e-5])
 def test_rope_files_of_other_conventions_are_refused(name, kwargs, init_values, tmp_path):
-    """timm's other rotary models have another base and order of axes; to load them would be silently wrong."""
+    """timm's other rotary models have another base and order of axes. Loading them would be wrong without any error."""
     torch.save(timm.create_model(name, depth=1).state_dict(), tmp_path / 'rope.pth')
     with pytest.raises(ValueError, match='checkpoint'):
         from_file(

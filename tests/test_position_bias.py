@@ -1,4 +1,4 @@
-"""The example with the controlled test of Position-SHAP, on ten colours that a model learns in seconds."""
+"""The example with the controlled test of Position-SHAP, on ten colours, which a model learns in seconds."""
 import csv
 import subprocess
 import sys

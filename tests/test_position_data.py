@@ -1,4 +1,4 @@
-"""CIFAR-10-Position, its folders and their command, and RandAugment without geometry."""
+"""CIFAR-10-Position, its folders and the command that writes them, and RandAugment without geometry."""
 import functools
 import json
 import os
@@ -59,14 +59,14 @@ class Images:
 
 
 class Sorted(Images):
-    """As many images of each class in a row."""
+    """The same number of images of each class, sorted by class."""
 
     def __getitem__(self, index):
         return random_image(index), index * 10 // self.num_images
 
 
 def filled_corners(image):
-    """Where an image without black pixels of its own lies."""
+    """The corners that an image without black pixels of its own covers."""
     pixels = np.asarray(image)
     height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
     rows = {'top': slice(height), 'bottom': slice(-height, None)}
@@ -91,14 +91,14 @@ def test_shrink_to_corner(corner, size, mode):
     out = functools.partial(shrink_to_corner, corner=corner)(image)
     assert out.mode == mode and out.size == size
     assert torch.equal(pil_to_tensor(out).float(), expected)
-    assert torch.equal(pil_to_tensor(image).float(), pixels)  # not written into
+    assert torch.equal(pil_to_tensor(image).float(), pixels)  # the original is unchanged
 
 
 @pytest.mark.parametrize('image, corner, text', [
-    (random_image(0), 'top', "unknown corner 'top'; choose of bottom-left"),
-    (torch.zeros(3, 8, 8), 'top-left', 'wants a PIL image, got Tensor; leave'),
+    (random_image(0), 'top', "unknown corner 'top'; choose from bottom-left"),
+    (torch.zeros(3, 8, 8), 'top-left', 'needs a PIL image, got Tensor; use'),
     (random_image(0).convert('P'), 'top-left', r"got P; use image.convert\('RGB'\)"),
-    (random_image(0, 1, 8), 'top-left', 'an image of 1 x 8 pixels has no half; give 2 x 2'),
+    (random_image(0, 1, 8), 'top-left', 'an image of 1 x 8 pixels cannot be halved; use at least 2 x 2'),
 ])
 def test_shrink_to_corner_says_what_is_wrong(image, corner, text):
     with pytest.raises(ValueError, match=text):
@@ -140,7 +140,7 @@ def as_corners(seed, num_images=16):
 
 
 def test_corners_stay_what_they_are():
-    """Not even the version of a library may change them."""
+    """They must not change, not even with the version of a library."""
     assert as_corners(0) == [1, 0, 3, 2, 2, 3, 0, 1, 1, 0, 3, 2, 2, 1, 3, 0]
     assert as_corners(1) == [1, 3, 0, 2, 1, 3, 0, 2, 0, 1, 3, 2, 2, 3, 0, 1]
 
@@ -178,7 +178,7 @@ def test_corners_are_balanced_in_each_class_of_a_folder(num_images):
 
 
 @pytest.mark.parametrize('keywords, text', [
-    (dict(position_classes=('airplane', 'plane')), "unknown position class 'plane'; choose of airplane, "),
+    (dict(position_classes=('airplane', 'plane')), "unknown position class 'plane'; choose from airplane, "),
     (dict(position_classes=(0, 10)), 'unknown position class 10'),
     (dict(position_classes=(0, -1)), 'unknown position class -1'),
     (dict(position_classes=(0, 'airplane')), 'must be two different classes'),
@@ -244,9 +244,9 @@ def tree(folder):
 def test_writing_refuses_and_force_replaces(tmp_path):
     folder = tmp_path / 'data'
     folder.mkdir()
-    write_position_dataset(position_splits(), folder)  # an empty one is taken
+    write_position_dataset(position_splits(), folder)  # an empty folder is accepted
     before = tree(folder)
-    with pytest.raises(ValueError, match='data is there; --force'):
+    with pytest.raises(ValueError, match='data exists; --force'):
         write_position_dataset(position_splits(seed=1), folder)
     assert tree(folder) == before
     write_position_dataset(position_splits(seed=1), folder, force=True)
@@ -282,7 +282,7 @@ def test_a_folder_that_was_filled_meanwhile(tmp_path):
 @pytest.mark.parametrize('force', [False, True])
 def test_force_replaces_nothing_of_others(force, tmp_path):
     (tmp_path / 'train').mkdir()
-    with pytest.raises(ValueError, match='is no CIFAR-10-Position; name another directory'):
+    with pytest.raises(ValueError, match='is not a CIFAR-10-Position; name another directory'):
         write_position_dataset(position_splits(), tmp_path, force=force)
     (tmp_path / 'file').write_text('mine')
     with pytest.raises(ValueError, match='is a file'):
@@ -347,7 +347,7 @@ def image_folder(tmp_path):
 
 @pytest.fixture
 def cifar_root(tmp_path, monkeypatch):
-    """As torchvision stores CIFAR-10, with eight images a file."""
+    """A folder in torchvision's format of CIFAR-10, with eight images per file."""
     folder = tmp_path / 'root' / 'cifar-10-batches-py'
     folder.mkdir(parents=True)
     for n, name in enumerate(['test_batch', *(f'data_batch_{i}' for i in range(1, 6))]):
@@ -376,7 +376,7 @@ def test_load_says_what_is_wrong(tmp_path, image_folder):
     with pytest.raises(ValueError, match='has neither cifar-10-batches-py nor train/ and test/'):
         load_cifar10_splits(image_folder / 'train')
     (image_folder / 'train' / 'zebra').mkdir()
-    with pytest.raises(ValueError, match='is no folder of images, SPLIT/CLASS/IMAGE: .*zebra'):
+    with pytest.raises(ValueError, match='is not a folder of images, SPLIT/CLASS/IMAGE: .*zebra'):
         load_cifar10_splits(image_folder)
     (tmp_path / 'cifar-10-batches-py').mkdir()
     with pytest.raises(ValueError, match='is not complete; delete it, then fetch it'):
@@ -393,7 +393,7 @@ def test_command(image_folder, tmp_path, capsys):
     assert run_data(*args, '--position-classes', 'cat', 'dog', '--seed', '3') == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [f'{output}/train: 80 images, 16 classes', f'{output}/val: 40 images, 16 classes']
-    assert not err  # nothing in two seconds
+    assert not err  # no output in the first two seconds
     assert json.loads((output / 'cifar10_position.json').read_text())['position_classes'] == ['cat', 'dog']
     before = tree(output)
     assert run_data(*args) == 2
@@ -420,7 +420,7 @@ def test_command_says_what_is_wrong(args, text, image_folder, tmp_path, capsys):
 def test_command_onto_its_source(image_folder, capsys):
     before = tree(image_folder)
     assert run_data('cifar10-position', '--source', image_folder, '--output', image_folder, '--force') == 2
-    assert 'is no CIFAR-10-Position' in capsys.readouterr().err
+    assert 'is not a CIFAR-10-Position' in capsys.readouterr().err
     assert tree(image_folder) == before
 
 
@@ -431,7 +431,7 @@ def op_names(transform):
 
 
 def stock_transform(aa, img_size=32, **options):
-    """What train.py makes of --aa, and of the options that we recommend."""
+    """The transform that train.py creates for --aa, and with the options that we recommend."""
     keep = dict(scale=[1.0, 1.0], ratio=[1.0, 1.0], hflip=0.0)
     return create_transform(
         (3, img_size, img_size), is_training=True, auto_augment=aa, interpolation='random', use_prefetcher=True,
@@ -477,8 +477,8 @@ def test_rand_augment_keeps_ratios_of_weights(name):
 
 @pytest.mark.parametrize('config_str, op_name', [('rand-m10-inc1', 'PosterizeIncreasing'), ('rand-m0', 'Posterize')])
 def test_rand_augment_posterizes_to_one_bit_at_least(config_str, op_name):
-    """Pillow 13 refuses none, which timm's own operation draws in one image of some 650 of `PLAIN`."""
-    augment = pickle.loads(pickle.dumps(position_preserving_rand_augment(config_str)))  # as to a worker
+    """Pillow 13 refuses zero bits, which timm's own operation draws for about one in 650 images of `PLAIN`."""
+    augment = pickle.loads(pickle.dumps(position_preserving_rand_augment(config_str)))  # as it is sent to a worker
     op, = (op for op in augment.ops if op.name == op_name)
     op.prob = 1.0
     image = random_image(0)
@@ -487,7 +487,7 @@ def test_rand_augment_posterizes_to_one_bit_at_least(config_str, op_name):
 
 @pytest.mark.parametrize('config_str', ['original', 'rand-x9', 'rand-m1.5', ''])
 def test_rand_augment_says_what_is_wrong(config_str):
-    with pytest.raises(ValueError, match="is no RandAugment that timm knows .*write it like 'rand-m9"):
+    with pytest.raises(ValueError, match="is not a RandAugment of timm .*write it like 'rand-m9"):
         position_preserving_rand_augment(config_str)
 
 
@@ -516,17 +516,17 @@ def test_bright_pixel_stays_where_it_is():
             random.seed(0)
             out = np.asarray(op(Image.fromarray(pixels)), dtype=int)
             away = np.abs(out - out[far]).sum(-1)  # [H, W]
-            # no higher anywhere, and but for blurs and sharpening nowhere else
+            # the difference is not larger anywhere, and except for blurs and sharpening it is nowhere else
             assert away.max() == away[row, column], (op, row, column)
             if op.name not in SMEARING_OPS:
                 assert (away > 0).sum() <= 1, (op, row, column)
             if away.max() and (out != pixels).any():
                 acted.add(op.name)
-    assert acted > set(AUTHORS_OPS) - {'AutoContrast', 'Equalize'}  # of so few colours, these two keep or merge all
+    assert acted > set(AUTHORS_OPS) - {'AutoContrast', 'Equalize'}  # with so few colours, these two keep or merge all
 
 
 def test_most_operations_know_no_places():
-    """They commute with any shuffling of the pixels."""
+    """They commute with any permutation of pixels."""
     pixels = np.random.default_rng(0).integers(0, 256, (16 * 16, 3), dtype=np.uint8)
     order = np.random.default_rng(1).permutation(16 * 16)
 
@@ -537,7 +537,7 @@ def test_most_operations_know_no_places():
     for op in all_kept_ops():
         if op.name not in SMEARING_OPS:
             assert (apply(op, pixels[order]) == apply(op, pixels)[order]).all(), op
-    for op in rand_augment_transform('rand-m9').ops:  # and the test can tell
+    for op in rand_augment_transform('rand-m9').ops:  # negative control
         op.prob = 1.0
         if op.name in GEOMETRIC_OPS:
             assert (apply(op, pixels[order]) != apply(op, pixels)[order]).any(), op
@@ -564,7 +564,7 @@ def test_other_built_in_strings_do_not(aa):
 
 @pytest.mark.parametrize('img_size', [32, 64])
 def test_recommended_options_of_train_py(img_size):
-    """The image arrives whole, at any scale, and only so."""
+    """With these options, but not with others, the model sees the whole image, at any size."""
     bright = random_image(0, 32, 32).point(lambda v: 128 + v // 2)  # not made black by enlarging
     image = shrink_to_corner(bright, 'top-right')
     whole = stock_transform(None, img_size, color_jitter=0.0)

@@ -1,4 +1,4 @@
-"""Probes: what theory says is what is measured, and what it does not say fails."""
+"""Probes: models change as theory predicts, and a broken encoding fails."""
 import math
 
 import pytest
@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import timm_sape
-from timm_sape.analysis import awaken_encodings, probe
+from timm_sape.analysis import awaken_encodings, probe, randomize_encodings
 
 MODELS = [
     name if timm_sape.get_encoding(name).alone else f'sincos2d+{name}' for name in timm_sape.list_encodings()
@@ -17,8 +17,8 @@ MODELS = [
 
 def build(pos_enc):
     torch.manual_seed(0)
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, img_size=(32, 40), patch_size=8, num_classes=10)
-    awaken_encodings(model)
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=(32, 40), patch_size=8, num_classes=10)
+    randomize_encodings(model)
     return model
 
 
@@ -71,15 +71,15 @@ def test_a_broken_encoding_fails(monkeypatch):
     rows = by_name(probe(build('alibi2d'), picture()))
     assert rows['patches mirrored', 'class logits'].verdict == 'fail'
     assert rows['patches shifted by one', 'first layer, attention logits'].verdict == 'pass'
-    asleep = timm.create_model('test_vit_irpe_k', img_size=(32, 40), patch_size=8)  # its tables start at zero
-    assert by_name(probe(asleep, picture()))['patches permuted', 'class logits'].verdict == 'fail'
+    untrained = timm.create_model('test_vit_irpe_k', img_size=(32, 40), patch_size=8)  # its tables start at zero
+    assert by_name(probe(untrained, picture()))['patches permuted', 'class logits'].verdict == 'fail'
 
 
 @pytest.mark.parametrize('seed', range(4))
 def test_two_rows_are_exchanged_whatever_the_seed(seed):
     torch.manual_seed(0)
     model = timm.create_model('test_vit_sape2_k', img_size=(16, 24), patch_size=8, num_classes=10)
-    awaken_encodings(model)
+    randomize_encodings(model)
     rows = probe(model, picture()[:, :, :16, :24], seed)
     assert {row.verdict for row in rows} == {'pass', ''}
     assert by_name(rows)['rows exchanged', 'first layer, y bias'].change > 1e-3
@@ -94,6 +94,17 @@ def test_what_moves_nothing_is_left_out():
         'image shifted by half a patch', 'image mirrored', 'image twice as large'}
 
 
+def test_old_name_of_randomize_encodings():
+    model, other = (timm.create_model('test_vit_irpe_k', img_size=16, patch_size=8) for _ in range(2))
+    randomize_encodings(model, 0.2, 1)
+    with pytest.warns(DeprecationWarning, match='randomize_encodings'):
+        awaken_encodings(other, std=0.2, seed=1)
+    encodings, others = model.position_encodings(), other.position_encodings()
+    assert encodings and all(
+        p.abs().max() > 0 and torch.equal(p, others[path].get_parameter(name))
+        for path, encoding in encodings.items() for name, p in encoding.named_parameters())
+
+
 def test_masked_logits_that_move():
     rows = by_name(probe(build('lookhere'), picture()))
     assert rows['patches permuted', 'first layer, attention logits'].change == math.inf
@@ -106,7 +117,7 @@ def test_stock_model():
 
 
 def test_what_is_wrong():
-    with pytest.raises(ValueError, match='Linear does not cut images into patches'):
+    with pytest.raises(ValueError, match='Linear does not cut images into separate patches'):
         probe(nn.Linear(2, 2), picture())
     with pytest.raises(ValueError, match='The image is 32x33, the model is made for 32x40'):
         probe(build('nope'), picture()[..., :33])

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 import timm_sape
-from common import POS_ENCS, ToyLayer, ToyShared, awaken, registered
-from references import assert_near
+from common import POS_ENCS, ToyLayer, ToyShared, randomize, registered
+from harness import assert_near
 from timm_sape.analysis import attributions, position_shap, shuffle_patches
 from timm_sape.analysis.pshap import _order
 
@@ -19,9 +19,9 @@ EVERY = ['ape', 'rope2d_mixed', 'sape2_k', 'rpb', 'irpe_qkv', 'lape', 'peg', 'op
 
 def build(pos_enc, **kwargs):
     kwargs = dict(img_size=(16, 24), patch_size=8, num_classes=5, drop_rate=0.) | kwargs
-    model = timm.create_model('test_vit_nope', pos_enc=pos_enc, **kwargs).double().eval()
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).double().eval()
     with torch.no_grad():
-        return awaken(model)
+        return randomize(model)
 
 
 def data(n, seed=0):
@@ -31,14 +31,15 @@ def data(n, seed=0):
 
 
 def definition(model, x, y, background, seed=0):
-    """Section G word by word: one pair of images and one forward pass at a time."""
+    """Section G literally: one pair of images and one forward pass at a time."""
     order = [_order(i + 1_000_003 * seed, 6) for i in range(len(x))]
 
     def f(i, label, permutation):
         image, kwargs = x[i:i + 1], {}
         if permutation is not None:
-            objects = model.encodings.with_objects(timm_sape.Grid(2, 3), image, (8, 8), None).objects
-            kwargs = {} if objects is None else {'object_index': objects}
+            if 'ope' in model.encodings:
+                objects = model.encodings['ope'].find_objects(image, timm_sape.Grid(2, 3), (8, 8))
+                kwargs = {'object_index': objects}
             image = shuffle_patches(image, (8, 8), permutation[None])
         with torch.no_grad():
             return model(image, **kwargs)[0, label].item()
@@ -89,12 +90,12 @@ def test_batches_and_their_sizes_do_not_matter():
 
 
 def test_kernel_shap():
-    """The same game, solved by the `shap` package: two features, the image and the position, by their numbers."""
+    """The `shap` package explains the same with two features, the number of the image and that of its positions."""
     model, (x, y) = build('ape+rope2d'), data(8)
     found = position_shap(model, [(x, y)], background=4)
     order = torch.stack([_order(i, 6) for i in range(8)])
     for i, others in ((1, range(4, 8)), (6, range(4))):
-        def f(rows):  # a row has the number of an image, and that of a permutation or -1 for none
+        def f(rows):  # a row is the number of an image, and the number of a permutation or -1 for none
             out = []
             for image, permutation in rows.astype(int):
                 picture = x[image:image + 1]
@@ -111,7 +112,7 @@ def test_kernel_shap():
 
 
 def test_exchanging_patches_is_exchanging_positions():
-    """With `ape` one can do it by hand: the same logits as from a table with exchanged rows."""
+    """With `ape` one can do it by hand: a table with exchanged rows gives the same logits."""
     model, (x, _) = build('ape'), data(1)
     order = torch.tensor([[3, 0, 5, 1, 4, 2]])
     exchanged = model(shuffle_patches(x, (8, 8), order))
@@ -129,33 +130,31 @@ def third_party():
 
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
 def test_exchanging_patches_is_exchanging_positions_for_every_encoding(pos_enc, third_party):
-    """Done the other way: patches stay, and the grid says that they stand elsewhere, in the tokens and each layer."""
+    """The other way round: patches stay, but the grid says that they are elsewhere, for the tokens and each layer."""
     model, x = build(pos_enc, reg_tokens=2), data(3)[0]
     order = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i)) for i in range(3)])
     place = order.argsort(1)  # where each patch has gone
     kwargs = {}
     if 'ope' in pos_enc.split('+'):
-        kwargs['object_index'] = torch.arange(6).expand(3, -1)  # objects belong to the places
+        kwargs['object_index'] = torch.arange(6).expand(3, -1)  # objects belong to places
     exchanged = model(shuffle_patches(x, (8, 8), order), **kwargs)
 
     def embed(encodings, args, out):
-        tokens, grid, pos_embed, *rest = args
+        tokens, grid, given = args
         p = grid.num_prefix_tokens
         found = []
         for i in range(3):  # tokens in the order of the places, then back
             one = tokens[i:i + 1]
             there = torch.cat([one[:, :p], one[:, p:][:, order[i]]], dim=1)
-            objects = rest[2][i:i + 1] if kwargs else None
-            put = encodings.forward(there, grid, pos_embed, x[i:i + 1], rest[1], objects)
-            found.append(torch.cat([put[0][:, :p], put[0][:, p:][:, place[i]]], dim=1))
-        return torch.cat(found), *out[1:]
+            objects = given['object_index'][i:i + 1] if kwargs else None
+            put = encodings.embed(there, grid, {**given, 'images': x[i:i + 1], 'object_index': objects})
+            found.append(torch.cat([put[:, :p], put[:, p:][:, place[i]]], dim=1))
+        return torch.cat(found), out[1]
 
     def elsewhere(block, args):
-        tokens, grid, rotation, bias, pos, *rest = args
-        grid = replace(grid, keep_indices=place)
-        return (
-            tokens, grid, None if rotation is None else grid.keep_rows(rotation),
-            None if bias is None else grid.keep_pairs(bias), None if pos is None else grid.keep_tokens(pos), *rest)
+        tokens, attn_mask, is_causal, position = args
+        return tokens, attn_mask, is_causal, model.encodings.position(
+            tokens, replace(position.grid, keep_indices=place))
 
     model.encodings.register_forward_hook(embed)
     for block in model.blocks:
@@ -165,14 +164,14 @@ def test_exchanging_patches_is_exchanging_positions_for_every_encoding(pos_enc, 
 
 
 def test_objects_stay_where_they_are():
-    """`ope` finds objects in the image as it is; what is exchanged is which patch stands where."""
+    """`ope` finds objects in the original image. Only the places of patches are exchanged."""
     model, (x, y) = build('ope'), data(4)
     x[:, :, :8] = 3.
     seen = []
-    model.encodings.register_forward_pre_hook(lambda module, args: seen.append(args[5]))
+    model.encodings.register_forward_pre_hook(lambda module, args: seen.append(args[2]['object_index']))
     position_shap(model, [(x, y)], background=2)
     given = [index for index in seen if index is not None]
-    own = model.encodings.with_objects(timm_sape.Grid(2, 3), x, (8, 8), None).objects
+    own = model.encodings['ope'].find_objects(x, timm_sape.Grid(2, 3), (8, 8))
     assert given and all(any(torch.equal(row, o) for o in own) for index in given for row in index)
 
 
@@ -207,7 +206,7 @@ def test_a_model_that_ignores_position_scores_0():
 
 
 def test_a_model_that_ignores_the_image_scores_1():
-    """All it sees is a channel that is the same in all images: whatever it says, it has from where things are."""
+    """It sees only a channel that is the same in all images, so its output depends only on position."""
     x, y = data(8)
     x[:, 0] = x[0, 0]
     model = build('ape')
@@ -221,7 +220,7 @@ def test_attributions_add_up():
     values = torch.randn(4, 100, dtype=torch.float64)
     position, image = attributions(*values)
     assert_near(position + image, values[0] - values[3], 1e-12)
-    same = attributions(values[0], values[1], values[1], values[3])  # players that do the same get the same
+    same = attributions(values[0], values[1], values[1], values[3])  # players with the same effect get the same value
     assert_near(same[0], same[1], 1e-12)
 
 
@@ -242,9 +241,9 @@ def test_cost():
 
 
 @pytest.mark.parametrize('call, text', [
-    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear does not cut images into patches'),
-    (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model knows 5 classes'),
-    (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'two images at least'),
+    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear does not cut images into separate patches'),
+    (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model has 5 classes'),
+    (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'at least two images'),
     (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),
     (lambda x, y: position_shap(build('ape'), [(x, y)], background=0), 'background must be 1 or more'),
     (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),

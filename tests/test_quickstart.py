@@ -1,4 +1,4 @@
-"""The quick start, run as a user runs it but shorter, leaves what it promises; its figures are what it says."""
+"""The quick start, run like a user does but shorter, writes the promised files, and its figures are right."""
 import importlib.util
 import re
 import subprocess
@@ -27,7 +27,7 @@ def quickstart():
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    """What the script printed, and the folder that it was started in."""
+    """The output of the script, and the folder that it was started in."""
     folder = tmp_path_factory.mktemp('quickstart')
     (folder / 'out').mkdir()
     (folder / 'out' / 'mine.txt').write_text('of the user')
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
 
 
 def rows(text):
-    """Rows of the Markdown tables, name to mean and values of all seeds."""
+    """Rows of the Markdown tables: from names to means and the values of all seeds."""
     found = re.findall(rf'^\| ([^|]+) \| ({NUMBER})(?: ± {NUMBER})? \| ([^|]+) \|$', text, flags=re.MULTILINE)
     return {name: (float(mean), [float(v) for v in values.split(', ')]) for name, mean, values in found}
 
@@ -52,7 +52,7 @@ def test_tables(run):
     for name in ('SaPE2 bias, trained', 'SaPE2 bias, untrained'):
         mean, seeds = table[name]
         assert seeds == [mean] and 0 <= mean <= 1
-    # These two do not depend on any training: nearly the definition of ink, and hardly more than chance
+    # These two do not depend on training. The first is nearly the definition of ink, the second hardly beats chance.
     assert 0.9 < table['difference of the pixels'][0] < 1
     assert 0.5 < table['distance on the grid'][0] < 0.8
 
@@ -70,13 +70,13 @@ def test_picture(run):
     assert min(picture.shape[:2]) >= 600
     red, green, blue = picture[..., 0], picture[..., 1], picture[..., 2]
     is_green = (green > red + 20) & (green > blue + 20)
-    assert is_green.mean() > 0.05 and len(np.unique(picture[is_green], axis=0)) > 100  # maps of many shades
+    assert is_green.mean() > 0.05 and len(np.unique(picture[is_green], axis=0)) > 100  # maps with many shades
     is_red, is_blue = (red > 200) & (green < 50) & (blue < 50), (blue > 200) & (green < 50) & (red < 50)
     assert is_red.sum() > 500 and is_blue.sum() > 500  # the two patches are marked
 
 
 def test_checkpoint(run, quickstart, monkeypatch):
-    """A process that trained nothing loads the model by two roads: the same logits, of the model in the table."""
+    """Another process loads the model in two ways. Both give the same logits, and the accuracy in the table."""
     done, folder = run
     monkeypatch.chdir(folder)
     command = re.search(r'timm\.create_model\("(local-dir:\S+)", pretrained=True\)', done.stdout)
@@ -104,15 +104,15 @@ def test_checkpoint(run, quickstart, monkeypatch):
 
 
 def test_position_bias_is_what_the_model_adds(quickstart, monkeypatch):
-    monkeypatch.setenv('TIMM_SAPE_BACKEND', 'reference')  # the others never make the bias
+    monkeypatch.setenv('TIMM_SAPE_BACKEND', 'reference')  # the other backends never compute the bias itself
     model = timm.create_model(quickstart.SAPE2, **quickstart.SIZE).eval()
     added = []
     for encoding in model.position_encodings().values():
         if encoding.overrides('content_bias'):
             torch.nn.init.normal_(encoding.table_x)
             torch.nn.init.normal_(encoding.table_y)
-            content_bias = encoding.content_bias
-            encoding.content_bias = lambda *args, f=content_bias: added.append(f(*args)) or added[-1]
+    bias = timm_sape.ops.sape2._bias
+    monkeypatch.setattr(timm_sape.ops.sape2, '_bias', lambda *args: added.append(bias(*args)) or added[-1])
     inputs = torch.rand(2, 1, 8, 8)
     before = quickstart.predict(model, inputs)
     expected = torch.stack(added).mean(dim=(0, 2)).numpy()
@@ -129,7 +129,7 @@ def test_ink_auroc(quickstart):
     assert quickstart.ink_auroc(distance, ink, [0]) == 1
     assert quickstart.ink_auroc(-distance, ink, [0]) == 0
     half = distance.copy()
-    half[0, 0, 1:] = 5, 3, 4, 4  # the patch itself, nearest of all, does not count
+    half[0, 0, 1:] = 5, 3, 4, 4  # the nearest patch is the patch itself, which does not count
     assert quickstart.ink_auroc(half, ink, [0]) == 0.5
     both = np.concatenate([distance, half]), np.concatenate([ink, ink])
     assert quickstart.ink_auroc(*both, [0, 0]) == 0.75

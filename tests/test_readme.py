@@ -1,19 +1,32 @@
-"""The README tells the truth about the registry, and its code runs. Run as a script, prints the table of encodings."""
+"""The README agrees with the registry and the results, and its code runs. As a script, prints the encodings' table."""
 import csv
 import operator
 import re
+import shutil
 import statistics
 from functools import reduce
 from pathlib import Path
 
+import pytest
+import yaml
+
 import timm_sape
-from timm_sape.lab.bench import cost_table
+from timm_sape.cli import experiment, main
 from timm_sape.encodings.registry import _encodings, encodings_table
-from timm_sape.lab.experiment import mean_interval, summary_table, unpaired_interval
-from timm_sape.lab.experiment.records import read_summary
+from timm_sape.lab.bench import cost_table
+from timm_sape.lab.experiment import load_plan, summary_table
+from timm_sape.lab.experiment.results import read_archive
+from timm_sape.lab.intervals import mean_interval, unpaired_interval
 
 README = Path(__file__).parent.parent / 'README.md'
+RESULTS = README.parent / 'results'
+TABLES = sorted(RESULTS.glob('*/*.md'))
 NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')
+
+
+def read_csv(path):
+    with open(path, newline='') as f:
+        return list(csv.DictReader(f))
 
 
 def test_table_is_that_of_the_registry():
@@ -21,41 +34,75 @@ def test_table_is_that_of_the_registry():
 
 
 def test_costs_are_those_that_were_measured():
-    results = list((README.parent / 'results').glob('cost*.csv'))
+    results = list(RESULTS.glob('cost*.csv'))
     assert results
     for path in results:
-        notes, *lines = path.read_text().splitlines()
-        shown = f'{cost_table(list(csv.DictReader(lines)))}\n\n{notes.removeprefix("# ")}'
+        rows = read_csv(path)
+        shown = f'{cost_table(rows)}\n\n{rows[0]["notes"]}'
         assert shown in README.read_text() and path.name in README.read_text()
 
 
 def test_costs_of_sape2_are_those_that_were_measured():
-    """Forward and backward over plain attention: for each file a line of ours, and one of Appendix D."""
+    """Forward and backward time over plain attention: for each file a line for our code and one for Appendix D."""
     lines = README.read_text().splitlines()
     starts = [i for i, line in enumerate(lines) if re.match(r'\| ours, .*\(results/sape2_.*\.csv\)', line)]
     assert len(starts) == 3
     for start in starts:
         path = README.parent / re.search(r'\((.*?)\)', lines[start])[1]
-        rows = list(csv.DictReader(path.read_text().splitlines()[1:]))
+        rows = read_csv(path)
         for line, backend in ((lines[start], 'torch'), (lines[start + 1], 'appendix')):
             found = [float(row['both_vs_plain']) for row in rows if row['backend'] == backend]
             assert line.split(' | ', 1)[1] == ' | '.join(f'{ratio:.1f}' for ratio in found) + ' |', line
 
 
 def runs_of(plan):
-    """Notes and rows of a table of runs; each has finished, with the accuracy that its summary says."""
-    folder = README.parent / 'results' / 'cpu_cifar10'
-    notes, *lines = (folder / f'{plan}.csv').read_text().splitlines()
+    """Notes and rows of a table of runs. All runs have finished, with the accuracy in their summaries."""
+    folder = RESULTS / 'cpu_cifar10'
+    notes = (folder / f'{plan}.md').read_text().splitlines()[-1]
     rows = [
-        {**row, **{key: float(row[key]) if row[key] else None for key in NUMBERS}} for row in csv.DictReader(lines)]
+        {**row, **{key: float(row[key]) if row[key] else None for key in NUMBERS}}
+        for row in read_csv(folder / f'{plan}.csv')]
+    archived = read_archive(folder / 'runs.jsonl')
     for row in rows:
-        epochs = read_summary(folder / row['model'] / f'seed{row["seed"]}')
-        assert round(float(epochs[9]['eval_top1']), 4) == row['top1'] and row['status'] == 'finished'
+        epochs = archived[row['model'], int(row['seed'])].epochs
+        assert round(epochs[9]['eval_top1'], 4) == row['top1'] and row['status'] == 'finished'
     return notes, rows
 
 
+@pytest.mark.parametrize('table', TABLES, ids=lambda path: f'{path.parent.name}/{path.stem}')
+def test_tables_are_those_of_the_archive(table, tmp_path, monkeypatch):
+    """Byte for byte. (So are the curves, but they change with the version of matplotlib.)"""
+    monkeypatch.setattr(experiment, 'find_spec', lambda name: None)  # no curves
+    shutil.copy(table.parent / 'runs.jsonl', tmp_path)
+    plan = README.parent / 'train_configs' / 'cpu_cifar10' / f'{table.stem}.yaml'
+    assert main(['experiment', str(plan), '--output', str(tmp_path), '--tables']) == 0
+    for path in (table, table.with_suffix('.csv')):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits'])
+def test_archives_have_the_runs_of_the_tables_once(folder):
+    keys = [line.split(', "status"')[0] for line in (RESULTS / folder / 'runs.jsonl').read_text().splitlines()]
+    assert len(keys) == len(set(keys))
+    shown = {
+        (row['model'], int(row['seed']))
+        for table in TABLES if table.parent.name == folder for row in read_csv(table.with_suffix('.csv'))}
+    assert set(read_archive(RESULTS / folder / 'runs.jsonl')) == shown
+
+
+def test_a_line_of_the_archive_repeats_the_run(tmp_path, monkeypatch):
+    """The code of EXPERIMENTS.md writes the options that the plan had."""
+    guide = (README.parent / 'train_configs' / 'EXPERIMENTS.md').read_text()
+    code, = re.findall(r'```python\n(.*?)```', guide, flags=re.DOTALL)
+    (tmp_path / 'results').symlink_to(RESULTS)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    run, = load_plan(README.parent / 'train_configs' / 'cpu_cifar10' / 'plan.yaml').select(['APE'], [1])
+    assert yaml.safe_load(Path('config.yaml').read_text()) == run.config
+
+
 def top1_of(plan, seeds='123'):
-    """Top-1 of each model with these seeds, which are all that it has."""
+    """Top-1 of each model with exactly these seeds."""
     top1 = {(row['model'], row['seed']): row['top1'] for row in runs_of(plan)[1]}
     models = {model for model, _ in top1}
     assert len(top1) == len(seeds) * len(models)
@@ -66,7 +113,7 @@ def test_results_are_those_of_the_runs():
     """Top-1 and the difference to APE, line by line."""
     notes, rows = runs_of('plan')
     table = summary_table(rows, 'APE').splitlines()
-    assert notes[2:] in README.read_text() and len(table) == 2 + len({row['model'] for row in rows})
+    assert notes in README.read_text() and len(table) == 2 + len({row['model'] for row in rows})
     for line in table[2:]:
         assert line.rsplit(' | ', 3)[0] in README.read_text(), line
 
@@ -86,7 +133,7 @@ def spread_of(found):
 def test_ablations_are_those_of_the_runs():
     """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
     top1 = top1_of('ablations')
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     assert len(top1) == 17
     for model in top1.keys() - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
@@ -98,7 +145,7 @@ def test_ablations_are_those_of_the_runs():
 def test_pooled_models_are_those_of_the_runs():
     """Top-1, and the differences to APE, to none and to the models with a class token."""
     pooled, with_token = top1_of('pooling'), top1_of('plan')
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     assert len(pooled) == 5
     for name, found in pooled.items():
         model = name.removesuffix(', pooled')
@@ -112,7 +159,7 @@ def test_pooled_models_are_those_of_the_runs():
 def test_rates_are_those_of_the_runs():
     """Top-1 of both models at each learning rate, and their difference."""
     top1 = top1_of('rates')
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     suffixes = {name.removeprefix('APE') for name in top1 if name.startswith('APE')}
     # two models at four rates, RoPE-2D at two, relative bias and Shaw at three
     assert len(suffixes) == 4 and len(top1) == 2 * 4 + 2 + 2 * 3
@@ -128,7 +175,7 @@ def test_rates_are_those_of_the_runs():
 def test_models_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the difference to APE at that rate, and to the same model by the recipe."""
     half, recipe = top1_of('half_rate'), top1_of('plan')
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     assert len(half) == len(recipe) == 10
     for model in recipe:
         found, ape = (half[f'{name}, rate .00075'] for name in (model, 'APE'))
@@ -141,7 +188,7 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
 def test_ablations_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the differences to the unchanged model and to APE at that rate, and to the same model by the recipe."""
     half, recipe = top1_of('half_rate_ablations'), top1_of('ablations')
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     assert len(half) == 7
     unchanged, ape = half['SaPE2(K)+APE, rate .00075'], half['APE, rate .00075']
     for model in half.keys() - {'APE, rate .00075', 'SaPE2(K)+APE, rate .00075'}:
@@ -151,10 +198,10 @@ def test_ablations_at_half_the_rate_are_those_of_the_runs():
 
 
 def test_new_seeds_are_those_of_the_runs():
-    """Top-1 of three models at both rates, and the difference to APE, by both intervals."""
+    """Top-1 of three models at both rates, and the difference to APE with both intervals."""
     top1 = top1_of('pairs', '456789')
     assert len(top1) == 6
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     for rate, end in (('.00075', ', rate .00075'), ('.0015', '')):
         ape = top1[f'APE{end}']
         assert f'| {rate} | APE | {spread_of(ape)} |' in page
@@ -166,9 +213,9 @@ def test_new_seeds_are_those_of_the_runs():
 
 
 def test_differences_that_hang_on_the_interval():
-    """One of the two leaves out 0, the other does not."""
+    """One of the two intervals excludes 0, the other does not."""
     top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'half_rate_ablations', 'pooling')))
-    page = (README.parent / 'results' / 'README.md').read_text()
+    page = (RESULTS / 'README.md').read_text()
     lines = [line.strip('| ').split(' | ') for line in page.splitlines() if line.count('[') == 2]
     lines = [(cells[0].split(' - '), cells[1:]) for cells in lines if top1.keys() >= set(cells[0].split(' - '))]
     lines = [(models, printed) for models, printed in lines if len(models) == 2]
@@ -182,7 +229,7 @@ def test_differences_that_hang_on_the_interval():
 
 
 def test_code_runs(tmp_path, monkeypatch):
-    """All of it, but with random weights where it would fetch some."""
+    """All of the code, but with random weights where it would download some."""
     monkeypatch.chdir(tmp_path)
     known = timm_sape.list_encodings()
     blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)
@@ -191,7 +238,7 @@ def test_code_runs(tmp_path, monkeypatch):
     try:
         for block in blocks:
             exec(block.replace('pretrained=True', 'pretrained=False'), scope)
-        model = scope['timm'].create_model('test_vit_nope', pos_enc='ape+my_encoding')
+        model = scope['timm'].create_model('test_vit_pos_enc', pos_enc='ape+my_encoding')
         assert model(scope['torch'].randn(1, 3, 160, 160)).shape == (1, 1000)
         saved = scope['timm'].create_model(f'local-dir:{tmp_path}/my_model', pretrained=True)
         assert saved.pos_enc == 'ape+auto_sape2_k' and saved.num_classes == 10

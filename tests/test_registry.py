@@ -1,14 +1,19 @@
-"""Names: what may be registered and typed, and what a third-party encoding does in a model."""
+"""Names: which can be registered, which users can type, and third-party encodings in a model."""
+import argparse
+import inspect
 import json
+import re
+import shlex
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.utils import ParseKwargs
 
 import timm_sape
-from references import assert_near
+from harness import assert_near
 from timm_sape import PositionEncoding, create_encoding, list_encodings, register_encoding
 from timm_sape.encodings import registry
 from timm_sape.encodings.base import rotation_table
@@ -18,7 +23,7 @@ HOST = dict(dim=64, num_heads=4, grid_size=(4, 4), num_prefix_tokens=1)
 
 @pytest.fixture(autouse=True)
 def no_traces():
-    """Forget whatever a test registers."""
+    """Remove whatever a test registers."""
     encodings, aliases = dict(registry._encodings), dict(registry._aliases)
     yield
     for known, before in ((registry._encodings, encodings), (registry._aliases, aliases)):
@@ -27,7 +32,7 @@ def no_traces():
         assert known == before
 
 
-def build(pos_enc, pos_enc_kwargs=None, model='test_vit_nope', **kwargs):
+def build(pos_enc, pos_enc_kwargs=None, model='test_vit_pos_enc', **kwargs):
     kwargs = {'img_size': 32, 'patch_size': 8, **kwargs}
     return timm.create_model(model, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **kwargs)
 
@@ -57,6 +62,49 @@ def test_created_by_name(name):
     assert f'`{name}`' in registry.encodings_table()
 
 
+@pytest.mark.parametrize('name', list_encodings())
+def test_help(name):
+    """`help` of an encoding begins with its full name and describes all keywords, including those of its bases."""
+    doc = inspect.getdoc(registry.get_encoding(name))
+    title = registry.encoding_title(name)
+    assert 5 < len(title) <= 52 and doc.startswith(f'{title}.') and doc.count('\n\nInherited keywords:\n') <= 1
+    assert [registry.encoding_title(other) for other in list_encodings()].count(title) == 1
+    for keyword in timm_sape.encoding_keywords(name):
+        assert len(re.findall(rf'^    {keyword}: \S', doc, re.MULTILINE)) == 1, keyword
+
+
+def test_help_of_a_third_party():
+    class Base(timm_sape.CoordinateEncoding):
+        """Not registered.
+
+        Args:
+            strength: How much,
+                or how little.
+            colour: Overridden below.
+        """
+        def __init__(self, *, strength=1.0, colour='red', **host):
+            super().__init__(**host)
+
+    @register_encoding('mine')
+    class Mine(Base):
+        """My own.
+
+        Args:
+            colour: Of mine.
+        """
+        def __init__(self, *, colour='blue', **host):
+            super().__init__(**host)
+
+    @register_encoding('silent')
+    class Silent(Mine):
+        pass
+
+    assert registry.encoding_title('mine') == 'My own' and registry.encoding_title('silent') == ''
+    assert Mine.__doc__.startswith('My own.\n\nArgs:\n    colour: Of mine.\n\nInherited keywords:\n    resolution: ')
+    assert Mine.__doc__.endswith('\n    strength: How much,\n        or how little.')
+    assert Silent.__doc__ is None and inspect.getdoc(Silent) == Mine.__doc__
+
+
 def test_sape2_is_sape2_k():
     assert registry.get_encoding('sape2') is registry.get_encoding('sape2_k')
 
@@ -72,7 +120,7 @@ def test_register():
     assert {'mine', 'my_own', 'm2'} <= set(list_encodings(aliases=True))
     assert 'm2' not in list_encodings()
     assert build('m2+ape').pos_enc == 'ape+mine'
-    assert Mine.__name__ == 'Mine'  # the decorator hands the class back
+    assert Mine.__name__ == 'Mine'  # the decorator returns the class
 
 
 @pytest.mark.parametrize('name, aliases, taken', [
@@ -83,7 +131,7 @@ def test_register():
 ])
 def test_taken_names(name, aliases, taken):
     before = list_encodings(aliases=True)
-    with pytest.raises(ValueError, match=f"'{taken}' is registered already"):
+    with pytest.raises(ValueError, match=f"'{taken}' is already registered"):
         register_encoding(name, aliases=aliases)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
 
@@ -99,31 +147,65 @@ def test_one_name_twice(aliases):
 def test_taken_name_says_by_whom():
     with pytest.raises(ValueError, match=r"'sape2'.*by timm_sape.encodings.sape2.*PositionEncodingK. Choose another"):
         register_encoding('sape2')(type('Mine', (PositionEncoding,), {}))
-    cls = type('Mine', (PositionEncoding,), {})
-    register_encoding('mine')(cls)
-    with pytest.raises(ValueError, match="'mine' is registered already"):
-        register_encoding('mine')(cls)
+    register_encoding('mine')(type('Mine', (PositionEncoding,), {}))
+    with pytest.raises(ValueError, match="'mine' is already registered"):
+        register_encoding('mine')(type('Other', (PositionEncoding,), {}))
+
+
+def test_a_cell_run_again():
+    """A class of the same name from the same module replaces the old one, as in a notebook."""
+    for _ in range(2):
+        cls = register_encoding('mine', aliases=('too',))(type('Mine', (PositionEncoding,), {}))
+        assert timm_sape.get_encoding('mine') is timm_sape.get_encoding('too') is cls
+
+
+def test_what_authors_forget():
+    """Each has a message in one line: a required method, the table, tokens that are missing in a bias."""
+    class Forgetful(timm_sape.FixedEncoding):
+        pass
+
+    with pytest.raises(ValueError, match=r'Forgetful must define compute\(self, grid: .*: The table of a whole grid'):
+        register_encoding('mine')(Forgetful)
+
+    class NoTable(timm_sape.FixedEncoding):
+        def compute(self, grid, device, dtype):
+            return grid.coordinates(device, dtype)
+
+    register_encoding('mine')(NoTable)
+    with pytest.raises(ValueError, match=r"'mine': call self.make_table\(\) at the end of the constructor of NoTable"):
+        build('mine')
+
+    class NoPrefix(PositionEncoding):
+        def position_bias(self, grid):
+            return torch.zeros(grid.num_patches, grid.num_patches)
+
+    register_encoding('yours')(NoPrefix)
+    says = r"'yours': position_bias returned \[16, 16\],.* N = 17 tokens.* grid.between_tokens"
+    with pytest.raises(ValueError, match=says):
+        build('yours')(torch.zeros(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize('name', ['', 'Mine', 'my-own', 'my own', 'ape+mine', '2d', '_mine', 'my.own', 'mine\n'])
 def test_malformed_names(name):
     before = list_encodings(aliases=True)
     for kwargs in (dict(name=name), dict(name='mine', aliases=(name,))):
-        with pytest.raises(ValueError, match='use small letters, digits and underscores'):
+        with pytest.raises(ValueError, match='use lowercase letters, digits and underscores'):
             register_encoding(**kwargs)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
 
 
 @pytest.mark.parametrize('cls', [nn.Module, dict, lambda **host: None, PositionEncoding(**HOST)])
 def test_not_an_encoding(cls):
-    with pytest.raises(ValueError, match="'mine'.*is no subclass of timm_sape.PositionEncoding"):
+    with pytest.raises(ValueError, match="'mine'.*is not a subclass of timm_sape.PositionEncoding"):
         register_encoding('mine')(cls)
     assert 'mine' not in list_encodings()
 
 
-@pytest.mark.parametrize('hook, per_layer', [('embed', True), ('content_bias', False), ('values', False)])
+@pytest.mark.parametrize('hook, per_layer', [
+    ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False)])
 def test_shared_where_it_cannot_be(hook, per_layer):
-    with pytest.raises(ValueError, match=f"'mine' overrides '{hook}', which is called where per_layer={not per_layer}"):
+    says = f"'mine' overrides '{hook}', so its class must set per_layer = {not per_layer}"
+    with pytest.raises(ValueError, match=says):
         register_encoding('mine')(type('Mine', (PositionEncoding,), {
             'per_layer': per_layer, hook: lambda self, *args: None}))
     assert 'mine' not in list_encodings()
@@ -144,10 +226,15 @@ def test_unknown_names(name, text):
             create()
 
 
+def test_unknown_name_says_how_to_import():
+    with pytest.raises(ValueError, match='If it is your own, import its module first; .*: timm-sape .* --import'):
+        registry.get_encoding('my_encoding')
+
+
 @pytest.mark.parametrize('name, keyword, text', [
     ('sape2_k', 'gate', "'sape2_k' has no keyword 'gate'. It accepts: "
-        'bias_init, bias_scale, gate_scale, npos, preset, table_std'),
-    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: direction, npos"),
+        'bias_init, bias_scale, gate_scale, npos, preset, separate_keys, table_std'),
+    ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: bias_scale, direction, npos"),
     ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts: resolution"),
     ('ape', 'init', "'ape' has no keyword 'init'. It accepts no keywords"),
     ('auto_ape', 'gate', "'auto_ape' has no keyword 'gate'. It accepts: init"),
@@ -171,7 +258,7 @@ def test_the_host_is_checked(name, host, message):
 
 @pytest.mark.parametrize('keyword', ['dim', 'grid_size', 'layer', 'ref_grid_size', 'device'])
 def test_keywords_of_the_host_are_not_for_users(keyword):
-    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: direction, npos"):
+    with pytest.raises(ValueError, match=f"'cope' has no keyword '{keyword}'. It accepts: bias_scale, direction, npos"):
         build('cope', {'cope': {keyword: 1}})
 
 
@@ -242,14 +329,14 @@ def test_keywords_are_copied():
     ('ape++cope', None, 'has an empty part'),
     (3, None, "pos_enc must be a string such as 'ape\\+sape2_k', got 3"),
     (['ape', 'cope'], None, 'pos_enc must be a string'),
-    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is no part of pos_enc='ape'"),
-    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is no part of"),
+    ('ape', {'cope': {'npos': 9}}, "keywords for 'cope', which is not a part of pos_enc='ape'"),
+    ('ape+cope', {'sape2': {}}, "keywords for 'sape2', which is not a part of"),
     ('ape', {'capo': {}}, "Unknown position encoding 'capo'"),
     ('sape2_k', {'sape2': {'npos': 9}, 'sape2_k': {'npos': 9}}, "'sape2_k' under two names. Give them once"),
     ('cope', {'npos': 9}, "must map parts to their keywords, e.g. .*, got {'npos': 9}"),
     ('cope', {'cope': 9}, 'must map parts to their keywords'),
     ('cope', ['npos'], 'must map parts to their keywords'),
-    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, to survive saving.*Tensor'),
+    ('cope', {'cope': {'npos': torch.tensor(9)}}, 'must be plain JSON, so that it can be saved.*Tensor'),
     ('cope', {'cope': {'npos': {9}}}, 'must be plain JSON.*set'),
     ('cope', {'cope': {'npos': nn.Linear}}, 'must be plain JSON'),
 ])
@@ -261,6 +348,32 @@ def test_conflicts(pos_enc, pos_enc_kwargs, text):
         registry.parse_pos_enc(pos_enc, pos_enc_kwargs)
 
 
+def parsed(*words):
+    """Words after `--model-kwargs`, as timm's scripts parse them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--model-kwargs', nargs='*', action=ParseKwargs)
+    return parser.parse_args(['--model-kwargs', *words]).model_kwargs['pos_enc_kwargs']
+
+
+@pytest.mark.parametrize('text, meant', [
+    ('{sape2_k:{preset:equations}}', {'sape2_k': {'preset': 'equations'}}),
+    ('{sape2_k: {npos: 9, bias_scale: -1e-3}}', {'sape2_k': {'npos': 9, 'bias_scale': -1e-3}}),
+    ('{"rope_dinov3": {"rescale": null}, "irpe_k": {"shared_heads": false}}',
+        {'rope_dinov3': {'rescale': None}, 'irpe_k': {'shared_heads': False}}),
+    ('preset:equations', {'sape2_k': {'preset': 'equations'}}),  # unclear what is meant, so the message has an example
+    ('{npos:9}', {'sape2_k': {'preset': 'equations'}}),
+    ('{{{', {'sape2_k': {'preset': 'equations'}}),
+])
+def test_keywords_that_lost_their_quotes(text, meant):
+    """The message contains the words to type, which timm's parser and a shell understand."""
+    arrived = parsed(f'pos_enc_kwargs={text}')
+    assert arrived == text  # timm did not understand it
+    with pytest.raises(ValueError, match='must map parts to their keywords, got the text') as error:
+        registry.parse_pos_enc('sape2_k', arrived)
+    option, words = shlex.split(re.search('--model-kwargs .*', str(error.value))[0].removesuffix('.'))
+    assert option == '--model-kwargs' and parsed(words) == meant
+
+
 def test_third_party_rotation_conflicts():
     register_encoding('spin')(type('Spin', (PositionEncoding,), {'rotation': lambda self, grid: None}))
     with pytest.raises(ValueError, match='two rotations, spin and rope2d'):
@@ -270,7 +383,7 @@ def test_third_party_rotation_conflicts():
 # --- third-party encodings at work -----------------------------------------------------------------------------------
 
 class Toy(PositionEncoding):
-    """Knows its layer, and has a parameter that is different in each instance."""
+    """An encoding that knows its layer, and has a parameter that is different in each instance."""
 
     def __init__(self, *, strength=1.0, layer=0, device=None, dtype=None, **host):
         super().__init__(layer=layer, **host)
@@ -286,21 +399,28 @@ class Embed(Toy):
     """Tokens of the lower rows are larger; each channel gets its own number."""
     per_layer = False
 
-    def embed(self, x, grid, pos_embed):
+    def embed(self, x, grid):
+        return self.amount * torch.arange(self.dim, dtype=x.dtype)
+
+    def mix(self, x, term, grid):
         y = grid.coordinates(dtype=x.dtype)[:, 0]
         factor = torch.cat([torch.ones(grid.num_prefix_tokens, dtype=x.dtype), 1 + self.amount * y])[:, None]
-        return factor, self.amount * torch.arange(self.dim, dtype=x.dtype)
+        return x * factor, term
 
 
 class FactorOnly(Toy):
+    """Adds zeros, because `mix` is called only if something is added to the tokens."""
     per_layer = False
 
-    def embed(self, x, grid, pos_embed):
-        return self.amount + 2, None
+    def embed(self, x, grid):
+        return torch.zeros(self.dim, dtype=x.dtype)
+
+    def mix(self, x, term, grid):
+        return x * (self.amount + 2), term
 
 
 class Rotation(Toy):
-    """The first pair of channels turns with x, the last with y, the others stay."""
+    """The first pair of channels is rotated by x, the last by y, the others not at all."""
 
     def angles(self, grid):
         y, x = grid.coordinates(dtype=self.weight.dtype).unbind(-1)
@@ -317,7 +437,7 @@ class RotationPerHead(Rotation):
 
 
 class PositionBias(Toy):
-    """Left is preferred."""
+    """Prefers keys to the left."""
 
     def position_bias(self, grid):
         x = grid.coordinates(dtype=self.weight.dtype)[:, 1]
@@ -331,7 +451,7 @@ class PositionBiasPerHead(PositionBias):
 
 
 class ContentBias(Toy):
-    """Queries by their first channel, keys by their second, whatever the scale of the logits."""
+    """Adds a channel of the query and a channel of the key, whatever the scale of the logits."""
     per_layer = True
 
     def content_bias(self, q, k, grid):
@@ -344,7 +464,7 @@ class ContentBiasOfAllHeads(ContentBias):
 
 
 class Values(Toy):
-    """Probability times column, in the first channel of each head."""
+    """The expected column of the keys, in the first channel of each head."""
     per_layer = True
 
     def values(self, attn, grid):
@@ -361,13 +481,14 @@ def per_layer(cls):
 
 
 def forward_by_hand(model, x, encodings):
-    """timm's ViT in plain operations, where the encoding of layer i, `encodings[i]`, acts through its one hook."""
+    """timm's ViT in plain operations. The encoding of layer i, `encodings[i]`, acts through its only hook."""
     grid = timm_sape.Grid(4, 4, 1)
     tokens = model.patch_embed(x)
     tokens = torch.cat([model.cls_token.expand(len(x), -1, -1), tokens], dim=1)
-    factor, term = encodings[0].embed(tokens, grid, model.pos_embed)
-    tokens = tokens if factor is None else tokens * factor
-    tokens = tokens if term is None else tokens + term
+    term = 0
+    if encodings[0].overrides('embed'):
+        tokens, term = encodings[0].mix(tokens, encodings[0].embed(tokens, grid), grid)
+    tokens = tokens + term
     if model.pos_embed is not None:
         tokens = tokens + model.pos_embed
     for block, encoding in zip(model.blocks, encodings):
@@ -400,7 +521,7 @@ TOYS = [
 @pytest.mark.parametrize('pos_enc, fused', [('a_toy', True), ('a_toy+ape', False), ('z_toy+ape', True)])
 @pytest.mark.parametrize('cls', TOYS, ids=lambda cls: cls.__name__)
 def test_hooks(cls, pos_enc, fused):
-    """Registered a moment ago, and at work in a model, as by hand; alone, and before and after `ape`."""
+    """A new encoding acts in a model as computed by hand, alone, and combined with `ape`, before and after it."""
     name = pos_enc.split('+')[0]
     register_encoding(name)(cls)
     torch.manual_seed(0)
@@ -438,7 +559,7 @@ def test_parameters_carry_the_name():
 
 
 def test_biases_add_up():
-    """Fixed and from content, shared and per layer, all at once."""
+    """Biases from geometry and from content, shared and per layer, all at once."""
     names = {
         'toy_a': shared(PositionBias),
         'toy_b': per_layer(PositionBiasPerHead),
@@ -468,7 +589,7 @@ def test_biases_add_up():
 
 
 def test_factors_multiply_and_terms_add():
-    """tokens * prod(factors) + sum(terms), whatever the order of the names: no factor touches a term."""
+    """Several mixers act in turn on the tokens and on the sum of terms, whatever the order of their names."""
     for name, cls in {'a_toy': FactorOnly, 'b_toy': Embed, 'z_toy': FactorOnly}.items():
         register_encoding(name)(cls)
     model = build('b_toy+ape+z_toy+a_toy', {'z_toy': {'strength': 0.5}}).double().eval()
@@ -484,7 +605,7 @@ def test_factors_multiply_and_terms_add():
 
 
 def test_what_the_host_tells():
-    """Sizes are those of the model, rows before columns; each layer hears its index."""
+    """An encoding gets the sizes of the model, rows before columns, and the index of its layer."""
     told = []
 
     def init(self, **host):
@@ -503,7 +624,7 @@ def test_what_the_host_tells():
 
 @pytest.mark.parametrize('model', ['test_vit_sape2_k', 'test_vit_rope2d_ape', 'vit_tiny_cope'])
 def test_in_every_model(model):
-    """`pos_enc=` overrides what the name of an entrypoint says."""
+    """`pos_enc=` overrides the encoding in the name of an entrypoint."""
     register_encoding('toy')(Values)
     built = build('toy+ape', {'toy': {'strength': 0.5}}, model, depth=1)
     assert built.pos_enc == 'ape+toy'
@@ -512,9 +633,9 @@ def test_in_every_model(model):
 
 
 def test_overrides():
-    """A hook counts if the class or a base of it has it."""
+    """A hook counts as overridden if the class or one of its bases defines it."""
     assert [hook for hook in PositionEncoding.HOOKS if per_layer(RotationPerHead).overrides(hook)] == ['rotation']
-    assert [hook for hook in PositionEncoding.HOOKS if Embed.overrides(hook)] == ['embed']
+    assert [hook for hook in PositionEncoding.HOOKS if Embed.overrides(hook)] == ['embed', 'mix']
     assert [hook for hook in PositionEncoding.HOOKS if Toy.overrides(hook)] == []
     assert Embed.acts_on() == ('tokens',)
     assert ContentBias.acts_on() == ('logits, from content',)

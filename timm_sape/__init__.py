@@ -19,6 +19,7 @@ from .encodings import (
 )
 from .grafting import graft
 from .grid import Grid
+from .naflexvit_pos_enc import NaFlexVitPosEnc
 from .vit_pos_enc import VisionTransformerPosEnc
 
 __version__ = '0.1.0.dev0'
@@ -28,6 +29,7 @@ __all__ = [
     'FixedEncoding',
     'FixedRotaryEncoding',
     'Grid',
+    'NaFlexVitPosEnc',
     'PositionEncoding',
     'ReferenceGridEncoding',
     'ResizedEncoding',

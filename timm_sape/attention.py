@@ -1,234 +1,199 @@
-"""One attention layer: timm's, plus the encodings that act inside it."""
-import operator
-from functools import reduce
-from typing import Dict, List, Optional, Tuple
+"""timm's attention layers and blocks as hosts of encodings."""
+from typing import Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
-from timm.layers import Attention, register_notrace_module
-from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.layers import Attention, AttentionRope
+from timm.models.eva import EvaAttention, EvaBlock
 from timm.models.vision_transformer import Block, ResPostBlock
 
-from . import ops
-from .encodings import PositionEncoding
-from .grid import Grid
+from .position import AnyPosition, LayerEncodings
 
-__all__ = ['PosEncAttention', 'PosEncBlock', 'PosEncResPostBlock']
+__all__ = [
+    'HOSTS',
+    'PosEncAttention',
+    'PosEncAttentionRope',
+    'PosEncBlock',
+    'PosEncEvaAttention',
+    'PosEncEvaBlock',
+    'PosEncResPostBlock',
+    'adopt_blocks',
+    'unknown_blocks',
+]
 
 
-@register_notrace_module
-class PosEncAttention(Attention):
-    """timm's `Attention` with position in its logits, q, k and values.
+class HostsEncodings(nn.Module):
+    """What timm's attention layers have in common once position acts in them.
 
-    Built as timm builds it; `set_encodings` then gives it the encodings of its layer.
+    A layer is built as timm builds it. The model then replaces `encodings` by the ones of this layer. A subclass says
+    where q, k and v come from.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.set_encodings({})
+        self.encodings = LayerEncodings()
 
-    def set_encodings(self, encodings: Dict[str, PositionEncoding], rotate_half: bool = False) -> None:
-        """Give the layer its encodings, by name. Decides once which of them act where.
-
-        Args:
-            encodings: Those of this layer alone.
-            rotate_half: The layout of the rotation, be it of this layer or shared.
-        """
-        self.encodings = nn.ModuleDict(encodings)
-        self.rotate_half = rotate_half
-        self._names = {
-            hook: tuple(name for name, encoding in encodings.items() if encoding.overrides(hook))
-            for hook in PositionEncoding.HOOKS
-        }
-        biases = ('position_bias', 'content_bias', 'channels', 'values')
-        self._codes_alone = sum(len(self._names[hook]) for hook in biases) == 1
-
-    def acting_on(self, hook: str) -> List[PositionEncoding]:
-        """The encodings of this layer that override `hook`."""
-        return [self.encodings[name] for name in self._names[hook]]
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens `[B, N, D]` to normed q, normed k, and v, each `[B, h, N, d]`."""
+        raise NotImplementedError
 
     def forward(
             self,
             x: torch.Tensor,
-            grid: Grid,
-            rotation: Optional[torch.Tensor] = None,
-            bias: Optional[torch.Tensor] = None,
-            pos: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
+            position: Optional[AnyPosition] = None,
     ) -> torch.Tensor:
         """
         Args:
             x: Tokens, `[B, N, D]`.
-            grid: The grid.
-            rotation: Table of the model's rotation, if all layers share one, `[(B, 1, | h,) N-P, 2*d]`.
-            bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
-            pos: Added to x, `[(B,) N, D]`.
-            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable likewise.
+            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
+                `[B, h, N, N]`.
             is_causal: Mask out all later tokens.
+            position: What the layers of this forward pass share. None if no encoding acts inside the blocks.
 
         Returns:
             `[B, N, D]`.
+
+        Raises:
+            ValueError: If `position` is missing where an encoding needs it, or is not a `Position`.
         """
-        x = x if pos is None else x + pos
+        x = self.encodings.add_before(x, position)
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        q, k, v = self._qkv(x)
-        dropout_p = self.attn_drop.p if self.training else 0.
-        for encoding in self.acting_on('distances')[:1]:
-            # Where distances of codes are all that is added to the logits, nothing N x N need be stored.
-            only_reference = {
-                'a mask': attn_mask is not None or is_causal,
-                'dropout of the probabilities': dropout_p > 0,
-                'other biases beside it': bias is not None or not self._codes_alone,
-                'attention that is not fused': not self.fused_attn,
-            }
-            backend = ops.choose_backend(None, q, encoding.code_widths(grid), only_reference)
-            if backend != 'reference':
-                codes_x, codes_y, gain = encoding.distances(q, k, grid, backend)
-                q, k = self._rotated(q, k, rotation, grid)
-                x = ops.distance_attention(
-                    q, k, v, codes_x, codes_y, encoding.gated(gain), grid, scale=self.scale, backend=backend)
-                return self._project(x, gate)
+        q, k, v = self.queries_keys_values(x)
+        out = self.encodings(
+            q, k, v, x, position,
+            scale=self.scale,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=self.attn_drop.p if self.training else 0.,
+            fused=self.fused_attn,
+        )  # [B, h, N, d]
+        out = self.norm(out.transpose(1, 2).flatten(2))  # [B, N, D]
+        if gate is not None:
+            out = out * gate
+        return self.proj_drop(self.proj(out))
 
-        mask = ops.merge_masks(self._bias(q, k, grid, bias), attn_mask, is_causal, x.shape[1], x.device)
-        channels = [encoding.channels(q, k, x, grid, self.scale) for encoding in self.acting_on('channels')]
-        q, k = self._rotated(q, k, rotation, grid)
-        if channels:
-            q = torch.cat([q, *(a for a, _ in channels)], dim=-1)
-            k = torch.cat([k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
-
-        if self.fused_attn and not self._names['values']:
-            x = ops.attend(q, k, v, mask, scale=self.scale, dropout_p=dropout_p)
-        else:
-            attn = self.attn_drop(ops.probabilities(q, k, mask, scale=self.scale))  # [B, h, N, N]
-            x = attn.to(v.dtype) @ v
-            for encoding in self.acting_on('values'):
-                x = x + encoding.gated(encoding.values(attn, grid)).to(v.dtype)
-
-        return self._project(x, gate)
-
-    def logits(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            rotation: Optional[torch.Tensor] = None,
-            bias: Optional[torch.Tensor] = None,
-            pos: Optional[torch.Tensor] = None,
-    ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """What the softmax gets, in two parts, for those who want to look at it. `forward` does not call it.
-
-        Arguments are those of `forward`, and so are the methods that compute it, but in plain attention.
-
-        Returns:
-            What content says, scale * q.k, and what position adds to it: biases as they are, products as their
-            products, rotations as scale * (Rq.Rk - q.k). Both `[B, h, N, N]`.
-        """
-        x = x if pos is None else x + pos
-        q, k, _ = self._qkv(x)
-        content = self.scale * q @ k.transpose(-2, -1)
-        position = torch.zeros_like(content)
-        bias = self._bias(q, k, grid, bias)
-        if bias is not None:
-            position = position + bias
-        for encoding in self.acting_on('channels'):
-            a, b = encoding.channels(q, k, x, grid, self.scale)
-            position = position + self.scale * a @ b.transpose(-2, -1)
-        rotated_q, rotated_k = self._rotated(q, k, rotation, grid)
-        if rotated_q is not q:
-            position = position + (self.scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
-        return content, position
-
-    def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The tokens after the block, `[B, N, D]`, with what encodings add there."""
-        for encoding in self.acting_on('after_block'):
-            x = x + encoding.gated(encoding.after_block(x, grid)).to(x.dtype)
-        return x
-
-    def _qkv(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        B, N, _ = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)  # [B, h, N, d]
-        # Under autocast norms widen q and k. Fused attention would narrow them again; so does this, for all backends.
+    def _normed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        # Under autocast norms widen q and k. Fused attention would narrow them again; doing it here treats all
+        # implementations alike.
         return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
-    def _bias(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            grid: Grid,
-            shared: Optional[torch.Tensor],
-    ) -> Optional[torch.Tensor]:
-        """The sum of all biases, None if there is none."""
-        # Geometry is rounded to the dtype of q, as everywhere in timm; what depends on content stays wide.
-        biases = [] if shared is None else [shared.to(q.dtype)]
-        for encoding in self.acting_on('position_bias'):
-            biases.append(grid.keep_pairs(encoding.gated(encoding.position_bias(grid))).to(q.dtype))
-        for encoding in self.acting_on('content_bias'):
-            biases.append(encoding.gated(encoding.content_bias(q, k, grid)))
-        return reduce(operator.add, biases) if biases else None
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, N, h*d]` to `[B, h, N, d]`."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _project(self, x: torch.Tensor, gate: Optional[torch.Tensor]) -> torch.Tensor:
-        x = x.transpose(1, 2).flatten(2)  # [B, N, D]
-        x = self.norm(x)
-        if gate is not None:
-            x = x * gate
-        x = self.proj(x)
-        return self.proj_drop(x)
+    def _split(self, qkv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        """`[B, N, 3*h*d]` to q, k and v, each `[B, h, N, d]`."""
+        B, N, _ = qkv.shape
+        q, k, v = qkv.reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v  # unpacked, because torch.fx cannot iterate over what unbind returns
 
-    def _rotated(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            rotation: Optional[torch.Tensor],
-            grid: Grid,
-    ) -> Tuple[torch.Tensor, torch.Tensor]:
-        for encoding in self.acting_on('rotation'):
-            rotation = grid.keep_rows(encoding.rotation(grid))
-        if rotation is None:
-            return q, k
-        return self._rotate(q, rotation, grid), self._rotate(k, rotation, grid)
 
-    def _rotate(self, x: torch.Tensor, table: torch.Tensor, grid: Grid) -> torch.Tensor:
-        p = grid.num_prefix_tokens
-        patches = apply_rot_embed_cat(x[:, :, p:], table, half=self.rotate_half)
-        return torch.cat([x[:, :, :p], patches], dim=2)  # [B, h, N, d]
+class PosEncAttention(HostsEncodings, Attention):
+    """timm's `Attention` with position in it."""
+
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = self._split(self.qkv(x))
+        return self._normed(q, k, v)
+
+
+class PosEncEvaAttention(HostsEncodings, EvaAttention):
+    """timm's `EvaAttention`, whose keys have no bias, with position in it."""
+
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.qkv is None:
+            return self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        qkv = self.qkv(x)
+        if self.q_bias is not None:
+            qkv = qkv + torch.cat([self.q_bias, self.k_bias, self.v_bias]).to(qkv.dtype)
+        return self._normed(*self._split(qkv))
+
+
+class PosEncAttentionRope(HostsEncodings, AttentionRope):
+    """timm's `AttentionRope`, whose keys and values may have fewer heads, with position in it.
+
+    Each query head gets a copy of its keys and values, as in timm, so encodings see h heads of each.
+    """
+
+    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.qkv is not None:
+            return self._normed(*self._split(self.qkv(x)))
+        q, k, v = self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        return q, *(t.repeat_interleave(self.num_kv_groups, dim=1) if self.num_kv_groups > 1 else t for t in (k, v))
 
 
 class PosEncBlock(Block):
-    """timm's `Block`, which hands the grid down to its attention layer."""
+    """timm's `Block`, which passes the position on to its attention layer."""
 
     def forward(
             self,
             x: torch.Tensor,
-            grid: Grid,
-            rotation: Optional[torch.Tensor] = None,
-            bias: Optional[torch.Tensor] = None,
-            pos: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
+            position: Optional[AnyPosition] = None,
     ) -> torch.Tensor:
-        """Arguments as for `PosEncAttention`; `[B, N, D]` to `[B, N, D]`."""
-        y = self.attn(self.norm1(x), grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
+        """`[B, N, D]` to `[B, N, D]`; arguments as for its attention layer."""
+        y = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return self.attn.after_block(x, grid)
+        return self.attn.encodings.add_after(x, position)
 
 
 class PosEncResPostBlock(ResPostBlock):
-    """timm's `ResPostBlock`, whose norms come after attention and MLP, likewise."""
+    """timm's `ResPostBlock` (norms after attention and MLP), which passes the position on to its attention layer."""
 
     def forward(
             self,
             x: torch.Tensor,
-            grid: Grid,
-            rotation: Optional[torch.Tensor] = None,
-            bias: Optional[torch.Tensor] = None,
-            pos: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
+            position: Optional[AnyPosition] = None,
     ) -> torch.Tensor:
-        """Arguments as for `PosEncAttention`; `[B, N, D]` to `[B, N, D]`."""
-        y = self.attn(x, grid, rotation, bias, pos, attn_mask=attn_mask, is_causal=is_causal)
+        """`[B, N, D]` to `[B, N, D]`; arguments as for its attention layer."""
+        y = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.norm1(y))
         x = x + self.drop_path2(self.norm2(self.mlp(x)))
-        return self.attn.after_block(x, grid)
+        return self.attn.encodings.add_after(x, position)
+
+
+class PosEncEvaBlock(EvaBlock):
+    """timm's `EvaBlock`, likewise."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+            position: Optional[AnyPosition] = None,
+    ) -> torch.Tensor:
+        """`[B, N, D]` to `[B, N, D]`; arguments as for its attention layer."""
+        y = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
+        x = x + self.drop_path1(y if self.gamma_1 is None else self.gamma_1 * y)
+        y = self.mlp(self.norm2(x))
+        x = x + self.drop_path2(y if self.gamma_2 is None else self.gamma_2 * y)
+        return self.attn.encodings.add_after(x, position)
+
+
+HOSTS = {
+    Attention: PosEncAttention,
+    AttentionRope: PosEncAttentionRope,
+    Block: PosEncBlock,
+    EvaAttention: PosEncEvaAttention,
+    EvaBlock: PosEncEvaBlock,
+    ResPostBlock: PosEncResPostBlock,
+}
+
+
+def unknown_blocks(blocks: Iterable[nn.Module]) -> List[str]:
+    """Names of the classes among blocks and their attention layers that cannot be made hosts."""
+    kinds = {type(module) for block in blocks for module in (block, getattr(block, 'attn', None))}
+    return sorted(kind.__name__ for kind in kinds - HOSTS.keys() - {type(None)})
+
+
+def adopt_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Make blocks that timm has built hosts of encodings: modules stay timm's and get our classes, as FSDP does it."""
+    for block in blocks:
+        for module in (block, block.attn):
+            module.__class__ = HOSTS[type(module)]
+        block.attn.encodings = LayerEncodings()

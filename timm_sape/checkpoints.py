@@ -1,35 +1,52 @@
-"""What happens between a checkpoint file and a model: conversion, resizing, and refusal of what does not belong.
+"""Loading checkpoints: load what fits, resize what can be resized, and refuse anything else in plain words.
 
-As in timm, conversion and resizing happen on the pretrained roads (`pretrained=True`, train.py's `--pretrained-path`,
-`local-dir:`, `hf-hub:`), by `filter_state_dict`. On the others (`--initial-checkpoint`, `--resume`, validate.py's
-`--checkpoint`) what does not fit is refused, by `refuse_misfit`.
+There are two loading paths, as in timm. The pretrained path (`pretrained=True`, train.py's `--pretrained-path`,
+`local-dir:`, `hf-hub:`) converts and resizes, in `filter_state_dict`. The direct path (`load_state_dict`,
+`checkpoint_path=`, train.py's `--initial-checkpoint` and `--resume`, validate.py's `--checkpoint`) loads files as they
+are, and refuses others in `refuse_misfit`.
 """
-import traceback
+import math
+import re
+import warnings
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from timm.layers import resample_abs_pos_embed, to_2tuple
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
-from . import ops
-from .encodings import CoordinateEncoding, ReferenceGridEncoding, ResizedEncoding, encoding_keywords, parse_pos_enc
+from .conversion import from_timm, num_prefix_rows
+from .encodings import (
+    CoordinateEncoding,
+    ReferenceGridEncoding,
+    ResizedEncoding,
+    encoding_keywords,
+    list_encodings,
+    parse_pos_enc,
+)
+from .encodings.registry import AUTO
 
 __all__ = [
+    'Reading',
+    'convert_to_naflex',
+    'convert_to_plain',
     'filter_state_dict',
-    'from_timm',
     'misfit',
-    'readable_errors',
+    'reading_errors',
     'refuse_misfit',
     'refuse_other_encoding',
     'unwrap',
 ]
 
-ROADS = (
-    "timm.create_model(..., pretrained=True, pretrained_cfg_overlay=dict(file=...)), 'local-dir:', 'hf-hub:', "
-    'or train.py --pretrained-path')
+# num_classes is that of the file: timm drops a head whose number of classes is not the declared one.
+PRETRAINED_PATHS = (
+    'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
+    "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
+TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
+GRID = '._extra_state'  # how the name of an entry ends in which an encoding saves its grid
+
+GridSize = Tuple[int, int]
 
 
 def filter_state_dict(
@@ -41,69 +58,114 @@ def filter_state_dict(
 
     Args:
         state_dict: The checkpoint.
-        model: A `VisionTransformerPosEnc`. Its tables take the size of the checkpoint's, where those are never resized.
+        model: A `PosEncModel`. Its tables take the size of the checkpoint's, where those are never resized.
         ref_grid_size: The trained grid, if the user gave one; the checkpoint's own must not differ.
 
     Raises:
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
-    state_dict = from_timm(unwrap(state_dict), model)
-    grid = _grid_of_table(state_dict, model)
-    if grid is not None and model.patch_size != model.patch_embed.patch_size:
-        # timm takes it from the last kernel, and knows nothing of the convolutional stem before that
-        pos_embed = resample_abs_pos_embed(
-            state_dict['pos_embed'],
-            new_size=model.patch_embed.grid_size,
-            old_size=grid,
-            num_prefix_tokens=_num_prefix_rows(model),
-        )
-        state_dict = {**state_dict, 'pos_embed': pos_embed}
-    state_dict = checkpoint_filter_fn(state_dict, model)
-
-    for key, encoding in _saved_grids(model):
-        path, is_reference = key.removesuffix('._extra_state'), isinstance(encoding, ReferenceGridEncoding)
-        if key in state_dict and not is_reference:
-            _resize(state_dict, path, encoding)
-        elif key in state_dict:
-            saved = encoding.read_extra_state(state_dict[key])
-            if ref_grid_size is not None and saved != tuple(ref_grid_size):
-                raise ValueError(
-                    f'ref_grid_size={tuple(ref_grid_size)} was given, but the checkpoint was trained on {saved}. '
-                    'Leave it out.')
-            encoding.set_ref_grid_size(saved)
-        elif is_reference and ref_grid_size is not None:
-            state_dict[key] = encoding.get_extra_state()
-        elif isinstance(encoding, CoordinateEncoding) and model.pretrained_model_args:
-            # saved as 'extrapolate', where it did not matter
-            encoding.set_ref_grid_size(_grid_of_the_config(model))
-            state_dict[key] = encoding.get_extra_state()
-        elif is_reference or any(name.startswith(f'{path}.') for name in state_dict):
-            fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
-            raise ValueError(
-                f'The checkpoint does not say on which grid its encodings were trained, it lacks {key}. If they are '
-                f'those of pos_enc={model.pos_enc!r}, {fix}.')
-
+    state_dict = model.convert_checkpoint(unwrap(state_dict))
+    for path, encoding in _encodings_with_grids(model):
+        grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size)
+        if grid is not None:
+            encoding.adapt(grid, state_dict, path)
+            state_dict.setdefault(path + GRID, encoding.get_extra_state())
     for path, encoding in model.position_encodings().items():
         if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
-            state_dict.pop(f'{path}._extra_state', None)  # saved as 'rescale'; now coordinates go on
+            state_dict.pop(path + GRID, None)  # saved with 'rescale', and now coordinates go on
 
-    # timm is about to adapt the heads to the number of classes, and this kernel to the number of channels
-    heads = tuple(f'{name}.' for name in _names(model.pretrained_cfg['classifier']))
+    # timm will adapt the heads to the number of classes, and this kernel to the number of channels.
+    heads = _names(model.pretrained_cfg['classifier'])
     kernels = tuple(f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']))
-    report = misfit(state_dict, model.state_dict(), ignore=heads, any_shape=kernels)
+    report = misfit(
+        state_dict, model.state_dict(), ignore=tuple(f'{name}.' for name in heads), any_shape=kernels)
     if report:
         raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
+    _warn_of_lost_head(state_dict, model, heads)
     return state_dict
+
+
+def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
+    state_dict = from_timm(state_dict, model)
+    return checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
+
+
+def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `NaFlexVitPosEnc`, with patch embedding and table of its sizes.
+
+    It may be of a plain model. Rows that its table has for prefix tokens are added to these tokens.
+    """
+    out = dict(state_dict)
+    if 'patch_embed.proj.weight' in out:
+        rows = out.get('pos_embed')
+        tokens = [name for name in ('cls_token', 'reg_token') if name in out]
+        num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
+        if rows is not None:
+            grid = _grid_of_rows(out, num_prefix_tokens, model.grid_size)
+            split = rows.shape[1] - math.prod(grid)
+            if split and model.encodings.acting_on('mix'):
+                raise ValueError(
+                    f'The checkpoint has a pos_embed with rows for its prefix tokens, which {model.pos_enc!r} weighs '
+                    'apart from these tokens, so they cannot be added to them. Train the plain model with '
+                    'no_embed_class=True.')
+            gate = out.get('encodings.auto_ape.gate.weight')
+            of_prefix = rows[:, :split] if gate is None else rows[:, :split] * (100 * gate)
+            for name in tokens if split else ():
+                out[name] = out[name] + of_prefix[:, :out[name].shape[1]]
+                of_prefix = of_prefix[:, out[name].shape[1]:]
+            out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
+        for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
+            out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
+    weight, size = out.get('embeds.proj.weight'), model.patch_size
+    if weight is not None and weight.ndim == 4:
+        if weight.shape[2:] != size:
+            weight = resample_patch_embed(weight, list(size))
+        if model.embeds.is_linear:
+            weight = weight.permute(*((0, 2, 3, 1) if model.embeds.channels_last else (0, 1, 2, 3))).flatten(1)
+        out['embeds.proj.weight'] = weight
+    table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
+    if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
+        old, new = tuple(table.shape[1:3]), model.grid_size
+        table = resample_abs_pos_embed(table.flatten(1, 2), new_size=new, old_size=old, num_prefix_tokens=0)
+        out['embeds.pos_embed'] = table.unflatten(1, new)
+    return out
+
+
+def _grid_of_rows(
+        entries: Mapping[str, torch.Tensor],
+        num_prefix_tokens: int,
+        own: GridSize,
+) -> GridSize:
+    """The grid of a plain model's `pos_embed`, which may have rows for prefix tokens or not.
+
+    Args:
+        entries: The checkpoint.
+        num_prefix_tokens: How many prefix tokens it has.
+        own: The grid of the model that it is loaded into, which is tried before squares.
+
+    Raises:
+        ValueError: If it can be none.
+    """
+    rows = entries['pos_embed'].shape[1]
+    saved = [tuple(v.tolist()) for k, v in entries.items() if k.endswith(GRID) and v.shape == (2,)]
+    squares = [(math.isqrt(n),) * 2 for n in (rows, rows - num_prefix_tokens) if n > 0]
+    for grid in (*saved[:1], own, *squares):
+        if rows - math.prod(grid) in (0, num_prefix_tokens):
+            return grid
+    raise ValueError(
+        f'pos_embed of the checkpoint has {rows} rows. With or without its {num_prefix_tokens} prefix tokens they are '
+        f'neither a square grid nor that of the model, {own[0]}x{own[1]}. Give the img_size that it was trained with.')
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     """The state dict itself, out of what trainers save.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If there is none.
     """
     if not isinstance(state_dict, Mapping):
-        raise ValueError(f'The checkpoint is no state dict but a {type(state_dict).__name__}.')
+        raise ValueError(f'The checkpoint is not a state dict but a {type(state_dict).__name__}.')
     state_dict = state_dict.get('model', state_dict)
     return state_dict.get('state_dict', state_dict)
 
@@ -113,49 +175,70 @@ def _names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _saved_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncoding, ResizedEncoding]]]:
-    """Encodings that save the grid of their parameters, with the names under which they do."""
+def _encodings_with_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncoding, ResizedEncoding]]]:
+    """The encodings that save the grid of their parameters, by their path in the model."""
     return [
-        (f'{path}._extra_state', encoding) for path, encoding in model.position_encodings().items()
+        (path, encoding) for path, encoding in model.position_encodings().items()
         if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)) and encoding.saved_grid_size() is not None]
 
 
-def _grid_of_the_config(model: nn.Module) -> Tuple[int, int]:
-    """The grid that a saved model was made for, by its config."""
-    args = model.pretrained_model_args
-    size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-    kernel = to_2tuple(args.get('patch_size') or model.patch_embed.patch_size)
-    return _grid_of(model, size, kernel)
+def _trained_grid(
+        state_dict: Mapping[str, torch.Tensor],
+        path: str,
+        encoding: Union[ReferenceGridEncoding, ResizedEncoding],
+        model: nn.Module,
+        given: Optional[Sequence[int]],
+) -> Optional[GridSize]:
+    """The grid that the entries of an encoding were trained on. None if the checkpoint has no entries of it.
+
+    Raises:
+        ValueError: If nothing says so, or the checkpoint says something else than the user.
+    """
+    is_reference = isinstance(encoding, ReferenceGridEncoding)
+    if path + GRID in state_dict:
+        saved = encoding.read_extra_state(state_dict[path + GRID])
+        if is_reference and given is not None and saved != tuple(given):
+            raise ValueError(
+                f'ref_grid_size={tuple(given)} was given, but the checkpoint was trained on {saved}. Leave it out.')
+        return saved
+    if is_reference and given is not None:
+        return tuple(given)
+    if isinstance(encoding, CoordinateEncoding) and model.pretrained_model_args:
+        # Saved with 'extrapolate', where the grid did not matter. The config knows the size of the images.
+        args = model.pretrained_model_args
+        size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
+        return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
+    if is_reference or any(name.startswith(f'{path}.') for name in state_dict):
+        fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
+        raise ValueError(
+            f'The checkpoint does not say on which grid its encodings were trained, it lacks {path + GRID}. If they '
+            f'are those of pos_enc={model.pos_enc!r}, {fix}.')
+    return None
 
 
-def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> Tuple[int, int]:
-    """The grid of an image, if the patch embedding ends in another kernel than the model's."""
-    strides = (s // k * n for s, k, n in zip(model.patch_size, model.patch_embed.patch_size, kernel))
+def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
+    """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
+    strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
     height, width = (size // stride for size, stride in zip(size, strides))
     return height, width
 
 
-def _resize(state_dict: Dict[str, torch.Tensor], path: str, encoding: ResizedEncoding) -> None:
-    """Resample the entries of an encoding to its own grid."""
-    saved = encoding.read_extra_state(state_dict[f'{path}._extra_state'])
-    if saved == encoding.grid_size:
-        return
-    for name in encoding.RESIZED:
-        key = f'{path}.{name}'
-        if key in state_dict:
-            state_dict[key] = encoding.resample(name, state_dict[key], saved, encoding.grid_size)
-    state_dict[f'{path}._extra_state'] = encoding.get_extra_state()
+def _resize_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Resample `pos_embed` where timm would do it wrongly: it overlooks a convolutional stem before the last kernel."""
+    grid = _grid_of_pos_embed(state_dict, model)
+    if grid is None or model.patch_size == model.patch_embed.patch_size:
+        return state_dict
+    pos_embed = resample_abs_pos_embed(
+        state_dict['pos_embed'],
+        new_size=model.patch_embed.grid_size,
+        old_size=grid,
+        num_prefix_tokens=num_prefix_rows(model),
+    )
+    return {**state_dict, 'pos_embed': pos_embed}
 
 
-def _num_prefix_rows(model: nn.Module) -> int:
-    """How many rows of `pos_embed` are for prefix tokens."""
-    return 0 if model.no_embed_class else model.num_prefix_tokens
-
-
-def _grid_of_table(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Optional[Tuple[int, int]]:
-    """The grid of a `pos_embed`, None if there is none or nothing says what it is.
-
-    timm takes it for square where nothing is known, and fails obscurely if it is not.
+def _grid_of_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Optional[GridSize]:
+    """The grid of a `pos_embed`. None if there is none, or nothing says what it is and timm takes it for square.
 
     Raises:
         ValueError: If it cannot be square.
@@ -163,21 +246,33 @@ def _grid_of_table(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Opt
     pos_embed, patch = state_dict.get('pos_embed'), state_dict.get('patch_embed.proj.weight')
     if pos_embed is None or model.pos_embed is None or patch is None:
         return None
-    rows, num_prefix_rows = pos_embed.shape[1], _num_prefix_rows(model)
+    rows, prefix = pos_embed.shape[1], num_prefix_rows(model)
     saved_size = model.pretrained_model_args.get('img_size')
     height, width = to_2tuple(saved_size or model.pretrained_cfg['input_size'][-2:])
     grid = _grid_of(model, (height, width), patch.shape[-2:])
-    fits = is_known = rows - num_prefix_rows == grid[0] * grid[1]
-    if saved_size is None:  # a bare file, perhaps with a declared size that is that of the architecture
-        side = round(max(rows - num_prefix_rows, 0) ** 0.5)
-        fits = fits or rows == model.pos_embed.shape[1] or rows - num_prefix_rows == side ** 2
-    if not fits or rows <= num_prefix_rows:
+    fits = is_known = rows - prefix == math.prod(grid)
+    if saved_size is None:  # a bare file: the declared size may just be the architecture's default
+        is_square = math.isqrt(max(rows - prefix, 0)) ** 2 == rows - prefix
+        fits = fits or rows == model.pos_embed.shape[1] or is_square
+    if not fits or rows <= prefix:
         raise ValueError(
-            f'pos_embed of the checkpoint has {rows} rows, {num_prefix_rows} of them for prefix tokens, as the model '
-            f'has it; the others are neither a square grid nor that of a {height}x{width} image. Create the model with '
-            'the prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was '
-            'trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
+            f'pos_embed of the checkpoint has {rows} rows, {prefix} of them for prefix tokens, as the model has it; '
+            f'the others are neither a square grid nor that of a {height}x{width} image. Create the model with the '
+            'prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was trained '
+            'on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
     return grid if is_known else None
+
+
+def _warn_of_lost_head(state_dict: Mapping[str, torch.Tensor], model: nn.Module, heads: Sequence[str]) -> None:
+    """Warn if timm is about to drop a head that would fit: it compares declared numbers of classes, not shapes."""
+    declared, own = model.pretrained_cfg['num_classes'], dict(model.named_parameters())
+    for name in (f'{head}.weight' for head in heads):
+        fits = name in state_dict and name in own and state_dict[name].shape == own[name].shape
+        if fits and declared != model.num_classes:
+            warnings.warn(
+                f'{name} of the checkpoint fits the model, but timm drops it and the head stays random, because '
+                f'{declared} classes are declared for the checkpoint. Declare what it has: '
+                f'pretrained_cfg_overlay=dict(..., num_classes={model.num_classes}).')
 
 
 def misfit(
@@ -207,39 +302,151 @@ def misfit(
 
 
 def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Say plainly, before anything is loaded, when a checkpoint has other encodings or another grid.
+    """Before anything is loaded directly, say plainly if a checkpoint has other encodings or another grid.
 
     Args:
         model: A `VisionTransformerPosEnc`.
         state_dict: The checkpoint.
-        strict: If False, missing and additional entries are left to torch, which reports them, and only shapes count.
+        strict: If False, only shapes count; missing and additional entries are left to torch, which reports them.
 
     Raises:
-        ValueError: If entries of encodings are missing, left over, or have another shape.
+        ValueError: If entries of encodings are missing, left over, or have another shape. The message says which
+            arguments create a model that fits.
     """
     def position(entries: Mapping[str, Any]) -> Dict[str, Any]:
+        # torch.distributed.checkpoint has entries that are not tensors, where an encoding saves no grid
         return {
-            k: v for k, v in entries.items()
-            if k == 'pos_embed' or k.startswith('encodings.') or '.attn.encodings.' in k}
+            k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and (
+                k in TABLES or k.startswith('encodings.') or '.attn.encodings.' in k)}
 
     given, expected = position(state_dict), position(model.state_dict())
     if not strict:
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
-    report = misfit(given, expected)
-    grids = [(encoding.read_extra_state(given[k]), encoding) for k, encoding in _saved_grids(model) if k in given]
-    other = [(saved, encoding) for saved, encoding in grids if saved != encoding.saved_grid_size()]
-    if not report and other:
-        report = f'it was trained on grid {other[0][0]} instead of {other[0][1].saved_grid_size()}'
-    if report:
-        hint = ' and ref_grid_size (for scripts: --model-kwargs ref_grid_size={},{})'
-        other = [saved for saved, encoding in other if isinstance(encoding, ReferenceGridEncoding)]
-        as_is = hint.format(*other[0]) if other else ''
-        raise ValueError(
-            f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
-            f'{model.patch_embed.grid_size}): {report}. Nothing is resized on this road. To adapt a checkpoint of the '
-            f'same encodings to another size use {ROADS}; to load it as it is, create the model with its pos_enc, '
-            f'img_size{as_is}.')
+    report, of_other_grids = misfit(given, expected), {}
+    for path, encoding in _encodings_with_grids(model):
+        saved = encoding.read_extra_state(given[path + GRID]) if path + GRID in given else None
+        if saved not in (None, encoding.saved_grid_size()):
+            report = report or f'it was trained on grid {saved} instead of {encoding.saved_grid_size()}'
+            of_other_grids[path] = encoding, saved
+    if not report:
+        return
+    arguments = _differing_arguments(state_dict, model)
+    shown = ', '.join(f'{name}={value!r}' for name, value in arguments.items())
+    hint = f'; its entries show {shown}.' if shown else ' (pos_enc, pos_enc_kwargs, img_size, patch_size, ...).'
+    if arguments.get('pos_enc') == 'nope':
+        hint += " If it had an encoding without parameters, such as 'rope2d', name that instead: it leaves no entries."
+    others = misfit(given, expected, ignore=tuple(f'{path}.' for path in of_other_grids))
+    if not others and arguments.keys() <= {'img_size', 'num_classes'} and all(
+            isinstance(encoding, ReferenceGridEncoding) for encoding, _ in of_other_grids.values()):
+        for height, width in {saved for _, saved in of_other_grids.values()}:
+            hint += (
+                f' To keep the size of the model, give ref_grid_size=({height}, {width}) instead of img_size (scripts: '
+                f'ref_grid_size={height},{width}).')
+    raise ValueError(
+        f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
+        f'{model.grid_size}): {report}. This loading path resizes nothing. To load the checkpoint as it '
+        f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
+        'option of their own by --model-kwargs. To adapt a checkpoint of the same encodings to another size, use '
+        f'{PRETRAINED_PATHS}.')
+
+
+def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dict[str, Any]:
+    """Arguments of `timm.create_model` that the entries of a checkpoint tell, where they are not the model's."""
+    entries = {k: v for k, v in state_dict.items() if isinstance(v, torch.Tensor)}
+
+    def shape(name: str) -> Sequence[int]:
+        return entries[name].shape if name in entries else ()
+
+    found: Dict[str, Any] = _differing_encodings(entries, model)
+    own: Dict[str, Any] = {}
+    prefix, holder = ('embeds.', model.embeds) if hasattr(model, 'embeds') else ('', model)
+    num_prefix_tokens = 0
+    for token, argument in (('cls_token', 'class_token'), ('reg_token', 'reg_tokens')):
+        length = shape(prefix + token)[1] if len(shape(prefix + token)) == 3 else 0
+        num_prefix_tokens += length
+        value = getattr(holder, token, None)
+        found[argument], own[argument] = length, 0 if value is None else value.shape[1]
+    found['class_token'], own['class_token'] = bool(found['class_token']), bool(own['class_token'])
+    kernel = _kernel_size(shape('embeds.proj.weight') or shape('patch_embed.proj.weight'), model.in_chans)
+    if kernel is not None:
+        found['patch_size'], own['patch_size'] = _short(kernel), _short(model.kernel_size)
+        grid = _grid_of_entries(entries, num_prefix_tokens, getattr(model, 'no_embed_class', True))
+        if grid is not None:
+            strides = [s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel)]
+            found['img_size'] = _short([size * stride for size, stride in zip(grid, strides)])
+            own['img_size'] = _short([size * stride for size, stride in zip(model.grid_size, model.patch_size)])
+    width = shape(f'{prefix}cls_token') or shape('norm.weight')
+    if width:
+        found['embed_dim'], own['embed_dim'] = width[-1], model.embed_dim
+    blocks = [int(match[1]) for match in (re.match(r'blocks\.(\d+)\.', k) for k in entries) if match]
+    if blocks:
+        found['depth'], own['depth'] = max(blocks) + 1, len(model.blocks)
+    if shape('head.weight'):
+        found['num_classes'], own['num_classes'] = shape('head.weight')[0], model.num_classes
+    return {name: value for name, value in found.items() if name not in own or own[name] != value}
+
+
+def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, Any]:
+    """`pos_enc` and `pos_enc_kwargs` as the entries of a checkpoint tell them, where they are not the model's."""
+    def named(names: Iterable[str]) -> Set[str]:
+        matches = (re.search(r'(?:^|\.attn\.)encodings\.(\w+)\.', name) for name in names)
+        return {match[1] for match in matches if match}
+
+    saved, parts = named(entries), set(model.pos_enc.split('+')) - {'nope'}
+    if any(name in entries for name in TABLES) and 'auto_ape' not in saved:
+        saved.add('ape')
+    # An encoding without parameters has entries only if it rescales. Without any it may be there or not.
+    silent = parts - named(name for name, _ in model.named_parameters()) - {'ape'}
+    found: Dict[str, Any] = {}
+    if saved - silent != parts - silent:
+        found['pos_enc'] = '+'.join(sorted(saved)) or 'nope'
+    else:
+        saved |= silent
+
+    changed = {}
+    for name in sorted(saved):
+        own = model.pos_enc_kwargs.get(name, {})
+        resolution = 'rescale' if any(k.endswith(f'encodings.{name}{GRID}') for k in entries) else 'extrapolate'
+        is_known = name.removeprefix(AUTO) in list_encodings()
+        if is_known and 'resolution' in encoding_keywords(name) and resolution != own.get('resolution', 'extrapolate'):
+            changed[name] = {**own, 'resolution': resolution}
+    if changed:
+        found['pos_enc_kwargs'] = {**{k: v for k, v in model.pos_enc_kwargs.items() if k in saved}, **changed}
+    return found
+
+
+def _grid_of_entries(
+        entries: Mapping[str, torch.Tensor],
+        num_prefix_tokens: int,
+        no_embed_class: bool,
+) -> Optional[GridSize]:
+    """The grid that a checkpoint says or shows, None if it does neither."""
+    for key, value in entries.items():
+        if key.endswith(GRID) and value.shape == (2,):
+            height, width = (int(size) for size in value.tolist())
+            return height, width
+    if 'embeds.pos_embed' in entries and entries['embeds.pos_embed'].ndim == 4:
+        height, width = entries['embeds.pos_embed'].shape[1:3]
+        return height, width
+    if 'pos_embed' in entries and entries['pos_embed'].ndim == 3:
+        rows = entries['pos_embed'].shape[1] - (0 if no_embed_class else num_prefix_tokens)
+        side = math.isqrt(max(rows, 0))
+        return (side, side) if side ** 2 == rows > 0 else None
+    return None
+
+
+def _kernel_size(weight: Sequence[int], in_chans: int) -> Optional[Tuple[int, int]]:
+    """Height and width of the kernel of a patch embedding with weights of this shape. None if they do not tell."""
+    if len(weight) == 4:
+        return weight[2], weight[3]
+    side = math.isqrt(weight[1] // in_chans) if len(weight) == 2 else 0
+    return (side, side) if len(weight) == 2 and side ** 2 * in_chans == weight[1] else None
+
+
+def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
+    """One number for both sides, where they are equal."""
+    return size[0] if len(set(size)) == 1 else tuple(size)
 
 
 def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
@@ -263,7 +470,7 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
         now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
 
     def meant(parts):
-        # another rule for other resolutions is a choice, and changes nothing on the trained one
+        # The rule for other resolutions may be chosen anew. It changes nothing on the trained one.
         merged = {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
         return {name: {k: v for k, v in keywords.items() if k != 'resolution'} for name, keywords in merged.items()}
 
@@ -277,81 +484,42 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
             f'{spell(now)} when it is loaded. Leave pos_enc out, or start from the architecture by its name.')
 
 
+class Reading:
+    """Whether timm's builder is reading a checkpoint: after it has built the model, before it filters the entries."""
+
+    def __init__(self) -> None:
+        self.is_under_way = False
+
+    def begins_after(self, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        """What builds the model."""
+        def wrapped(**kwargs):
+            model = build(**kwargs)
+            self.is_under_way = True
+            return model
+
+        return wrapped
+
+    def ends_before(self, filter_fn: Callable) -> Callable:
+        """What filters the entries."""
+        def wrapped(state_dict, model):
+            self.is_under_way = False
+            return filter_fn(state_dict, model)
+
+        return wrapped
+
+
 @contextmanager
-def readable_errors(variant: str) -> Iterator[None]:
-    """Turn what torch and safetensors say of a file that they cannot read into what has happened.
+def reading_errors(variant: str) -> Iterator[Reading]:
+    """Say plainly that a file cannot be read. torch and safetensors raise anything from KeyError to RuntimeError then.
 
-    They raise anything from KeyError to RuntimeError, so an error counts by where it comes from: timm's readers. What
-    the operating system or the network says (OSError) is left as it is.
+    What the operating system, the network and the Hub say is left as it is.
     """
+    reading = Reading()
     try:
-        yield
-    except OSError:
-        raise
+        yield reading
     except Exception as e:
-        calls = [(f.f_code.co_name, f.f_globals.get('__name__', '')) for f, _ in traceback.walk_tb(e.__traceback__)]
-        if any(module.startswith('huggingface_hub') for _, module in calls):
-            raise  # of the network, not of the file
-        readers = ('load_state_dict', 'load_state_dict_from_path', 'load_state_dict_from_hf')
-        if any(name in readers and module.startswith('timm.models') for name, module in calls):
-            raise ValueError(
-                f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
-        raise
-
-
-def from_timm(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Rename what timm's rotary and relative-position ViTs save; other checkpoints are returned as they are.
-
-    Args:
-        state_dict: The checkpoint.
-        model: A `VisionTransformerPosEnc`. It is converted only if this has the encoding that it becomes.
-    """
-    parts = model.pos_enc.split('+')
-    # timm's other rotary models, all of which have register tokens, have another base and order of axes
-    is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and 'reg_token' not in state_dict
-    if is_naver and {'rope2d', 'rope2d_mixed'} & set(parts):
-        return _convert_naver(state_dict, model)
-    if 'cpb' in parts:
-        return _convert_relpos(state_dict, model)
-    return state_dict
-
-
-def _convert_relpos(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
-    """timm's `vit_relpos_*` and `vit_srelpos_*`, whose layers share one MLP, to `cpb` with `mode='cr'`."""
-    out = {}
-    for key, value in state_dict.items():
-        shared = key.removeprefix('shared_rel_pos.')
-        if shared != key:
-            out.update({f'blocks.{i}.attn.encodings.cpb.{shared}': value for i in range(len(model.blocks))})
-        else:
-            out[key.replace('.attn.rel_pos.mlp.', '.attn.encodings.cpb.mlp.')] = value
-    return out
-
-
-def _convert_naver(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
-    """timm's `vit_*_patch16_rope*_224` (its Eva class) to `rope2d` and `rope2d_mixed`.
-
-    Their layer scale is folded into the projections before it if the model has none. One tensor holds the mixed
-    frequencies of all layers, `[2, L, h, d/2]`. Their `pos_embed` has no rows for prefix tokens: zeros are put there.
-    """
-    out = {}
-    for key, value in state_dict.items():
-        if key == 'rope.freqs':
-            for i in range(value.shape[1]):
-                out[f'blocks.{i}.attn.encodings.rope2d_mixed.freqs'] = value[:, i]
-        elif key == 'pos_embed' and model.pos_embed is not None:
-            out[key] = F.pad(value, (0, 0, _num_prefix_rows(model), 0))
-        else:
-            out[key] = value
-    for i in range(len(model.blocks)):
-        for n, layer in ((1, 'attn.proj'), (2, 'mlp.fc2')):
-            gamma = out.pop(f'blocks.{i}.gamma_{n}', None)
-            if gamma is None:
-                continue
-            if isinstance(getattr(model.blocks[i], f'ls{n}'), nn.Identity):
-                for key in (f'blocks.{i}.{layer}.weight', f'blocks.{i}.{layer}.bias'):
-                    value, gain = ops.upcast(out[key], gamma)
-                    out[key] = value * gain.view(-1, *(1,) * (value.ndim - 1))
-            else:
-                out[f'blocks.{i}.ls{n}.gamma'] = gamma
-    return out
+        package = type(e).__module__.split('.')[0]
+        if not reading.is_under_way or isinstance(e, OSError) or package in ('huggingface_hub', 'httpx', 'requests'):
+            raise
+        raise ValueError(
+            f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e

@@ -7,10 +7,12 @@ Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 20
 | q_i, k_i | `q[:, :, P + i]`, `k[:, :, P + i]`, i = y*W + x, 0-based |
 | e^x[p], e^y[p] | `table_x[p]`, `table_y[p]` |
 | M | npos - 1 |
-| SaPE2(Q), SaPE2(K) | `mode='q'`, `mode='k'` |
+| SaPE2(Q), SaPE2(K) of the text, Eq. 12 | `mode='q'`, `mode='k'` |
+| the code of Appendix D | `mode='q'` |
 | b_in^x + b_in^y | `sape2_bias(...)[:, :, P + i, P + n]` |
+
+A repository that appears to be the authors' exchanges Q and K: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 """
-from functools import partial
 from typing import Optional, Sequence, Tuple, Union
 
 import torch
@@ -39,12 +41,12 @@ def sape2_bias(
 ) -> torch.Tensor:
     """The position bias of SaPE2, b^x + b^y (Eq. 9 to 15), before any scale.
 
-    Differentiable in q, k and both tables. Where the paper disagrees with itself or is silent:
+    Differentiable in q, k and both tables. The paper contradicts itself in places and is silent in others. Here
 
-    - the gates are scaled by `gate_scale`, by default 1/sqrt(d) as in Appendix D; Eq. 9 has 1;
-    - any H x W: Appendix D mixes H and W up and runs on squares only;
-    - prefix tokens take no part, and every pair with one has a bias of zero;
-    - at an integer position the gradient is the slope to the right; Eq. 11 has none there;
+    - gates are scaled by `gate_scale`, by default 1/sqrt(d) as in Appendix D; Eq. 9 has 1;
+    - grids are any H x W; Appendix D confuses H and W and runs on squares only;
+    - prefix tokens take no part: every pair with one has a bias of zero;
+    - the gradient at an integer position is the slope to the right; Eq. 11 has none there;
     - `mode='qk'`, which the paper names but does not define, concatenates the codes of both modes, so that their
       squared distances add;
     - on another grid than `ref_grid_size`, positions along x are scaled by W0/W and codes by sqrt(W0/W), so that the
@@ -57,24 +59,24 @@ def sape2_bias(
             `ref_grid_size`), so npos = W + 1 never clamps.
         table_y: Embeddings of the positions along a column, `[npos, d]`; npos may differ.
         grid_size: (H, W) in patches.
-        mode: 'k', 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates are of q.k always.
-        gate_scale: Factor of q.k inside the gates, a number or a tensor of one. Default 1/sqrt(d).
+        mode: 'k', 'q' or 'qk': what the looked-up embeddings are multiplied with. The gates always use q.k.
+        gate_scale: Factor of q.k inside the gates, a number or a tensor of one element. Default 1/sqrt(d).
         num_prefix_tokens: P.
         ref_grid_size: (H0, W0), the grid that the tables were trained on. None for no rescaling.
-        keep_indices: Raster indices of the patches that are there, distinct, in any order, int64 `[B, K]`. A dropped
-            patch has gate 0.
+        keep_indices: Raster indices of the patches that were not dropped, distinct, in any order, int64 `[B, K]`. A
+            dropped patch has gate 0.
 
     Returns:
-        `[B, h, N, N]`, symmetric, at least 0, in float32 or wider.
+        `[B, h, N, N]`, symmetric, at least 0, in the widest dtype of q, k and the tables, float32 at least.
 
     Raises:
-        ValueError: If shapes, sizes or the mode do not fit.
+        ValueError: If shapes, sizes, devices or the mode do not fit. Swapped arguments go unnoticed: `table_y` before
+            `table_x`, or (W, H) for `grid_size`.
     """
     grid, gate_scale, ref_grid_size = _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
-    codes_x, codes_y = ops.axis_codes(
+    return ops.sape2_bias(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
-    return ops.distance_bias(codes_x, codes_y, grid)
 
 
 def sape2_attention(
@@ -114,15 +116,18 @@ def sape2_attention(
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
         backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'triton' (NVIDIA
-            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the quickest that can do it. Masks, causality, dropout,
-            torch.func, forward-mode and second derivatives only the reference has (for the last it must be asked for),
-            and in a graph that is exported it is always the reference.
+            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the fastest that can be used. Only the reference
+            supports masks, causality, dropout, q, k and v of different dtypes, torch.func and forward mode. Second
+            derivatives work with every backend, but are computed by the reference. Exported graphs always contain the
+            reference.
 
     Returns:
-        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in float32 at least.
+        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever
+        the dtype of the tables; by the reference in the widest dtype of all.
 
     Raises:
-        ValueError: If shapes, sizes, numbers or the mode do not fit, or the backend that was asked for cannot do it.
+        ValueError: If shapes, sizes, devices, numbers or the mode do not fit, or the requested backend cannot be used.
+            Swapped arguments go unnoticed: `table_y` before `table_x`, or (W, H) for `grid_size`.
     """
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
@@ -138,22 +143,14 @@ def sape2_attention(
             f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
     grid, gate_scale, ref_grid_size = _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
-    only_reference = {
-        'attn_mask': attn_mask is not None,
-        'is_causal': is_causal,
-        'dropout_p': dropout_p > 0,
-        'q and k of different dtypes': not q.dtype == k.dtype == v.dtype,
-    }
-    code_widths = [max(len(mode) * size, len(t) - 1) for size, t in zip(grid.size, (table_y, table_x))]
-    backend = ops.choose_backend(backend, q, code_widths, only_reference)
-    make_codes = ops.axis_codes if backend == 'reference' else partial(ops.recomputed_axis_codes, backend=backend)
-    codes_x, codes_y = make_codes(
-        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
-    return ops.distance_attention(
-        q, k, v, codes_x, codes_y, bias_scale.reshape(-1), grid,
+    return ops.sape2_attention(
+        q, k, v, table_x, table_y, grid,
+        mode=mode,
+        gate_scale=gate_scale,
+        ref_grid_size=ref_grid_size,
+        bias_scale=bias_scale.reshape(-1),
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
+        mask=ops.merge_masks(None, attn_mask, is_causal, q.shape[2], q.device),
         dropout_p=dropout_p,
         backend=backend,
     )
@@ -162,7 +159,7 @@ def sape2_attention(
 def _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices,
 ) -> Tuple[Grid, Union[float, torch.Tensor], Optional[Tuple[int, int]]]:
-    """The grid, the factor inside the gates, and the grid to rescale to, None if there is nothing to rescale."""
+    """The grid, the factor inside the gates, and the size of the trained grid, None if there is nothing to rescale."""
     if isinstance(gate_scale, torch.Tensor):
         if gate_scale.numel() != 1:
             raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')

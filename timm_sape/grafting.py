@@ -1,22 +1,24 @@
-"""Grafting: an encoding on a pretrained timm ViT, which changes none of its outputs until it has learned to.
+"""Grafting: add an encoding to a pretrained timm ViT, so that the outputs do not change until it has learned something.
 
     model = timm_sape.graft('vit_small_patch16_224.augreg_in21k_ft_in1k', 'sape2_k', pretrained=True)
 
-The ViT keeps its weights and its own position encoding (timm's table is `ape`). What is added stands behind a learned
-gate at 0, as `auto_<name>`, so that the model above is `ape+auto_sape2_k`. Where an encoding starts from zeros by
-itself its gate stays at 1, because of two zeros in a row neither would ever learn.
+The ViT keeps its weights and its own position encoding (timm's table is `ape`). A grafted encoding is `auto_<name>`,
+with a learned gate that starts at 0, so the model above is `ape+auto_sape2_k`. If an encoding contributes zero until it
+is trained, its gate starts at 1, because with two zeros in a row neither gets a gradient.
 
-Three kinds of models can be grafted:
+Four kinds of models can be grafted:
 
     timm's VisionTransformer, and its distilled one      any `vit_*`, `deit*`, ... of these classes, as it is
+    timm's NaFlexVit, and Eva (DINOv3, EVA-02, ...)      by timm's `use_naflex=True`; they keep their own position
     the rotary ViTs of naver                             converted: their rotation becomes `rope2d` or `rope2d_mixed`
     the relative-position ViTs                           converted: their MLP becomes `cpb` with mode='cr'
 
-The result is named by `vit_graft`, which builds the base by timm's own entrypoint, so that what timm saves of it (a
-folder, a repository on the Hub) is enough to build it again.
+The architecture of the result is `vit_graft`, which builds the base by timm's own entrypoint. So what timm saves of a
+graft (in a folder, or in a repository on the Hub) is enough to build it again.
 """
 import difflib
 import inspect
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,7 +28,6 @@ import timm
 import torch
 import torch.nn as nn
 from timm.layers import (
-    Attention,
     AttentionRope,
     Mlp,
     PatchDropout,
@@ -51,37 +52,41 @@ from timm.models import (
 )
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaBlock
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 from timm.utils import unwrap_model
 
 from . import checkpoints
-from .attention import PosEncAttention, PosEncBlock, PosEncResPostBlock
+from .attention import adopt_blocks, unknown_blocks
+from .conversion import from_timm
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
-from .vit_pos_enc import VisionTransformerPosEnc, check_ref_grid_size, take_out_indices
+from .host import PosEncModel, check_ref_grid_size
+from .naflexvit_pos_enc import NaFlexVitPosEnc
+from .vit_pos_enc import VisionTransformerPosEnc, take_out_indices
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
 
 
 class VisionTransformerDistilledPosEnc(VisionTransformerPosEnc, VisionTransformerDistilled):
-    """timm's distilled DeiT with any set of position encodings. Made by grafting only."""
+    """timm's distilled DeiT with any set of position encodings. Only grafting creates it."""
 
     def prefix_tokens(self) -> List[nn.Parameter]:
         return [self.cls_token, self.dist_token]
 
 
 OURS: Dict[Type[nn.Module], Type[nn.Module]] = {
+    NaFlexVit: NaFlexVitPosEnc,
     VisionTransformer: VisionTransformerPosEnc,
     VisionTransformerDistilled: VisionTransformerDistilledPosEnc,
-    Block: PosEncBlock,
-    ResPostBlock: PosEncResPostBlock,
-    Attention: PosEncAttention,
 }
+# Those of timm's Eva class that become a plain ViT, unless use_naflex=True is given.
+NAVER = re.compile(r'vit_\w+_patch16_rope(_mixed)?(_ape)?_224')
 
 Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
 DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
-SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # where a config says that weights are
+SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # keys of a config that locate weights
 
 
 def graft(
@@ -89,40 +94,42 @@ def graft(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
         **kwargs,
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """Add position encodings to a timm ViT without changing what it computes.
 
     Args:
-        model: A model that `timm.create_model` has made, which is left as it is, or the name of one, with or without a
-            tag, `hf-hub:` and `local-dir:` included.
-        pos_enc: Names of encodings joined by `+`. Each gets a gate at the start of which the model computes what it
-            did: `'rope2d'` is `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing, which converts a model.
-        pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. Another `init` than that is
-            taken at its word.
+        model: A model that `timm.create_model` made, which stays unchanged, or the name of one, with or without a tag.
+            Names with `hf-hub:` and `local-dir:` work too.
+        pos_enc: Names of encodings joined by `+`. Each gets a gate, whose initial value keeps the model's outputs:
+            `'rope2d'` gives `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing and only converts the model.
+        pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
+            the neutral one.
         kwargs: For `timm.create_model`, if `model` is a name: `pretrained=True`, `num_classes`, `img_size`, ...
 
     Returns:
-        A new model on the same device, in the same dtype and mode, with copies of the weights.
+        A new model on the same device, in the same dtype and mode, with copies of the weights: a
+        `VisionTransformerPosEnc`, or a `NaFlexVitPosEnc` of a base of timm's Eva class, of NaFlexVit, or if
+        `use_naflex=True` is among the keywords.
 
     Raises:
-        ValueError: If the model cannot be grafted, or has other parameters or layers than timm gave it; if an encoding
-            has no neutral form (`lookhere`, `cape`, `pemix`) or cannot stand beside the model's own.
+        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it; if an
+            encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own.
     """
     if isinstance(model, str):
         model = timm.create_model(model, **kwargs)
     elif kwargs:
         raise ValueError(
-            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model are for a name; the model given here is made '
-            'already.')
+            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
+            'model. Leave them out.')
     model = unwrap_model(model)
-    if isinstance(model, VisionTransformerPosEnc):
+    if isinstance(model, PosEncModel):
         raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
     _check_kind(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     if not is_model(cfg.get('architecture') or ''):
         raise ValueError(
             f'This {type(model).__name__} was not made by timm.create_model, so it has no name by which a saved graft '
-            'could be built again. Make it by timm.create_model, and load its weights into that.')
+            'could be built again. Create it with timm.create_model and load its weights into that.')
 
     args = {**getattr(model, '_model_args', {}), **get_model_args(model)}
     grafted = timm.create_model(
@@ -137,17 +144,18 @@ def graft(
     others = [
         name for name, module in model.named_modules()
         if name in modules and not any(module.children()) and not isinstance(module, PatchDropout)
+        and name != 'embeds.pos_drop'  # NaFlexVitPosEnc has it in another place
         and repr(module) != repr(modules[name])]
     if report or others:
         report = report or f'{others[0]} is {model.get_submodule(others[0])}, not {modules[others[0]]}'
         raise ValueError(
-            f'The model is not what timm.create_model({cfg["architecture"]!r}) makes with the arguments that it was '
-            f'made with: {report}. Graft first, and change the model then.')
+            f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
+            f'{report}. Graft it first, then change it.')
     grafted.load_state_dict(weights, strict=False)
 
-    # what a state dict does not hold
+    # copy what is not in a state dict
     flags = {name: torch.full_like(p, p.requires_grad, device='cpu') for name, p in model.named_parameters()}
-    flags = checkpoints.from_timm(flags, grafted)
+    flags = _renamed(flags, grafted)
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
@@ -162,30 +170,36 @@ def graft(
 
 
 def _is_ours(
-        model: VisionTransformerPosEnc,
+        model: PosEncModel,
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
 ) -> str:
-    """Why a model of this package is not grafted, and how its encodings are added to instead."""
+    """The message that says why a model of this package is not grafted, and how to add encodings to it instead."""
     name = model.pretrained_cfg['architecture'] if hasattr(model, 'pretrained_cfg') else type(model).__name__
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
     return (
-        f'{name} has its encodings from here already, {model.pos_enc!r}. Create it with all of them, '
+        f'{name} is already a model of timm_sape, with {model.pos_enc!r}. Create it with all encodings, '
         f'pos_enc={"+".join(parts)!r}, pos_enc_kwargs={ {part: values for part, values in parts.items() if values} }, '
-        'and load its weights by load_state_dict(..., strict=False).')
+        'and load its weights with load_state_dict(..., strict=False).')
 
 
-def _added(model: VisionTransformerPosEnc) -> List[str]:
+def _added(model: PosEncModel) -> List[str]:
     """Names of the entries that the grafted encodings have in the state dict."""
     added = [f'encodings.{part}.' for part in model.pos_enc.split('+') if is_auto(part)]
     return [name for name in model.state_dict() if any(part in name for part in added)]
 
 
-def _weights_for(grafted: VisionTransformerPosEnc, model: nn.Module) -> Dict[str, Any]:
+def _weights_for(grafted: PosEncModel, model: nn.Module) -> Dict[str, Any]:
     """The state of a timm model under our names; grids that encodings save, which it has none of, are our own."""
     grids = {name: value for name, value in grafted.state_dict().items() if name.endswith('._extra_state')}
-    return {**grids, **checkpoints.from_timm(model.state_dict(), grafted)}
+    return {**grids, **_renamed(model.state_dict(), grafted)}
+
+
+def _renamed(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:
+    """Entries of a base under the names of the graft."""
+    is_naflex = isinstance(grafted, NaFlexVitPosEnc)
+    return checkpoints.convert_to_naflex(entries, grafted) if is_naflex else from_timm(entries, grafted)
 
 
 def _check_kind(model: nn.Module) -> None:
@@ -194,20 +208,29 @@ def _check_kind(model: nn.Module) -> None:
         ValueError: If the model cannot be grafted, with the reason.
     """
     what = f'{type(model).__name__} cannot be grafted'
-    if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, Eva)):
-        raise ValueError(f"{what}: it is none of timm's VisionTransformer, nor one of its rotary or relative ViTs.")
-    blocks = {type(block) for block in model.blocks}
-    if isinstance(model, VisionTransformer):
-        layers = {type(getattr(block, 'attn', None)) for block in model.blocks}
-        if type(model) not in OURS or not blocks <= {Block, ResPostBlock} or layers != {Attention}:
-            kinds = sorted(kind.__name__ for kind in {type(model), *blocks, *layers} - OURS.keys() - {type(None)})
+    if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, NaFlexVit, Eva)):
+        raise ValueError(
+            f"{what}: it is none of timm's VisionTransformer, NaFlexVit and Eva, nor a ViT of relative position.")
+    if isinstance(model, (VisionTransformer, NaFlexVit)) or isinstance(model, Eva) and not _is_naver(model):
+        kinds = unknown_blocks(model.blocks) or [type(model).__name__] * (type(model) not in {*OURS, Eva})
+        attn = getattr(model.blocks[0], 'attn', None)
+        if kinds or attn is None:
+            kinds = kinds or [type(model.blocks[0]).__name__]
             raise ValueError(f'{what}: position would have to act inside {" and ".join(kinds)}, which is not rebuilt.')
+        if attn.num_heads * attn.head_dim != model.embed_dim:
+            raise ValueError(
+                f'{what}: its {attn.num_heads} heads of {attn.head_dim} channels are not of its width, '
+                f'{model.embed_dim}.')
         return
     if isinstance(model, VisionTransformerRelPos):
         mlps = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks)]
         if any(mlp is not None and not (isinstance(mlp, RelPosMlp) and mlp.mode == 'cr') for mlp in mlps):
             raise ValueError(f"{what}: only its log-coordinate MLP (rel_pos_type='mlp') has a counterpart, 'cpb'.")
         return
+
+
+def _is_naver(model: Eva) -> bool:
+    """Whether it is one of the rotary ViTs that become plain ones."""
     rope, attn, mlp = model.rope, model.blocks[0].attn, model.blocks[0].mlp
     is_axial = type(rope) is RotaryEmbeddingCat and rope.temperature == 100 and rope.ref_feat_shape is None and (
         rope.grid_offset == 0 and not rope.in_pixels)
@@ -216,12 +239,16 @@ def _check_kind(model: nn.Module) -> None:
         type(mlp) is Mlp and not attn.rotate_half and attn.qkv is not None and model.reg_token is None) and (
         attn.gate is None and (model.attn_pool is None or model.attn_pool.num_heads == attn.num_heads))
     norms = (model.norm_pre, mlp.norm, attn.norm, attn.q_norm, attn.k_norm) if is_plain else ()
-    if not is_rotary or not is_plain or not all(isinstance(norm, nn.Identity) for norm in norms):
-        raise ValueError(f'{what}: of this class only vit_*_patch16_rope[_mixed][_ape]_224 can be converted.')
+    return is_rotary and is_plain and all(isinstance(norm, nn.Identity) for norm in norms)
 
 
 def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any]) -> VisionTransformer:
-    """timm's VisionTransformer of the shape of a model of another class, which `kwargs` were given for."""
+    """timm's VisionTransformer with the sizes of a model of another class.
+
+    Args:
+        model: The other model.
+        kwargs: The arguments that it was created with. Those that VisionTransformer accepts too are passed on.
+    """
     block = model.blocks[0]
     layer_scale = block if isinstance(model, Eva) or isinstance(block, ResPostRelPosBlock) else block.ls1
     args = dict(
@@ -250,7 +277,9 @@ def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any])
 
 
 def _own_encodings(model: nn.Module) -> Parts:
-    """The position that a timm model has by itself."""
+    """The position that a timm model has by itself, as far as it is an encoding of ours."""
+    if isinstance(model, NaFlexVit):
+        return {}
     own: Parts = {} if getattr(model, 'pos_embed', None) is None else {'ape': {}}
     if isinstance(model, Eva):
         own['rope2d_mixed' if model.rope_mixed else 'rope2d'] = {}
@@ -260,12 +289,19 @@ def _own_encodings(model: nn.Module) -> Parts:
     return own
 
 
+def _base_position(model: nn.Module) -> str:
+    """What a NaFlexVit has by itself and goes on computing by timm's modules, in words."""
+    table = {'none': [], 'learned': ['learned table'], 'factorized': ['learned tables of rows and columns']}
+    rotation = [] if model.rope is None else [type(model.rope).__name__]
+    return ' + '.join([*table[model.embeds.pos_embed_type], *rotation]) or 'none'
+
+
 def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Parts:
-    """The encodings of a grafted model: its own, and those asked for behind gates.
+    """The encodings of a grafted model: those of the base, and the requested ones with gates.
 
     Raises:
-        ValueError: If a part has no neutral form, has other keywords than the model's own one of this name, or cannot
-            stand beside it.
+        ValueError: If a part has no neutral form, contradicts the keywords of the base's own encoding of this name, or
+            cannot be combined with those of the base.
     """
     for name in pos_enc.split('+') if isinstance(pos_enc, str) else ():
         plain = name.strip().removeprefix(AUTO)
@@ -275,7 +311,7 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
                 'scratch.')
 
     def placed(name: str) -> str:
-        """What a part, which may be an alias, with or without a gate, is called in the grafted model."""
+        """The name of a part in the grafted model. It may be given by an alias, with or without `auto_`."""
         name, = parse_pos_enc(name)
         return name if name in own or is_auto(name) else AUTO + name
 
@@ -283,22 +319,22 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
     for name in parse_pos_enc(pos_enc).keys() - {'nope'}:
         part = placed(name)
         if part.removeprefix(AUTO) in own and part not in own:
-            raise ValueError(f'{name!r} cannot be grafted: the base has {name.removeprefix(AUTO)!r} by itself.')
+            raise ValueError(f'{name!r} cannot be grafted: the base already has {name.removeprefix(AUTO)!r}.')
         if part == 'auto_ape':
-            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base has not.")
+            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base does not have.")
         parts.setdefault(part, {} if get_encoding(name).gate_init == 1 else {'init': 0})
     seen = set()
     for name, keywords in plain_keywords(pos_enc_kwargs).items():
         part = placed(name)
         if part not in parts:
-            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.')
+            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
-        # the rule for other resolutions may be chosen anew, and changes nothing on the trained one
+        # `resolution` may be changed: it makes no difference on the grid that the base was trained on
         meant = {key: value for key, value in keywords.items() if key != 'resolution'}
         if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
-            raise ValueError(f'pos_enc_kwargs: {part!r} is of the base, with {own[part]}. Leave it out.')
+            raise ValueError(f'pos_enc_kwargs: the base has its own {part!r} with {own[part]}. Leave it out.')
         parts[part].update(keywords)
     return parse_pos_enc('+'.join(parts) or 'nope', parts)
 
@@ -309,44 +345,121 @@ def _adopt(
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
         ref_grid_size: Optional[Tuple[int, int]],
         kwargs: Dict[str, Any],
-) -> VisionTransformerPosEnc:
-    """Make a model fresh from timm ours: the modules are timm's, their classes ours, as FSDP makes a module its own."""
+) -> PosEncModel:
+    """Make a model that timm has just built ours: its modules stay timm's, and get our classes, as FSDP does it."""
     _check_kind(model)
     own = _own_encodings(model)
-    vit = model if isinstance(model, VisionTransformer) else _rebuilt(model, kwargs)
+    vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuilt(model, kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
-    for module in (vit, *vit.blocks, *(block.attn for block in vit.blocks)):
-        module.__class__ = OURS[type(module)]
-    vit._set_encodings(parts, ref_grid_size)
+    vit.__class__ = OURS[type(vit)]
+    adopt_blocks(vit.blocks)
+    if isinstance(vit, NaFlexVitPosEnc):
+        vit.base_position = _base_position(vit)
+        rotations = [name for name in parts if get_encoding(name).overrides('rotation')]
+        if vit.rope is not None and rotations:
+            raise ValueError(
+                f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({vit.base_position}).')
+    vit._set_encodings(parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'))
     if vit is not model:
         weights = _weights_for(vit, model)
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
         if report:
             raise ValueError(
-                f'{type(model).__name__} cannot be converted with the arguments that this one was made with: {report}.')
+                f'{type(model).__name__} cannot be converted if created with these arguments: {report}.')
         vit.load_state_dict(weights, strict=False)
     return vit
 
 
-def _filter(
-        state_dict: Dict[str, torch.Tensor],
-        model: VisionTransformerPosEnc,
-        load_base: Callable[[Dict[str, torch.Tensor]], nn.Module],
-        ref_grid_size: Optional[Tuple[int, int]] = None,
-) -> Dict[str, torch.Tensor]:
-    """`filter_state_dict`, which takes the weights of the base too, in any form that timm takes them in."""
-    state_dict = checkpoints.unwrap(state_dict)
-    own = model.state_dict()
-    added = {name: own[name] for name in _added(model)}
-    if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
+class _Builder:
+    """Builds one grafted model from its base. timm's `build_model_with_cfg` calls the methods.
+
+    Args:
+        base: Architecture of the base, without a tag.
+        cfg: Its pretrained config, with the caller's overlay applied.
+        pos_enc: As for `graft`.
+        pos_enc_kwargs: As for `graft`.
+        ref_grid_size: (H, W) of the grid that never-resized encodings were trained on. None if the caller gave none.
+        cache_dir: Where downloads go.
+        load_base: Whether the base is built with its own pretrained weights.
+    """
+
+    def __init__(self, base: str, cfg: PretrainedCfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base):
+        self.base = base
+        self.cfg = cfg
+        self.pos_enc = pos_enc
+        self.pos_enc_kwargs = pos_enc_kwargs
+        self.ref_grid_size = ref_grid_size
+        self.cache_dir = cache_dir
+        self.load_base = load_base
+        self.arguments: Dict[str, Any] = {}  # arguments of the base, known when timm calls `build`
+
+    def build(self, **arguments) -> PosEncModel:
+        """What timm's builder calls for the model."""
+        self.arguments = arguments
+        model = self._build_base(self.load_base, self.cfg)
+        if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
+            self.arguments = {**arguments, 'use_naflex': True}
+            model = self._build_base(self.load_base, self.cfg)
+        return _adopt(model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, arguments)
+
+    def filter(self, state_dict: Dict[str, torch.Tensor], model: PosEncModel) -> Dict[str, torch.Tensor]:
+        """What timm's builder calls for the entries of a checkpoint, which is of a graft or of its base."""
+        state_dict = checkpoints.unwrap(state_dict)
+        own = model.state_dict()
+        added = {name: own[name] for name in _added(model)}
+        if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
+            # Weights of the base. Its own entrypoint knows their possible formats and how to resample them.
+            try:
+                with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
+                    return {**_weights_for(model, self._base_with(state_dict)), **added}
+            except RuntimeError:
+                pass  # the code below raises a better message about what does not fit
+        if not added.keys() & state_dict.keys():
+            state_dict = {**state_dict, **added}
+        return checkpoints.filter_state_dict(state_dict, model, self.ref_grid_size)
+
+    def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
+        """The base with these weights and their numbers of classes and input channels, which timm adapts later."""
+        source = replace(self.cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
+        return self._build_base(True, source, left_out=('num_classes', 'in_chans'))
+
+    def _build_base(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
+        arguments = {key: value for key, value in self.arguments.items() if key not in left_out}
+        if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
+            # what it is converted to takes images of any size, but its own class does not
+            arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
+        if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
+            arguments.setdefault('use_naflex', True)
+        build = partial(
+            model_entrypoint(self.base),
+            pretrained=pretrained,
+            pretrained_cfg=replace(cfg, architecture=self.base),
+            cache_dir=self.cache_dir,
+            **arguments,
+        )
         try:
-            with torch.random.fork_rng(devices=[]):  # seeds give what they give on the other roads
-                return {**_weights_for(model, load_base(state_dict)), **added}
-        except RuntimeError:
-            pass  # what does not fit is said better below
-    if not added.keys() & state_dict.keys():
-        state_dict = {**state_dict, **added}
-    return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
+            return build()
+        except TypeError as e:
+            if not arguments.get('use_naflex'):
+                raise
+            raise ValueError(f'{self.base!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
+
+
+def _known_base(base: Any) -> str:
+    """The architecture of a base, without its tag.
+
+    Raises:
+        ValueError: If timm has no such model.
+    """
+    name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
+    ours = ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
+    if is_model(name) and not is_model_in_modules(name, ours):
+        return name
+    close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, ours)])
+    hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
+    if ':' in name:
+        hint = 'It must be an architecture; timm_sape.graft takes saved models.'
+    raise ValueError(f'base={base!r} is not a model of timm. {hint}')
 
 
 def _create(
@@ -359,27 +472,19 @@ def _create(
         pretrained_cfg_overlay: Optional[Dict[str, Any]] = None,
         cache_dir: Optional[str] = None,
         ref_grid_size: Optional[Tuple[int, int]] = None,
+        base_position: Optional[str] = None,
         **kwargs,
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """Build a grafted model by timm's builder.
 
-    Weights come from the base's own source, by its own entrypoint; but where the caller names a source (a saved model,
-    an overlay), from that, which may hold a grafted model or its base. The latter are read by the base's entrypoint,
-    too: it alone knows in what forms they come, and how it wants them resampled.
+    By default the base's own entrypoint loads weights from the base's own source. If the caller names another source (a
+    saved model, an overlay), they come from there and may be those of a graft or of its base.
     """
-    name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
-    ours = ('vit_pos_enc', 'grafting')
-    if not is_model(name) or is_model_in_modules(name, ours):
-        names = [name for name in timm.list_models() if not is_model_in_modules(name, ours)]
-        close = difflib.get_close_matches(name, names)
-        hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
-        if ':' in name:
-            hint = 'It must be an architecture; timm_sape.graft takes saved models.'
-        raise ValueError(f'base={base!r} is no model of timm. {hint}')
+    name = _known_base(base)
     check_ref_grid_size(ref_grid_size)
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
     if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
-        base = f'{name}.{cfg.tag}'  # our tags are those of the base
+        base = f'{name}.{cfg.tag}'  # our entrypoints have the tags of their bases
     base_cfg = get_pretrained_cfg(base) or PretrainedCfg()
     if variant == 'vit_graft' and cfg == get_pretrained_cfg(variant):
         cfg = replace(base_cfg, architecture=variant)
@@ -388,41 +493,28 @@ def _create(
 
     saved = kwargs.get('pretrained_model_args') or {}
     if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
-        pos_enc_kwargs = None  # timm hands down the saved ones, whatever pos_enc was asked for
+        pos_enc_kwargs = None  # timm passes the saved keywords on even if the caller gave another pos_enc
+    builder = _Builder(
+        name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base=pretrained and not is_own_source)
 
-    used = {}  # for the model, once timm has worked it out
-
-    def build_base(pretrained: bool, pretrained_cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
-        # the classes that only conversion leads to know no dynamic sizes
-        left_out += DYNAMIC if is_model_in_modules(name, ('vision_transformer_relpos',)) else ()
-        return model_entrypoint(name)(
-            pretrained=pretrained,
-            pretrained_cfg=replace(pretrained_cfg, architecture=name),
-            cache_dir=cache_dir,
-            **{key: value for key, value in used.items() if key not in left_out},
-        )
-
-    def load_base(state_dict: Dict[str, torch.Tensor]) -> nn.Module:
-        # classes and channels are those of the weights; timm is to adapt them later
-        source = replace(cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
-        return build_base(True, source, left_out=('num_classes', 'in_chans'))
-
-    def build(**kwargs) -> VisionTransformerPosEnc:
-        used.update(kwargs)
-        model = build_base(pretrained and not is_own_source, cfg)
-        vit = _adopt(model, pos_enc, pos_enc_kwargs, ref_grid_size, kwargs)
+    def build(**arguments) -> PosEncModel:
+        model = builder.build(**arguments)
+        if base_position not in (None, getattr(model, 'base_position', None)):
+            raise ValueError(
+                f'The graft was saved with a base whose own position is {base_position!r}. This version of timm builds '
+                f'{name!r} with {getattr(model, "base_position", "another one")!r}, so it would be another function.')
         checkpoints.refuse_other_encoding(variant, {
-            'pretrained_model_args': saved, 'pos_enc': vit.pos_enc, 'pos_enc_kwargs': vit.pos_enc_kwargs})
-        return vit
+            'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
+        return model
 
     out_indices = take_out_indices(kwargs)
-    with checkpoints.readable_errors(variant):
+    with checkpoints.reading_errors(variant) as reading:
         return build_model_with_cfg(
-            build,
+            reading.begins_after(build),
             variant,
             pretrained and is_own_source,
             pretrained_cfg=cfg,
-            pretrained_filter_fn=partial(_filter, load_base=load_base, ref_grid_size=ref_grid_size),
+            pretrained_filter_fn=reading.ends_before(builder.filter),
             cache_dir=cache_dir,
             feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,
@@ -441,7 +533,7 @@ ENCODINGS = ('cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2_k', 'sape
 
 
 def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
-    """The base's configs under our name; `hf_hub_id` is the base's own, in full."""
+    """The base's configs under our name. Their `hf_hub_id` is the full one of the base."""
     cfgs = {key: cfg.to_dict() for key, cfg in get_arch_pretrained_cfgs(base).items()}
     return {
         f'{name}.{cfg["tag"]}': {key: value for key, value in cfg.items() if key not in ('architecture', 'tag')}
@@ -453,7 +545,7 @@ def _names() -> Dict[str, Tuple[str, str]]:
 
 
 default_cfgs = generate_default_cfgs({
-    'vit_graft': {},  # that of its base, known only when it is made
+    'vit_graft': {},  # has the config of its base, known only when a model is created
     **{key: cfg for name, (base, _) in _names().items() for key, cfg in _cfgs(name, base).items()},
 })
 
@@ -465,16 +557,16 @@ def vit_graft(
         pos_enc: str = '',
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
         **kwargs,
-) -> VisionTransformerPosEnc:
+) -> PosEncModel:
     """A timm ViT with further position encodings behind gates; see `graft`.
 
     Args:
-        pretrained: Load the weights of the base, or those of a saved graft, or of the source that
-            `pretrained_cfg_overlay` names, which may be either.
+        pretrained: Load the weights of the base, or of a saved graft if one is loaded. `pretrained_cfg_overlay` may
+            name a source of either.
         base: Name of a timm model, with or without a tag, e.g. `'vit_small_patch14_reg4_dinov2.lvd142m'`.
         pos_enc: As for `graft`.
         pos_enc_kwargs: As for `graft`.
-        kwargs: For the base's entrypoint, and all else that `timm.create_model` takes.
+        kwargs: For the base's entrypoint, and any other argument of `timm.create_model`.
 
     Raises:
         ValueError: As `graft`.
@@ -486,16 +578,16 @@ def vit_graft(
     return _create('vit_graft', base, pos_enc, pos_enc_kwargs, pretrained=pretrained, **kwargs)
 
 
-def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., VisionTransformerPosEnc]:
-    def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., PosEncModel]:
+    def entrypoint(pretrained: bool = False, **kwargs) -> PosEncModel:
         if 'base' in kwargs:
             raise ValueError(f'{name} is grafted onto {base}. For another base use vit_graft.')
         return _create(name, base, **{'pos_enc': encoding, **kwargs}, pretrained=pretrained)
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__doc__ = (
-        f"timm's `{base}` with {encoding!r} grafted onto it, its gate built in, and the pretrained tags of that model."
-        '\n\nArguments are those of `vit_graft` but for `base`.')
+        f"timm's `{base}` with {encoding!r} grafted onto it, gate included, and the pretrained tags of that model."
+        '\n\nArguments are those of `vit_graft` except `base`.')
     return entrypoint
 
 

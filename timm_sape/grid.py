@@ -1,16 +1,16 @@
-"""The patch grid: where every token of a sequence stands.
+"""The patch grid: where each token of a sequence is.
 
-Notation used in the whole package:
+Notation of the whole package:
 
-    B batch, h heads, D embed dim, d head dim
+    B batch, h heads, D embed dim, d head dim, L layers
     H x W patch grid, P prefix tokens (class token first, then registers), K patches kept by patch dropout
     N tokens: P + H*W, or P + K
 
-Patches are numbered row by row from the top left (raster order); a position is (y, x) in units of patches. Prefix
-tokens stand first in the sequence and have no position. *Prefix rule*: a prefix token is never rotated, and every logit
+Patches are numbered row by row from the top left (raster order). A position is (y, x) in units of patches. Prefix
+tokens come first in the sequence and have no position. *Prefix rule*: a prefix token is never rotated, and every logit
 in its row or column gets a bias of zero.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional, Tuple
 
 import torch
@@ -21,55 +21,74 @@ __all__ = ['Grid']
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What is known of the positions in one forward pass.
+    """Where the tokens of one forward pass are.
 
-    Made once per forward by the model and handed down as an argument, so that nothing has to be remembered on a module.
+    The model makes one per forward pass and passes it on as an argument, so no module has to store it.
 
     Args:
         height: H, patches along y.
         width: W, patches along x.
         num_prefix_tokens: P, tokens before the patches.
-        keep_indices: Raster indices of the patches that patch dropout has kept, in the order of the sequence,
-            int64 `[B, K]`. None if all are there.
-        objects: Index of the object that each patch of the whole grid belongs to, int64 `[B, H*W]`, for encodings that
-            ask for it.
+        keep_indices: If patches were dropped, the raster indices of those that remain, in the order of the sequence,
+            int64 `[B, K]`. None if all patches are in the sequence.
+        device: Device of the tokens, for tensors that an encoding computes from the grid alone. None for torch's
+            default.
     """
     height: int
     width: int
     num_prefix_tokens: int = 0
     keep_indices: Optional[torch.Tensor] = None
-    objects: Optional[torch.Tensor] = None
+    device: Optional[torch.device] = None
 
     @property
     def size(self) -> Tuple[int, int]:
+        """(H, W)."""
         return self.height, self.width
 
     @property
     def num_patches(self) -> int:
+        """H*W, dropped patches included."""
         return self.height * self.width
 
+    def to(self, *args, **kwargs) -> 'Grid':
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
+        like = torch.empty(0, device=self.device).to(*args, **kwargs)
+        kept = None if self.keep_indices is None else self.keep_indices.to(like.device)
+        return replace(self, keep_indices=kept, device=like.device)
+
     def matches(self, size: Tuple[int, int]) -> bool:
-        """Whether this is a grid of `size`; False for symbolic sizes, where asking would become a guard on them."""
+        """Whether this grid has `size` (H, W). False for symbolic sizes, where comparing would add a guard."""
         return type(self.height) is int and type(self.width) is int and self.size == tuple(size)
 
     def coordinates(self, device=None, dtype=None) -> torch.Tensor:
-        """(y, x) of each patch of the whole grid, in patches, 0-based, `[H*W, 2]`."""
+        """(y, x) of each patch of the whole grid, 0-based, `[H*W, 2]`."""
         y = torch.arange(self.height, device=device, dtype=dtype)
         x = torch.arange(self.width, device=device, dtype=dtype)
         return torch.stack(torch.meshgrid(y, x, indexing='ij'), dim=-1).flatten(0, 1)  # [H*W, 2]
 
     def pad_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """The prefix rule for tokens: rows of patches `[..., H*W, C]` to rows of all tokens `[..., N, C]`."""
+        """Add zero rows for the prefix tokens: from rows of patches `[..., N-P, C]` to rows of tokens `[..., N, C]`."""
         p = self.num_prefix_tokens
         return F.pad(table, (0, 0, p, 0)) if p else table
 
     def pad_prefix(self, bias: torch.Tensor) -> torch.Tensor:
-        """The prefix rule for logits: `[..., N-P, N-P]` between patches to `[..., N, N]` between tokens."""
+        """Prefix rule for logits: from a bias between patches `[..., N-P, N-P]` to one between tokens `[..., N, N]`."""
         p = self.num_prefix_tokens
         return F.pad(bias, (p, 0, p, 0)) if p else bias
 
+    def between_tokens(self, bias: torch.Tensor) -> torch.Tensor:
+        """From a bias between all patches of the grid to one between the tokens in the sequence, by the prefix rule.
+
+        Args:
+            bias: `[H*W, H*W]`, `[h, H*W, H*W]` or `[B, h, H*W, H*W]`.
+
+        Returns:
+            `[(h,) N, N]`, or `[B, h|1, N, N]` if patches were dropped.
+        """
+        return self.keep_pairs(self.pad_prefix(bias))
+
     def keep_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of the kept patches, `[(h,) H*W, C]` to `[B, h|1, K, C]`; the table itself if all patches are there."""
+        """Rows of the patches in the sequence: `[(h,) H*W, C]` unchanged, or `[B, h|1, K, C]` if some were dropped."""
         if self.keep_indices is None:
             return table
         table = table[(None,) * (4 - table.ndim)]  # [1, h|1, H*W, C]
@@ -77,21 +96,22 @@ class Grid:
         return table.gather(2, self.keep_indices[:, None, :, None].expand(-1, table.shape[1], -1, table.shape[-1]))
 
     def keep_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of the kept tokens, `[P+H*W, C]` to `[B, P+K, C]`; the table itself if all are there."""
+        """Rows of the tokens in the sequence: `[P+H*W, C]` unchanged, or `[B, P+K, C]` if patches were dropped."""
         if self.keep_indices is None:
             return table
         p = self.num_prefix_tokens
-        patches = self.keep_rows(table[p:])[:, 0]  # [B, K, C]
-        return torch.cat([table[:p].expand(patches.shape[0], -1, -1), patches], dim=1)
+        patches = self.keep_rows(table[..., p:, :])[:, 0]  # [B, K, C]
+        prefix = table[..., :p, :].expand(patches.shape[0], -1, -1)
+        return torch.cat([prefix, patches], dim=1)
 
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Entries of the kept tokens, as given if all are there.
+        """From a bias or mask between all tokens of the grid to one between the tokens in the sequence.
 
         Args:
-            logits: Bias or mask for the tokens of the whole grid, broadcastable to `[B, h, P+H*W, P+H*W]`.
+            logits: Broadcastable to `[B, h, P+H*W, P+H*W]`.
 
         Returns:
-            `[B, h|1, P+K, P+K]`.
+            `logits` unchanged, or `[B, h|1, P+K, P+K]` if patches were dropped.
         """
         if self.keep_indices is None:
             return logits
@@ -106,7 +126,14 @@ class Grid:
         return logits.gather(3, index[:, None, None, :].expand(-1, num_heads, num_keep, -1))
 
     def scatter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Put patch tokens in their places, `[B, h, N-P, C]` to `[B, h, H*W, C]`, zeros where a patch was dropped."""
+        """Put patch tokens in their places on the grid, with zeros for dropped patches.
+
+        Args:
+            tokens: `[B, h, N-P, C]`.
+
+        Returns:
+            `[B, h, H*W, C]`.
+        """
         if self.keep_indices is None:
             return tokens
         batch, num_heads, _, channels = tokens.shape
@@ -114,7 +141,7 @@ class Grid:
         return tokens.new_zeros(batch, num_heads, self.num_patches, channels).scatter(2, index, tokens)
 
     def gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The inverse of `scatter`: `[B, h, H*W, C]` to `[B, h, N-P, C]`."""
+        """The inverse of `scatter`: from `[B, h, H*W, C]` to `[B, h, N-P, C]`."""
         if self.keep_indices is None:
             return tokens
         index = self.keep_indices[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[-1])

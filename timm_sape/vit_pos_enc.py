@@ -1,140 +1,49 @@
 """Vision Transformer with a choice of position encodings.
 
-timm's VisionTransformer, whose tokens, q and k, logits and values can carry any set of the registered encodings:
+timm's VisionTransformer with any set of the registered encodings:
 
     image -> patch tokens on a grid
           -> encodings add to the tokens
-          -> blocks of attention, where encodings rotate q and k, add to the logits and to the values
+          -> blocks, in whose attention encodings rotate q and k, and add to the logits and to the values
           -> timm's norm, pooling and head
 
-Every entrypoint is timm's `vit_<size>_patch16_224` but for its encoding, so that comparing two of them compares
+Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
 encodings.
 """
-import operator
 import sys
-from dataclasses import replace
-from functools import partial, reduce
+import warnings
+from functools import partial
 from numbers import Integral
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import (
-    PatchDropout,
-    PatchDropoutWithIndices,
-    get_device_dtype,
-    register_notrace_function,
-    register_notrace_module,
-    to_2tuple,
-)
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 
 from . import checkpoints
 from .attention import PosEncAttention, PosEncBlock
-from .encodings import (
-    PositionEncoding,
-    ReferenceGridEncoding,
-    create_encoding,
-    encoding_keywords,
-    get_encoding,
-    is_per_layer,
-    list_encodings,
-    parse_pos_enc,
-)
+from .encodings import encoding_keywords, get_encoding, list_encodings, parse_pos_enc
 from .encodings.checks import is_integer
+from .encodings.registry import AUTO
 from .grid import Grid
+from .host import PosEncModel, check_ref_grid_size, keep_patches
+from .position import Position
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
 
-
-@register_notrace_module
-class SharedEncodings(nn.ModuleDict):
-    """The encodings that a whole model shares, and what they contribute to one forward pass."""
-
-    def forward(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-            images: torch.Tensor,
-            patch_size: Tuple[int, int],
-            object_index: Optional[torch.Tensor],
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """
-        Args:
-            x: Tokens without position, `[B, N, D]`.
-            grid: The whole grid.
-            pos_embed: timm's table, None without `ape`.
-            images: `[B, C, height, width]`.
-            patch_size: Height and width of a patch.
-            object_index: Which object each patch belongs to, `[B, H*W]`, if the caller says.
-
-        Returns:
-            The tokens, `[B, N, D]`, and what the layers share, each None if there is none: the rotation,
-            `[(h,) H*W, 2*d]`; the sum of the biases, `[(h,) N, N]`; the sum of the terms for the input of each
-            attention layer, `[L, N, D]`.
-        """
-        grid = self.with_objects(grid, images, patch_size, object_index)
-        # under autocast they come narrow out of the patch embedding; timm's float32 table or class token widens them
-        x = x.to(torch.promote_types(x.dtype, images.dtype))
-        rotation = None
-        factors, terms, biases, layer_terms = [], [], [], []
-        for encoding in self.values():
-            factor, term = encoding.embed(x, grid, pos_embed)
-            if factor is not None:
-                factors.append(1 + encoding.gated(factor - 1) if encoding.gate is not None else factor)
-            if term is not None:
-                terms.append(encoding.gated(term).to(x.dtype))
-            if encoding.overrides('rotation'):
-                rotation = encoding.rotation(grid)
-            if encoding.overrides('position_bias'):
-                biases.append(encoding.gated(encoding.position_bias(grid)))
-            if encoding.overrides('layer_embed'):
-                layer_terms.append(encoding.gated(encoding.layer_embed(grid)).to(x.dtype))
-        for factor in factors:
-            x = x * factor
-        if terms:
-            term = reduce(operator.add, terms)
-            mixers = [encoding for encoding in self.values() if encoding.overrides('mix')]
-            x = mixers[0].mix(x, term) if mixers else x + term
-        return (
-            x, rotation,
-            reduce(operator.add, biases) if biases else None,
-            reduce(operator.add, layer_terms) if layer_terms else None,
-        )
-
-    def position_vectors(self, x, grid, pos_embed, images, patch_size, object_index) -> Optional[torch.Tensor]:
-        """What `forward`, which takes the same arguments, adds to the tokens, `[(B,) N, D]`; None if nothing."""
-        grid = self.with_objects(grid, images, patch_size, object_index)
-        found = [(encoding, encoding.embed(x, grid, pos_embed)[1]) for encoding in self.values()]
-        terms = [encoding.gated(term) for encoding, term in found if term is not None]
-        return reduce(operator.add, terms) if terms else None
-
-    def with_objects(self, grid, images, patch_size, object_index) -> Grid:
-        """The grid with its objects, if an encoding asks for them."""
-        finders = [encoding for encoding in self.values() if encoding.finds_objects]
-        if object_index is not None:
-            _check_objects(object_index, len(images), grid, bool(finders))
-            return replace(grid, objects=object_index)
-        return replace(grid, objects=finders[0].find_objects(images, grid, patch_size)) if finders else grid
+torch.fx.wrap('keep_patches')  # in each module that calls it
 
 
-class _Position(NamedTuple):
-    """What the layers of one forward pass share."""
-    grid: Grid
-    rotation: Optional[torch.Tensor]
-    bias: Optional[torch.Tensor]
-    terms: List[Optional[torch.Tensor]]  # for the input of each attention layer, [(B,) N, D]
-
-
-class VisionTransformerPosEnc(VisionTransformer):
+class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
     """timm's Vision Transformer with any set of position encodings.
 
-    Its state dict is timm's, plus the encodings' own entries, which carry their names: `encodings.<name>.*` for those
-    that the model shares, `blocks.<i>.attn.encodings.<name>.*` for the others. `ape` is timm's `pos_embed`.
+    Its state dict is timm's plus the entries of the encodings: `encodings.<name>.*` for those that the whole model
+    shares, `blocks.<i>.attn.encodings.<name>.*` for those that each layer has. The table of `ape` is timm's
+    `pos_embed`.
     """
 
     def __init__(
@@ -161,20 +70,24 @@ class VisionTransformerPosEnc(VisionTransformer):
             patch_size: Patch size, or (height, width).
             pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
-            ref_grid_size: (H, W) of the grid that the weights of encodings which never resize them (SaPE2, CoPE) were
-                trained on. Found in checkpoints; to be given only to take weights in on a road that cannot adapt.
+            ref_grid_size: (H, W) of the grid that the weights of encodings that never resize them (SaPE2, CoPE) were
+                trained on. Checkpoints contain it, so give it only for a loading path that cannot adapt the model.
             embed_dim: Embed dim D.
             depth: Number of blocks.
             num_heads: Number of heads h.
-            dynamic_img_size: Take images of any size that the patch size divides.
-            dynamic_img_pad: With `dynamic_img_size`, pad images that it does not divide.
-            patch_drop_rate: Share of patches to drop in training.
-            kwargs: All else that timm's VisionTransformer takes, but for `pos_embed`, `block_fn` and `attn_layer`,
-                which the encodings decide about.
+            dynamic_img_size: Accept images of any size that is a multiple of the patch size.
+            dynamic_img_pad: With `dynamic_img_size`, pad images of any other size.
+            patch_drop_rate: Fraction of patches to drop in training, at least 0 and less than 1.
+            kwargs: Any other argument of timm's VisionTransformer, except `pos_embed`, `block_fn` and `attn_layer`,
+                which the encodings determine.
 
         Raises:
-            ValueError: If arguments do not fit together.
+            ValueError: If an argument is invalid, or arguments do not fit together.
         """
+        if kwargs.pop('use_naflex', False):
+            raise ValueError(
+                'use_naflex=True: this model does not take patches with coordinates. For that create '
+                "'naflexvit_...' instead of 'vit_...' ('test_naflexvit_...' instead of 'test_vit_...').")
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         if 'pos_embed' in kwargs:
             raise ValueError("pos_embed= is decided by pos_enc=: use pos_enc='ape' for 'learn', 'nope' for 'none'.")
@@ -185,7 +98,7 @@ class VisionTransformerPosEnc(VisionTransformer):
             for part in parts:
                 if name in encoding_keywords(part):
                     raise ValueError(f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}}.')
-        _check_sizes(img_size, patch_size)
+        check_sizes(img_size, patch_size)
         if not 0 <= patch_drop_rate < 1:
             raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate}.')
         for name, value, least in (
@@ -213,129 +126,50 @@ class VisionTransformerPosEnc(VisionTransformer):
             dtype=dtype,
             **kwargs,
         )
-        self._set_encodings(parts, ref_grid_size)
+        self._set_encodings(parts, ref_grid_size, device, dtype)
 
-    def _set_encodings(
-            self,
-            parts: Dict[str, Dict[str, Any]],
-            ref_grid_size: Optional[Tuple[int, int]] = None,
-    ) -> None:
-        """Give a model that has come out of timm's constructor its encodings.
-
-        Only then, for timm's constructor draws all else at random, and it would initialise every linear layer inside
-        the blocks anew. The CPU's generator is left as timm leaves it. So models of one seed start from one backbone,
-        and see the same images in the same order, unless an encoding draws while it trains (`cape`).
-
-        Args:
-            parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
-            ref_grid_size: As in the constructor.
-        """
-        self.take_patch_drop(self.patch_drop)
+    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args) -> None:
         if not {'ape', 'auto_ape'} & parts.keys():
             del self.pos_embed
             self.pos_embed = None
-        self.pos_enc = '+'.join(parts)
-        self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
-        create = partial(
-            create_encoding,
-            dim=self.embed_dim,
-            num_heads=self.blocks[0].attn.num_heads,
-            grid_size=self.patch_embed.grid_size,
-            num_prefix_tokens=self.num_prefix_tokens,
-            depth=len(self.blocks),
-            ref_grid_size=ref_grid_size,
-            **get_device_dtype(self),
-        )
-        classes = {name: get_encoding(name) for name in parts}
-        rotate_half = any(getattr(cls, 'rotate_half', False) for cls in classes.values())
-        with torch.random.fork_rng(devices=[]):
-            # other numbers than those that are drawn next, say for a new head
-            torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
-            self.encodings = SharedEncodings({
-                name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
-            for i, block in enumerate(self.blocks):
-                own = [
-                    name for name, cls in classes.items()
-                    if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
-                block.attn.set_encodings({name: create(name, layer=i, **parts[name]) for name in own}, rotate_half)
+        super()._set_encodings(parts, *args)
 
-    def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
-        """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
-        if isinstance(patch_drop, PatchDropout):
-            self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        return self.patch_embed.grid_size
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
-        """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
+    @property
+    def kernel_size(self) -> Tuple[int, int]:
+        return self.patch_embed.patch_size
 
-        Raises:
-            ValueError: On such a checkpoint, naming the roads on which it would be adapted.
-        """
-        checkpoints.refuse_misfit(self, state_dict, strict)
-        return super().load_state_dict(state_dict, strict, assign)
+    def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return checkpoints.convert_to_plain(state_dict, self)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
-        """What stands before the patches, in this order, each `[1, P, D]`."""
+        """Class and register tokens, as far as the model has them, in this order, each `[1, n, D]` for n tokens."""
         return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     @property
     def patch_size(self) -> Tuple[int, int]:
-        """Height and width in pixels of the image part that a token stands for.
+        """Height and width of a patch in pixels.
 
-        Not that of the last kernel of the patch embedding, where a convolutional stem comes before it.
+        With a convolutional stem this is more than the kernel size of the last layer of the patch embedding.
         """
         return self.patch_embed.feat_ratio(as_scalar=False)
-
-    def position_encodings(self) -> Dict[str, PositionEncoding]:
-        """All encodings of the model by their path in it."""
-        return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
-
-    @property
-    def ref_grid_size(self) -> Optional[Tuple[int, int]]:
-        """(H, W) that never-resized encodings were trained on, None without any."""
-        for encoding in self.position_encodings().values():
-            if isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None:
-                return encoding.ref_grid_size
-        return None
-
-    # timm records here what a model was created with, and saves it as `model_args`. Ours adds what is true of the
-    # encodings, in canonical form, however they were spelled and whatever has happened since.
-    @property
-    def _model_args(self) -> Dict[str, Any]:
-        args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
-        if self.ref_grid_size is not None:
-            args['ref_grid_size'] = list(self.ref_grid_size)
-        return args
-
-    @_model_args.setter
-    def _model_args(self, args: Dict[str, Any]) -> None:
-        self._recorded_args = args
-
-    _recorded_args: Dict[str, Any] = {}
-
-    def no_weight_decay(self) -> Set[str]:
-        """Names of parameters without weight decay."""
-        return super().no_weight_decay() | {
-            f'{path}.{name}' for path, encoding in self.position_encodings().items()
-            for name in encoding.no_weight_decay()}
-
-    def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
-        """Regular expressions of parameter groups, for layer-wise learning rates."""
-        matcher = super().group_matcher(coarse)
-        return dict(matcher, stem=matcher['stem'] + r'|encodings\.')
 
     def set_input_size(
             self,
             img_size: Optional[Tuple[int, int]] = None,
             patch_size: Optional[Tuple[int, int]] = None,
     ) -> None:
-        """Change the image or patch size that the model is made for.
+        """Change the image or patch size of the model.
 
-        Each encoding follows its rule for a grid that it was not trained on. A `pos_embed` is resampled from its
-        present size, so going there and back again does not restore it.
+        Each encoding follows its rule for a grid that it was not trained on. A table is resampled from its current
+        size, so changing the size and changing it back does not restore it.
 
         Args:
-            img_size: New image size, None to keep it.
-            patch_size: New patch size, None to keep it.
+            img_size: New image size (height, width) in pixels, None to keep it.
+            patch_size: New patch size (height, width) in pixels, None to keep it.
 
         Raises:
             ValueError: If the patch size does not divide the image size.
@@ -345,66 +179,56 @@ class VisionTransformerPosEnc(VisionTransformer):
         new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
         _check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
-            _check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
+            check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():
             encoding.set_grid_size(self.patch_embed.grid_size)
 
-    def prune_intermediate_layers(
+    def embed(
             self,
-            indices: Union[int, List[int]] = 1,
-            prune_norm: bool = False,
-            prune_head: bool = True,
-    ) -> List[int]:
-        """Cut the model down to the layers that certain intermediates need; timm's contract."""
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        for encoding in self.encodings.values():
-            encoding.set_depth(len(self.blocks))
-        return taken
-
-    def _embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor]) -> Tuple[torch.Tensor, '_Position']:
-        """Images to tokens with position, and all that the blocks need to know about it.
+            x: torch.Tensor,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, Position]:
+        """Everything before the blocks. `forward_features` calls it, and so can code that runs the blocks one by one.
 
         Args:
-            x: `[B, C, height, width]`.
-            object_index: As in `forward_features`.
+            x: Images, `[B, C, height, width]`.
+            keep_indices: As for `forward_features`.
+            object_index: As for `forward_features`.
 
         Returns:
-            Tokens, `[B, N, D]`, and what the layers share.
+            Tokens, `[B, N, D]`, and the position, which each block needs: `block(tokens, position=position)`.
+
+        Raises:
+            ValueError: As `forward_features`.
         """
-        images, patch_embed = x, self.patch_embed
-        _, _, img_height, img_width = x.shape
-        height, width = _grid_size(
-            img_height, img_width, self.patch_size,
-            img_size=patch_embed.img_size if patch_embed.strict_img_size else None,
-            pad=patch_embed.dynamic_img_pad,
+        grid = _grid(
+            x, self.patch_size, self.num_prefix_tokens,
+            img_size=self.patch_embed.img_size if self.patch_embed.strict_img_size else None,
+            pad=self.patch_embed.dynamic_img_pad,
         )
-        grid = Grid(height, width, self.num_prefix_tokens)
-        x = patch_embed(x)
+        tokens, grid = keep_patches(
+            self.patch_drop, self._with_prefix_tokens(self.patch_embed(x)), grid, keep_indices)
+        tokens, position = self.encodings(tokens, grid, self._given(x, object_index))
+        return self.norm_pre(self.pos_drop(tokens)), position
+
+    def _with_prefix_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """From the output of the patch embedding to tokens without position, `[B, P+H*W, D]`."""
         x = x.flatten(1, -2)  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        x = torch.cat([*prefix, x], dim=1)  # [B, N, D]
-        x, rotation, bias, layer_terms = self.encodings(
-            x, grid, self.pos_embed, images, self.patch_size, object_index)
-        x = self.pos_drop(x)
-        if not isinstance(self.patch_drop, nn.Identity):
-            if not isinstance(self.patch_drop, PatchDropoutWithIndices):
-                raise ValueError(
-                    f'patch_drop is a {type(self.patch_drop).__name__}, which does not tell the encodings what patches '
-                    'are left. Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
-            x, keep_indices = self.patch_drop(x)
-            if keep_indices is not None:
-                grid = replace(grid, keep_indices=keep_indices)
-                rotation = None if rotation is None else grid.keep_rows(rotation)
-                bias = None if bias is None else grid.keep_pairs(bias)
-        terms = [_layer_term(layer_terms, i, grid) for i in range(len(self.blocks))]
-        return self.norm_pre(x), _Position(grid, rotation, bias, terms)
+        return torch.cat([*prefix, x], dim=1)
 
-    def _run_block(self, i: int, x, position: '_Position', attn_mask, is_causal) -> torch.Tensor:
-        args = position.grid, position.rotation, position.bias, position.terms[i], attn_mask, is_causal
-        if self.grad_checkpointing:
-            return checkpoint(self.blocks[i], x, *args)
-        return self.blocks[i](x, *args)
+    def _given(self, images: Optional[torch.Tensor], object_index: Optional[torch.Tensor]) -> Dict[str, Any]:
+        return {
+            'pos_embed': self.pos_embed, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
+
+    def _pos_embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """timm's step between patch embedding and blocks, for code that calls timm's methods one by one."""
+        size = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
+        grid = Grid(*size, self.num_prefix_tokens, device=x.device)
+        x, _ = self.encodings(self._with_prefix_tokens(x), grid, self._given(None, object_index))
+        return self.pos_drop(x)
 
     def forward(
             self,
@@ -412,9 +236,10 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             object_index: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to logits; arguments as for `forward_features`."""
-        return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index))
+        """From images `[B, C, height, width]` to class logits. Arguments as for `forward_features`."""
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index, keep_indices))
 
     def forward_features(
             self,
@@ -422,24 +247,28 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             object_index: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Images `[B, C, height, width]` to normalised tokens `[B, N, D]`.
+        """From images to normed tokens.
 
         Args:
-            x: Images.
-            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
-                `[B, h, N, N]`, for all tokens of the grid (entries of dropped patches are left out).
+            x: Images, `[B, C, height, width]`.
+            attn_mask: Added to the logits, or bool with True where attention is allowed. Broadcastable to
+                `[B, h, P+H*W, P+H*W]`, for all tokens of the grid; entries of dropped patches are ignored.
             is_causal: Mask out all later tokens.
-            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`),
-                which derive it from the image if it is not given.
+            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
+                If it is not given, they derive it from the image.
+            keep_indices: Raster indices of the patches to keep, as for masked autoencoders, int64 `[B, K]`, distinct
+                and in any order. They replace patch dropout in this pass, and N is P + K.
+
+        Returns:
+            `[B, N, D]`.
 
         Raises:
-            ValueError: If `object_index` has the wrong shape, or no encoding uses it.
+            ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
         """
-        x, position = self._embed(x, object_index)
-        attn_mask = None if attn_mask is None else position.grid.keep_pairs(attn_mask)
-        for i in range(len(self.blocks)):
-            x = self._run_block(i, x, position, attn_mask, is_causal)
+        x, position = self.embed(x, keep_indices, object_index)
+        x, _ = self._run_blocks(x, position, _keep_mask(attn_mask, position), is_causal)
         return self.norm(x)
 
     def forward_intermediates(
@@ -455,54 +284,43 @@ class VisionTransformerPosEnc(VisionTransformer):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             object_index: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
-        """Features of several blocks in one forward pass; timm's contract.
+        """Features of several blocks in one forward pass, with the arguments and results of timm's method.
 
         Args:
             x: Images, `[B, C, height, width]`.
-            indices: The last n blocks if an int, all if None, else these.
+            indices: Indices of the blocks, or an int for the last so many, or None for all.
             return_prefix_tokens: Return the prefix tokens of each block too.
             norm: Apply the final norm to each.
-            stop_early: Stop after the last block that is asked for.
+            stop_early: Stop after the last block that is needed.
             output_fmt: 'NCHW' for maps `[B, D, H, W]`, 'NLC' for tokens `[B, H*W, D]`.
-            intermediates_only: Leave the final features out.
+            intermediates_only: Leave out the final features.
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
-            attn_mask: As in `forward_features`.
+            attn_mask: As for `forward_features`.
             is_causal: Mask out all later tokens.
-            object_index: As in `forward_features`.
+            object_index: As for `forward_features`.
+            keep_indices: As for `forward_features`.
+
+        Returns:
+            The final features `[B, N, D]` and a list of intermediates, or what the flags above say.
 
         Raises:
-            ValueError: If maps are asked for while patches are being dropped.
+            ValueError: If `output_fmt` is unknown, or 'NCHW' while patches are being dropped, or as `forward_features`.
         """
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        x, position = self._embed(x, object_index)
+        x, position = self.embed(x, keep_indices, object_index)
         grid = position.grid
         if output_fmt == 'NCHW' and grid.keep_indices is not None:
             raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
-        attn_mask = None if attn_mask is None else grid.keep_pairs(attn_mask)
-
-        taken = []
-        for i in range(max_index + 1 if stop_early else len(self.blocks)):
-            x = self._run_block(i, x, position, attn_mask, is_causal)
-            if i in take_indices:
-                taken.append(self.norm(x) if norm else x)
-        prefix = [y[:, :grid.num_prefix_tokens] for y in taken] if grid.num_prefix_tokens else None
-        maps = [y[:, grid.num_prefix_tokens:] for y in taken]
-        if output_fmt == 'NCHW':
-            maps = [y.transpose(1, 2).reshape(y.shape[0], -1, *grid.size).contiguous() for y in maps]
-
-        if output_dict:
-            result = {'image_intermediates': maps}
-            if prefix is not None and return_prefix_tokens:
-                result['image_intermediates_prefix'] = prefix
-            if not intermediates_only:
-                result['image_features'] = self.norm(x)
-            return result
-        if prefix is not None and return_prefix_tokens:
-            maps = list(zip(maps, prefix))
-        return maps if intermediates_only else (self.norm(x), maps)
+        attn_mask = _keep_mask(attn_mask, position)
+        x, taken = self._run_blocks(
+            x, position, attn_mask, is_causal, take_indices, max_index + 1 if stop_early else None)
+        return self._collect_intermediates(
+            x, taken, grid.size if output_fmt == 'NCHW' else None, return_prefix_tokens, norm, intermediates_only,
+            output_dict)
 
 
 def _check_integers(**sizes) -> None:
@@ -512,7 +330,7 @@ def _check_integers(**sizes) -> None:
             raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
 
 
-def _check_sizes(img_size, patch_size) -> None:
+def check_sizes(img_size, patch_size) -> None:
     _check_integers(img_size=img_size, patch_size=patch_size)
     img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
@@ -524,65 +342,59 @@ def _check_sizes(img_size, patch_size) -> None:
             'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
 
 
-def check_ref_grid_size(ref_grid_size: Any) -> None:
-    """
-    Raises:
-        ValueError: If it is neither None nor (H, W).
-    """
-    size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
-    if ref_grid_size is not None and (len(size) != 2 or not all(is_integer(s, 1) for s in size)):
-        raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
+# What follows depends on sizes and on what is given, which torch.fx cannot look into.
 
-
-def _check_objects(object_index: torch.Tensor, batch: int, grid: Grid, wanted: bool) -> None:
-    if not wanted:
-        raise ValueError("object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
-    shape = [batch, grid.num_patches]
-    integers = isinstance(object_index, torch.Tensor) and not (
-        object_index.is_floating_point() or object_index.is_complex())
-    if not integers or list(object_index.shape) != shape:
-        got = f'{object_index.dtype} {list(object_index.shape)}' if integers or hasattr(object_index, 'dtype') else (
-            type(object_index).__name__)
-        raise ValueError(
-            f"'ope' needs object_index to be a tensor of integers of shape [B, H*W] = {shape}, one for each patch in "
-            f'raster order, got {got}.')
-
-
-@register_notrace_function
 @torch.fx.wrap
-def _layer_term(terms: Optional[torch.Tensor], layer: int, grid: Grid) -> Optional[torch.Tensor]:
-    return None if terms is None else grid.keep_tokens(terms[layer])
+def _keep_mask(attn_mask: Optional[torch.Tensor], position: Position) -> Optional[torch.Tensor]:
+    """A mask for all tokens of the grid, reduced to the tokens in the sequence."""
+    return None if attn_mask is None else position.grid.keep_pairs(attn_mask)
 
 
-@register_notrace_function
 @torch.fx.wrap
-def _grid_size(
-        height: int,
-        width: int,
+def _grid(
+        images: torch.Tensor,
         patch_size: Tuple[int, int],
+        num_prefix_tokens: int,
         img_size: Optional[Tuple[int, int]],
         pad: bool,
-) -> Tuple[int, int]:
-    """(H, W) of an image; `img_size` is the only one allowed, None for any. Symbolic sizes stay symbolic."""
+) -> Grid:
+    """The whole grid of a batch of images. Symbolic sizes stay symbolic.
+
+    Args:
+        images: `[B, C, height, width]`.
+        patch_size: Height and width of a patch in pixels.
+        num_prefix_tokens: P.
+        img_size: The only image size allowed, (height, width), or None for any.
+        pad: Whether images are padded to a multiple of the patch size.
+
+    Raises:
+        ValueError: If the input is not a tensor of images, or their size does not fit.
+    """
+    if isinstance(images, dict):
+        raise ValueError(
+            f'The model takes images [B, C, height, width], not a dict of {", ".join(images)}. Its twin for patches '
+            "with coordinates is named 'naflexvit_...' instead of 'vit_...', and loads its weights.")
+    height, width = images.shape[-2:]
     if img_size is not None and (height != img_size[0] or width != img_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
             'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
-    if pad:
-        # not -(-height // patch_size[0]): ONNX rounds the quotient of integers towards zero
-        return (height + patch_size[0] - 1) // patch_size[0], (width + patch_size[1] - 1) // patch_size[1]
-    # a model grafted onto one of timm's may be made for a size that is not divided; the rest is left out, as there
-    if img_size is None and (height % patch_size[0] or width % patch_size[1]):
+    # A grafted model may have an image size that is no multiple of the patch size. As in timm, the rest is cropped.
+    if not pad and img_size is None and (height % patch_size[0] or width % patch_size[1]):
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
-    return height // patch_size[0], width // patch_size[1]
+    if pad:
+        # rounds up in the division below; ONNX has no other way
+        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1
+    return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
+def base_cfg(size: str, **kwargs) -> Dict[str, Any]:
+    """The pretrained config of an entrypoint of this size, with some entries of its own."""
     return {
         'num_classes': 1000,
-        'input_size': (3, 224, 224),
+        'input_size': (3, 160, 160) if size == 'test_vit' else (3, 224, 224),
         'pool_size': None,
         'crop_pct': 0.9,
         'interpolation': 'bicubic',
@@ -597,33 +409,36 @@ def _cfg(**kwargs) -> Dict[str, Any]:
 
 
 def take_out_indices(kwargs: Dict[str, Any]) -> Any:
-    """Remove timm's `out_indices` from the arguments of a model. Default: the last 3 layers, or all of fewer."""
+    """Remove timm's `out_indices` from the arguments of a model and return it. Default: the last 3 layers at most."""
     depth = kwargs.get('depth', 3)
-    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # what is no depth is refused later
+    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # an invalid depth is refused later
 
 
 def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
-    """Build a model by timm's builder.
+    """Build a model with timm's `build_model_with_cfg`.
 
     Raises:
-        ValueError: If the encodings are not those of the saved model that it is made after, or weights do not fit.
+        ValueError: If a saved model is loaded with other encodings than its own, or weights do not fit.
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     ref_grid_size = kwargs.get('ref_grid_size')
     out_indices = take_out_indices(kwargs)
-    with checkpoints.readable_errors(variant):
+    filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size)
+    with checkpoints.reading_errors(variant) as reading:
         return build_model_with_cfg(
-            VisionTransformerPosEnc,
+            reading.begins_after(VisionTransformerPosEnc),
             variant,
             pretrained,
-            pretrained_filter_fn=partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size),
+            pretrained_filter_fn=reading.ends_before(filter_fn),
             feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,
         )
 
 
-# Entrypoints: {size}_{encoding}, and {size}_{encoding}_ape for the encodings that add nothing to the tokens themselves,
-# to which a learned table there is a supplement. E.g. vit_small_sape2_k, vit_small_sape2_k_ape, vit_base_rope2d.
+# Entrypoints:
+#   {size}_{encoding}       e.g. vit_small_sape2_k, vit_base_rope2d
+#   {size}_{encoding}_ape   combined with timm's learned table, for encodings that are not added to the tokens
+#   {size}_pos_enc          any set of encodings, given by pos_enc=
 SIZES = {
     'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
     'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
@@ -632,39 +447,57 @@ SIZES = {
 }
 
 
-def _entrypoints() -> Dict[str, Tuple[str, str]]:
+def named_encodings() -> Dict[str, Tuple[str, str]]:
     """Size and `pos_enc` of each model name."""
     names = {}
     for size in SIZES:
+        names[f'{size}_pos_enc'] = size, 'ape'
         for encoding in list_encodings(aliases=True):
             cls = get_encoding(encoding)
             if not cls.fits(SIZES[size]['embed_dim'], SIZES[size]['num_heads']):
                 continue
             if cls.alone:
                 names[f'{size}_{encoding}'] = size, encoding
-            if not cls.overrides('embed') and encoding not in ('nope', 'lape'):
+            if cls.supplements_ape and (cls.per_layer or not cls.overrides('embed')):
                 names[f'{size}_{encoding}_ape'] = size, f'{encoding}+ape'
     return names
 
 
 default_cfgs = generate_default_cfgs({
-    name: _cfg(input_size=(3, 160, 160)) if size == 'test_vit' else _cfg()
-    for name, (size, _) in _entrypoints().items()
+    name: base_cfg(size)
+    for name, (size, _) in named_encodings().items()
 })
+
+
+def warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
+    """Warn if a model gets a name that states an encoding which it does not have."""
+    given = kwargs.get('pos_enc', named)
+    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then the warning came when it was created
+    if is_loaded or not isinstance(given, str):
+        return
+    lacking = {*parse_pos_enc(named)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
+    if lacking:
+        warnings.warn(
+            f'{name} is created with pos_enc={given!r}, so despite its name it has no '
+            f'{" and no ".join(sorted(lacking))}. Use {size}_pos_enc, whose name does not state an encoding.',
+            stacklevel=3)
 
 
 def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
     def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
+        if name != f'{size}_pos_enc':
+            warn_of_misnomer(name, size, pos_enc, kwargs)
         model_args = dict(patch_size=16, pos_enc=pos_enc, **SIZES[size])
         return _create_vit(name, pretrained=pretrained, **dict(model_args, **kwargs))
 
     width, depth, heads = SIZES[size].values()
     entrypoint.__name__ = entrypoint.__qualname__ = name
     entrypoint.__doc__ = (
-        f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`.\n\n'
-        f'Any argument of `VisionTransformerPosEnc` and of `timm.create_model` may be given.')
+        f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`'
+        f'{" unless another is given" if name == f"{size}_pos_enc" else ""}.\n\n'
+        'Accepts any argument of `VisionTransformerPosEnc` and of `timm.create_model`.')
     return entrypoint
 
 
-for _name, (_size, _pos_enc) in _entrypoints().items():
+for _name, (_size, _pos_enc) in named_encodings().items():
     setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _size, _pos_enc)))

@@ -1,6 +1,6 @@
-"""See and measure what position does. Functions return data; pictures are drawn by `figures`."""
+"""Show and measure the effect of position in a model. Functions return data; `figures` draws it."""
 from .maps import LayerMaps, PositionMaps, attention_distance, position_maps, similarity
-from .probe import ProbeRow, awaken_encodings, probe
+from .probe import ProbeRow, awaken_encodings, probe, randomize_encodings
 from .pshap import PositionShap, attributions, position_shap, shuffle_patches
 from .separation import Separation, separation
 
@@ -16,6 +16,7 @@ __all__ = [
     'position_maps',
     'position_shap',
     'probe',
+    'randomize_encodings',
     'separation',
     'shuffle_patches',
     'similarity',

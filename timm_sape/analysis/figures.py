@@ -1,4 +1,4 @@
-"""Pictures of what the analyses find. All that wants matplotlib is here and in its neighbours named figures."""
+"""Figures of the results of the analyses. Only this file and `lab.figures_sweep` use matplotlib."""
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -10,20 +10,33 @@ MARKS = ('#d62728', '#1f77b4', '#9467bd', '#ff7f0e', '#8c564b', '#e377c2')
 
 
 def new_figure(width: float, height: float):
-    """An empty figure in inches, which belongs to no window.
+    """An empty matplotlib figure that opens no window.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
 
     Raises:
-        ImportError: If matplotlib is not there; the message says how to get it.
+        ImportError: If matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise ImportError('pictures want matplotlib: pip install matplotlib') from e
+        raise ImportError('figures need matplotlib: pip install matplotlib') from e
     return Figure(figsize=(width, height), layout='constrained')
 
 
 def displayed(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """An image as the model gets it, `[C, height, width]`, as one to look at, `[height, width, 3]`, from 0 to 1."""
+    """Undo the normalization of an image, to display it.
+
+    Args:
+        image: `[C, height, width]`, normalized.
+        mean: Mean that was subtracted, one number per channel.
+        std: Standard deviation that the image was divided by, one number per channel.
+
+    Returns:
+        `[height, width, 3]`, from 0 to 1.
+    """
     mean, std = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
     image = (image.detach().cpu().float() * std + mean).clamp(0, 1)
     return image.expand(3, -1, -1).permute(1, 2, 0) if image.shape[0] == 1 else image.permute(1, 2, 0)[..., :3]
@@ -49,21 +62,26 @@ def draw_maps(
         cmap: str = WHITE_TO_GREEN,
         aspect: float = 1.0,
 ):
-    """Figure 4 of the SaPE2 paper: the image, what is between all patches, and between one patch and the others.
+    """Draw a figure like Figure 4 of the SaPE2 paper (2025).
+
+    Each row of panels has the image, a matrix between all patches, and the matrix's rows for some patches as maps.
 
     Args:
         image: `[height, width, 3]`, from 0 to 1.
-        titles: One for each row of pictures.
-        matrices: What is shown, one for each row, `[H*W, H*W]`.
+        titles: Titles of the rows of panels.
+        matrices: A matrix for each row of panels, `[H*W, H*W]`.
         grid_size: (H, W).
-        patches: (x, y) of the patches that have maps of their own.
-        what: What the numbers are, for the colour bar.
-        cmap: `WHITE_TO_GREEN` or a name that matplotlib knows. What is masked out is grey.
-        aspect: Height of a patch over its width.
+        patches: (x, y) of the patches whose rows are drawn, in patches from the top left.
+        what: Label of the colour bar.
+        cmap: `WHITE_TO_GREEN` or the name of a colour map of matplotlib. Numbers that are not finite are grey.
+        aspect: Height of a patch divided by its width.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        ImportError: If matplotlib is not there.
-        ValueError: If it has no such colours.
+        ImportError: If matplotlib is not installed.
+        ValueError: If matplotlib has no such colour map, or a matrix has no finite number.
     """
     height, width = grid_size
     columns = 2 + len(patches)
@@ -75,6 +93,8 @@ def draw_maps(
         matrix = matrix.detach().cpu().float()
         shown = matrix.masked_fill(~matrix.isfinite(), float('nan')).numpy()
         finite = matrix[matrix.isfinite()]
+        if not len(finite):
+            raise ValueError(f'{title}: no number is finite, so there is nothing to draw. Has the model diverged?')
         scale = dict(cmap=colours, vmin=finite.min().item(), vmax=finite.max().item(), interpolation='nearest')
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         row[0].imshow(image.numpy(), extent=extent, interpolation='nearest', aspect=aspect)
@@ -101,14 +121,17 @@ def _frame(x: int, y: int, colour: str):
 
 
 def draw_attention_distance(distances: Sequence[torch.Tensor], layers: Sequence[int]):
-    """The mean distance that each head looks over.
+    """Draw the mean attention distance of each head over the layers.
 
     Args:
-        distances: In patches, `[h]` for each layer.
-        layers: Their numbers.
+        distances: Mean distances in patches, `[h]` for each layer.
+        layers: Indices of these layers.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        ImportError: If matplotlib is not there.
+        ImportError: If matplotlib is not installed.
     """
     figure = new_figure(5, 3.5)
     axes = figure.subplots()
@@ -121,16 +144,19 @@ def draw_attention_distance(distances: Sequence[torch.Tensor], layers: Sequence[
 
 
 def draw_histogram(values: torch.Tensor, mean: float, label: str, title: Optional[str] = None):
-    """How often each value occurs, from 0 to 1.
+    """Draw a histogram of values from 0 to 1.
 
     Args:
-        values: `[n]`, NaN for those that have none.
-        mean: Marked by a line.
-        label: Of the axis of values.
-        title: Above it.
+        values: `[n]`. NaN is left out.
+        mean: Position of a vertical line.
+        label: Label of the axis of values.
+        title: Title of the figure.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        ImportError: If matplotlib is not there.
+        ImportError: If matplotlib is not installed.
     """
     figure = new_figure(5, 3.5)
     axes = figure.subplots()

@@ -1,28 +1,37 @@
-"""Models and images as users name them."""
+"""Load the models and images that users name on a command line."""
+import difflib
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
 from timm.data.loader import adapt_to_chs
 from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
+from timm.models.naflexvit import NaFlexVit
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
 
+from .. import hub
+from ..encodings import list_encodings
+from ..vit_pos_enc import SIZES
+
 __all__ = ['ImageFile', 'check_classes', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
 
-# Of what train.py writes into a checkpoint, what preprocessing depends on.
+# The options of timm's train.py that preprocessing depends on. Its checkpoints contain all of them.
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
 
 
 class _Source(NamedTuple):
-    """What a model is made of: a name that timm knows, a file of weights, and what it was made with."""
+    """Where a model comes from: a name that timm knows, a file of weights, arguments and config."""
     name: str
     file: Optional[str]
     kwargs: Dict[str, Any]
@@ -30,26 +39,27 @@ class _Source(NamedTuple):
 
 
 def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, **kwargs) -> torch.nn.Module:
-    """A model in eval mode, from any of the places that models live in.
+    """Load a model, in eval mode.
 
     Args:
         model: One of
 
-            - a name that timm knows, `vit_small_sape2_k` or `vit_small_patch16_224.augreg_in21k_ft_in1k`: with its
-              pretrained weights if it has any, else with fresh ones;
+            - a name that timm knows, such as `vit_small_sape2_k` or `vit_small_patch16_224.augreg_in21k_ft_in1k`, with
+              pretrained weights if there are any, else with random ones;
             - `hf-hub:USER/REPOSITORY`;
-            - `local-dir:FOLDER`, or just the folder, unless timm knows a model of that name, as
-              `timm.models.save_for_hf` and `push_to_hf_hub` write it;
-            - a checkpoint of timm's train.py, which knows its model;
-            - `NAME@FILE`, a model and a file with its weights.
+            - `local-dir:FOLDER`, a folder written by `timm_sape.hub.save` or `timm.models.save_for_hf`, or just
+              `FOLDER` if timm has no model of that name;
+            - a checkpoint of timm's train.py, which names its model;
+            - `NAME@FILE`, a model and a file with its weights;
+            - `NAME@random`, a model with random weights.
 
-            Of a file that has averaged weights too (`--model-ema`), these are taken, as train.py's summary does.
-        img_size: Image size in pixels, or (height, width); the encodings' rules for other sizes apply. Default: that of
-            the model.
-        kwargs: What `timm.create_model` accepts.
+            If a file also has averaged weights (`--model-ema`), these are used, as in train.py's summary.
+        img_size: Image size in pixels, or (height, width). Encodings follow their rules for another grid. Default: the
+            model's own size.
+        kwargs: Passed to `timm.create_model`.
 
     Raises:
-        ValueError: If there is no such model, or the file does not fit it.
+        ValueError: If there is no such model, the file does not fit it, or the Hub cannot be reached.
     """
     source = _find(model)
     kwargs = {**source.kwargs, **kwargs}
@@ -58,44 +68,82 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     if source.file is not None:
         try:
             weights = load_state_dict(source.file)
-        except Exception as e:  # whatever else a file may be
-            raise ValueError(f'{source.file} has no weights that can be read safely: {_described(e)}') from e
-        overlay = {**source.cfg, 'file': source.file, 'source': ''}  # of a name on the Hub, another would come first
+        except Exception as e:  # a file of another kind can raise anything
+            raise ValueError(f'{source.file} has no weights that can be read safely: {hub.described(e)}') from e
+        overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
         cfg = timm.get_pretrained_cfg(source.name)
         layers = (('num_classes', cfg.classifier, 0), ('in_chans', cfg.first_conv, 1)) if cfg is not None else ()
         for keyword, layer, axis in layers:
             shape = weights[f'{layer}.weight'].shape if f'{layer}.weight' in weights else ()
             if len(shape) > axis:
                 kwargs.setdefault(keyword, shape[axis])
-        # what the file has, so that timm changes neither the head nor the stem
+        # Same number of classes and channels as in the file, so that timm adapts neither the head nor the stem.
         overlay['num_classes'] = kwargs.get('num_classes', 1000)
         kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
     elif 'pretrained' not in kwargs:
         kwargs['pretrained'] = ':' in source.name or is_model_pretrained(source.name)
+    from_hub = kwargs['pretrained'] and source.file is None and not source.name.startswith('local-dir:')
+    unreachable = None
     try:
-        return timm.create_model(source.name, **kwargs).eval()
-    except (RuntimeError, TypeError, KeyError, AssertionError, OSError) as e:
-        raise ValueError(f'{model}: {_described(e)}') from e
+        with hub.no_retries() if from_hub else nullcontext() as unreachable:
+            return timm.create_model(source.name, **kwargs).eval()
+    except LocalEntryNotFoundError as e:
+        others = '' if ':' in source.name else f' Write {model}@FILE for weights in a file, {model}@random for none.'
+        raise ValueError(
+            f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached '
+            f'({hub.described(unreachable or e)}).{others}') from e
+    except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
+        raise ValueError(f'{model}: {hub.described(e)}') from e
 
 
 def _find(model: str) -> _Source:
     path = Path(model)
-    if model.startswith(('hf-hub:', 'hf_hub:', 'local-dir:')):
+    if model.startswith(('hf-hub:', 'hf_hub:')):
         return _Source(model, None, {}, {})
-    if path.is_dir() and not timm.is_model(model):
-        if not (path / 'config.json').is_file():
-            raise ValueError(f'{model} is a folder without config.json. Name a folder that save_for_hf has written.')
-        return _Source(f'local-dir:{model}', None, {}, {})
+    if model.startswith('local-dir:') or path.is_dir() and not timm.is_model(model):
+        folder = Path(model.removeprefix('local-dir:'))
+        if not (folder / 'config.json').is_file():
+            raise ValueError(f'{folder} is a folder without config.json. {_checkpoint_hint(folder)}')
+        hub.read_config(str(folder), folder / 'config.json')
+        return _Source(f'local-dir:{folder}', None, {}, {})
     if path.is_file():
         return _from_checkpoint(model)
     name, at, file = model.partition('@')
     if not timm.is_model(name.split('.')[0]):
-        close = timm.list_models(f'*{name}*')[:3]
-        hint = f'Did you mean {" or ".join(close)}?' if close else 'timm.list_models() tells all names.'
-        raise ValueError(f'There is no model, file or folder {name!r}. {hint}')
+        close = (timm.list_models(f'{name}*') or timm.list_models(f'*{name}*'))[:3] or difflib.get_close_matches(name, timm.list_models())
+        hint = f'Did you mean {" or ".join(close)}?' if close else 'timm.list_models() has all names.'
+        raise ValueError(f'There is no model, file or folder {name!r}. {why_unknown(name) or hint}')
+    if at and file == 'random':
+        return _Source(name, None, {'pretrained': False}, {})
     if at and not Path(file).is_file():
         raise ValueError(f'There is no file {file!r}.')
     return _Source(name, file if at else None, {}, {})
+
+
+def _checkpoint_hint(folder: Path) -> str:
+    """Advice for a folder that is not a saved model. It may be one of train.py, with several checkpoints."""
+    found = [path for name in ('model_best.pth.tar', 'last.pth.tar', '*.pth.tar') for path in sorted(folder.glob(name))]
+    return f'Name a checkpoint in it: {found[0]}' if found else 'Name a folder that timm_sape.hub.save has written.'
+
+
+def why_unknown(name: str) -> str:
+    """The reason why there is no model of this name, if it looks like one of ours; else an empty string.
+
+    `timm.create_model` only says that the name is unknown. We could register an entrypoint that raises this, but timm
+    would list it as a model.
+    """
+    size = next((size for size in SIZES if name.startswith(f'{size}_')), None)
+    encoding = name.removeprefix(f'{size}_')
+    if encoding not in list_encodings(aliases=True) and encoding.endswith('_ape'):
+        encoding = f'ape+{encoding.removesuffix("_ape")}'
+    if size is None or not set(encoding.split('+')) <= set(list_encodings(aliases=True)):
+        return ''
+    try:
+        with torch.device('meta'):
+            timm.create_model(f'{size}_nope', pos_enc=encoding)
+    except ValueError as e:
+        return str(e)
+    return f"It has no name of its own; write timm.create_model('{size}_ape', pos_enc={encoding!r})."
 
 
 def _from_checkpoint(file: str) -> _Source:
@@ -103,42 +151,41 @@ def _from_checkpoint(file: str) -> _Source:
     if not file.endswith('.safetensors'):
         try:
             checkpoint = _torch_load(file)
-        except Exception as e:  # whatever else a file may be
-            raise ValueError(f'{file} is no checkpoint that can be read safely: {_described(e)}') from e
+        except Exception as e:  # a file of another kind can raise anything
+            raise ValueError(f'{file} is not a checkpoint that can be read safely: {hub.described(e)}') from e
         name = checkpoint.get('arch') if isinstance(checkpoint, dict) else None
     if name is None:
-        raise ValueError(f'{file} does not say whose weights it has. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
+        raise ValueError(f'{file} does not name its model. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
     args = vars(checkpoint['args']) if 'args' in checkpoint else {}
     kwargs = dict(args.get('model_kwargs') or {})
     for ours, theirs in (('num_classes', 'num_classes'), ('in_chans', 'in_chans'), ('global_pool', 'gp')):
         if args.get(theirs) is not None:
             kwargs[ours] = args[theirs]
-    cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # '' is train.py's default
+    cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # train.py's default is ''
     return _Source(name, file, kwargs, cfg)
 
 
-def _described(error: Exception, most: int = 300) -> str:
-    """An error in one line that is not too long. Of a KeyError or the like, the message alone says nothing."""
-    text = ' '.join(f'{type(error).__name__}: {error}'.split())
-    return text if len(text) <= most else f'{text[:most]} ...'
-
 
 def preprocessing(model: torch.nn.Module, **overrides):
-    """timm's preprocessing of images for inference, at the size that the model was made for.
+    """timm's preprocessing of images for inference, at the model's image size.
 
     Args:
         model: The model.
-        overrides: Of its data config, such as `crop_mode='squash'`, which keeps the whole image whatever its sides.
+        overrides: Entries of its data config to replace, such as `crop_mode='squash'`, which keeps the whole image.
+
+    Returns:
+        A transform from PIL images to normalized tensors `[C, height, width]`.
 
     Raises:
-        ValueError: If the model takes images of another number of channels than 1 or 3.
+        ValueError: If the model takes images with neither 1 nor 3 channels.
     """
     config = {**resolve_model_data_config(model), **overrides}
     channels, *size = config['input_size']
     first = dict(model.named_modules()).get(str((getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')))
-    channels = getattr(first, 'in_channels', channels)  # a bare file of weights leaves the config as it is
+    channels = getattr(first, 'in_channels', channels)  # the config may be wrong if weights came from a bare file
     if channels not in (1, 3):
-        raise ValueError(f'The model takes images of {channels} channels, which no image file has. Use one for 3.')
+        raise ValueError(
+            f'The model takes images with {channels} channels, but image files have 1 or 3. Use a model for 3.')
     for statistic in ('mean', 'std'):
         config[statistic] = adapt_to_chs(config[statistic], channels)
     config['input_size'] = (channels, *(getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size))
@@ -149,23 +196,28 @@ def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
     """Height and width, in pixels, of the patches that a model cuts images into.
 
     Raises:
-        ValueError: If its tokens are no such patches: it has none, or they overlap, or come out of several layers.
+        ValueError: If the model has no patches, they overlap, or several layers compute them.
     """
+    if isinstance(model, NaFlexVit):
+        return model.embeds.patch_size
     projection = getattr(getattr(model, 'patch_embed', None), 'proj', None)
     sizes = [getattr(projection, name, None) for name in ('kernel_size', 'stride')]
     if not isinstance(projection, torch.nn.Conv2d) or sizes[0] != sizes[1] or hasattr(model.patch_embed, 'backbone'):
         raise ValueError(
-            f'{type(model).__name__} does not cut images into patches that could be exchanged. Use a plain Vision '
-            'Transformer.')
+            f'{type(model).__name__} does not cut images into separate patches, so they cannot be moved. Use a plain '
+            'Vision Transformer.')
     return sizes[0]
 
 
 class ImageFile(Dataset):
-    """One image without a label, -1.
+    """A data set of one image, without a label (-1).
 
     Args:
         path: The file.
-        transform: Applied to it.
+        transform: Applied to the image.
+
+    Raises:
+        ValueError: On access, if the file cannot be read.
     """
 
     def __init__(self, path: Union[str, os.PathLike], transform=None) -> None:
@@ -180,14 +232,16 @@ class ImageFile(Dataset):
             raise IndexError(index)
         try:
             image = Image.open(self.path).convert('RGB')
-        except Exception as e:  # Pillow has many for damaged files
-            raise ValueError(f'{self.path} is no image that can be read: {e}') from e
+        except Exception as e:  # Pillow raises many types for damaged files
+            raise ValueError(f'{self.path} is not an image that can be read: {e}') from e
         return (image if self.transform is None else self.transform(image)), -1
 
 
 class _ImageFolder(ImageDataset):
-    """timm's, but a file that cannot be read is an error. timm takes the next one in its place, which may be of another
-    class: fair in training, but not where images are counted."""
+    """timm's data set, except that an unreadable file is an error.
+
+    timm takes the next file instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
+    """
 
     def __getitem__(self, index: int):
         path, label = self.reader.samples[index]
@@ -196,18 +250,21 @@ class _ImageFolder(ImageDataset):
 
 
 def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) -> Dataset:
-    """Images and labels.
+    """A data set of images and labels.
 
     Args:
-        data: A folder with one sub-folder of images per class, as it is or one for each split; a folder of images or
-            one image file, which have no label, -1; or the root of what `dataset` names.
-        dataset: Empty, or a name that timm's train.py takes, such as `torch/cifar10`.
-        split: Which part. Default: `val`, `validation` or `test` of a folder, else the folder itself; 'validation' of
-            others, which is what is no training data.
+        data: One of
+
+            - a folder with a sub-folder of images per class, or with such a folder per split;
+            - a folder of images, or an image file; labels are then -1;
+            - the root folder of `dataset`.
+        dataset: Empty for a folder or file, else a name that timm's train.py accepts, such as `torch/cifar10`.
+        split: Name of the split. Default: the sub-folder `val`, `validation` or `test` if there is one, else the folder
+            itself; for a `dataset`, 'validation'.
         transform: Applied to each image.
 
     Raises:
-        ValueError: If there is nothing of the kind; on access, if a file of a folder cannot be read.
+        ValueError: If there is no such data; on access, if a file in a folder cannot be read.
     """
     root = Path(data)
     if not dataset and root.is_file():
@@ -228,14 +285,14 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
         else:
             found = _ImageFolder(str(root))
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
-        if 'download=True' in str(e):  # an argument of torchvision, which the command line does not have
+        if 'download=True' in str(e):  # torchvision's advice, which is useless on a command line
             raise ValueError(
                 f'No {dataset} in {str(root)!r}. Fetch it: python -c "from timm.data import create_dataset; '
                 f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
         raise ValueError(f'No images in {str(root)!r} (dataset={dataset!r}, split={split!r}): {e}') from e
-    if not dataset and '' in found.reader.class_to_idx:  # timm takes what lies in no folder for a class
+    if not dataset and '' in found.reader.class_to_idx:  # timm makes a class '' of the images outside of sub-folders
         if len(found.reader.class_to_idx) > 1:
-            raise ValueError(f'{str(root)!r} has images beside the folders of its classes. Move them into one.')
+            raise ValueError(f'{str(root)!r} has images next to the folders of its classes. Move them into one.')
         found.reader.samples = [(path, -1) for path, _ in found.reader.samples]
     found.transform = transform
     return found
@@ -249,15 +306,15 @@ def load_images(
         seed: int = 0,
         shuffle: bool = False,
 ) -> DataLoader:
-    """Batches of a data set, or of a random part of it.
+    """Batches of a data set, or of a random subset.
 
     Args:
         data: The data set.
-        batch_size: Images in a batch.
-        num_images: How many images to draw; None for all.
-        workers: Processes that load them.
-        seed: Of the draw.
-        shuffle: In the order of the draw, not in that of the data set, where classes often stand together.
+        batch_size: Images per batch.
+        num_images: Number of images to draw at random, None for all.
+        workers: Number of processes that load them.
+        seed: Seed of the draw.
+        shuffle: Return images in random order instead of that of the data set, which is often sorted by class.
     """
     if shuffle or num_images is not None and num_images < len(data):
         picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
@@ -266,12 +323,16 @@ def load_images(
 
 
 def check_classes(labels: torch.Tensor, num_classes: int) -> None:
-    """Refuse labels of classes that a model does not know.
+    """Check that a model has the classes of all labels.
+
+    Args:
+        labels: Class indices of any shape.
+        num_classes: Number of classes of the model.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If a label is too large.
     """
     if labels.max() >= num_classes:
         raise ValueError(
-            f'There are labels up to {labels.max().item()}, but the model knows {num_classes} classes, from 0 on. '
+            f'There are labels up to {labels.max().item()}, but the model has {num_classes} classes, from 0 on. '
             'Use a model that was trained on these classes.')

@@ -1,6 +1,6 @@
-"""What position does to attention, looked at inside a running model, as in Figure 4 of the SaPE2 paper (2025).
+"""The effect of position on attention in a running model, as in Figure 4 of the SaPE2 paper (2025).
 
-Hooks write down what each attention layer is called with; the rest is computed from that, by the layer's own methods.
+Hooks record the arguments of each attention layer. Everything else is computed from these with the layer's own methods.
 The model is not changed.
 """
 from contextlib import ExitStack, contextmanager
@@ -14,45 +14,55 @@ from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from timm.models.vision_transformer_relpos import RelPosAttention
 
-from ..attention import PosEncAttention
+from ..attention import HostsEncodings
 from ..grid import Grid
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .inputs import patch_size_of
 
-__all__ = ['LayerMaps', 'PositionMaps', 'attention_distance', 'position_maps', 'record_calls', 'similarity']
+__all__ = [
+    'KNOWN',
+    'LayerMaps',
+    'PositionMaps',
+    'attention_distance',
+    'logits_of',
+    'position_maps',
+    'record_calls',
+    'similarity',
+    'watched_module',
+]
 
-
-KNOWN = (PosEncAttention, Attention, AttentionRope, EvaAttention, RelPosAttention)
+KNOWN = (HostsEncodings, Attention, AttentionRope, EvaAttention, RelPosAttention)
 
 
 class LayerMaps(NamedTuple):
-    """One attention layer, all tokens, prefix tokens first."""
+    """One attention layer. Tensors cover all tokens, prefix tokens first."""
     index: int
+    """Index of the layer, from 0."""
     content: torch.Tensor
-    """What content says, scale * q.k, `[B, h, N, N]`."""
+    """Logits from content, scale * q.k, `[B, h, N, N]`."""
     position: torch.Tensor
-    """What position adds to it: biases as they are, rotations as scale * (Rq.Rk - q.k), `[B, h, N, N]`."""
+    """What position adds to the logits: biases, and scale * (Rq.Rk - q.k) for a rotation R, `[B, h, N, N]`."""
     attention: torch.Tensor
-    """The probabilities, softmax(content + position), `[B, h, N, N]`."""
+    """Probabilities, softmax(content + position), `[B, h, N, N]`."""
     vectors: Optional[torch.Tensor]
-    """What is added to the patches for this layer alone (`lape`), `[H*W, D]`; None if nothing is."""
+    """What is added to the patches for this layer alone (by `lape`), `[H*W, D]`. None if nothing is added."""
 
 
 class PositionMaps(NamedTuple):
-    """What `position_maps` finds."""
+    """The result of `position_maps`."""
     grid: Grid
     layers: List[LayerMaps]
     vectors: Optional[torch.Tensor]
-    """What is added to the tokens of patches at the start, `[(B,) H*W, D]`; None if nothing is."""
+    """What is added to the tokens of patches before the first block, `[(B,) H*W, D]`. None if nothing is added."""
 
     def between_patches(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of `[..., N, N]` what is between patches, `[..., H*W, H*W]`."""
+        """The part of `[..., N, N]` that is between patches, `[..., H*W, H*W]`."""
         p = self.grid.num_prefix_tokens
         return logits[..., p:, p:]
 
 
 def similarity(vectors: torch.Tensor) -> torch.Tensor:
-    """Cosines between vectors `[..., N, D]`, `[..., N, N]`."""
+    """From vectors `[..., N, D]` to the cosines between them, `[..., N, N]`."""
     unit = F.normalize(vectors, dim=-1)
     return unit @ unit.transpose(-2, -1)
 
@@ -64,19 +74,19 @@ def position_maps(
         layers: Optional[Sequence[int]] = None,
         **kwargs,
 ) -> PositionMaps:
-    """Look at position in each layer while a model sees images.
+    """Run a model on images, and return the logits of each attention layer in two parts, from content and position.
 
-    Works on our models with any encoding, and on timm's of the families of ViT (DeiT, DINOv2, CLIP), EVA (DINOv3, ViTs
-    with RoPE) and ViTs with relative position.
+    Works for our models with any encoding, and for models of timm of these families: ViT (DeiT, DINOv2, CLIP), EVA
+    (DINOv3, ViTs with RoPE) and ViTs with relative position.
 
     Args:
-        model: The model; in eval mode, if nothing is to be random.
-        images: `[B, C, height, width]`, as the model gets them.
-        layers: Which, from 0; negative numbers count from the last. Default: all.
+        model: The model. Put it into eval mode unless you want dropout.
+        images: `[B, C, height, width]`, normalized, as the model gets them.
+        layers: Indices of layers, from 0; negative ones count from the last. Default: all.
         kwargs: Further arguments of the model, such as `object_index`.
 
     Raises:
-        ValueError: If the model is of another kind, or has no such layer, or is to mask tokens, which maps do not show.
+        ValueError: If the model is of another kind or has no such layer, or a mask is given, which maps do not show.
     """
     if kwargs.get('attn_mask') is not None or kwargs.get('is_causal'):
         raise ValueError('position_maps shows attention without a mask. Leave attn_mask and is_causal out.')
@@ -89,27 +99,29 @@ def position_maps(
             'position_maps cannot read. Use one of ours, or a ViT, EVA or ViT with relative position of timm.')
     chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
 
-    ours = isinstance(model, VisionTransformerPosEnc)
-    watched = [attentions[i] for i in chosen] + ([model.encodings] if ours else [])
+    ours = isinstance(model, PosEncModel)
+    watched = [watched_module(attentions[i]) for i in chosen] + ([model.encodings] if ours else [])
     with record_calls(watched) as calls:
         model(images, **kwargs)
 
     found = []
     for i in chosen:
-        args, arguments = calls[attentions[i]]
-        content, position = _logits(attentions[i], args, arguments)
-        own = args[4][..., args[1].num_prefix_tokens:, :] if ours and args[4] is not None else None
+        args, arguments = calls[watched_module(attentions[i])]
+        content, position = logits_of(attentions[i], args, arguments)
+        terms = args[4].layer_terms if ours else None  # LayerEncodings is called with q, k, v, x and position
+        own = None if terms is None else terms[i][..., args[4].grid.num_prefix_tokens:, :]
         found.append(LayerMaps(i, content, position, (content + position).softmax(dim=-1), own))
     if ours:
-        args, _ = calls[model.encodings]
-        grid, vectors = args[1], model.encodings.position_vectors(*args)
+        (x, grid, given), _ = calls[model.encodings]
+        terms = [*model.encodings.terms(x, grid, given), *model.base_terms(x, grid)]
+        vectors = sum(terms) if terms else None
     else:
         grid = _grid(model, images)
         vectors = getattr(model, 'pos_embed', None)
         if vectors is not None and vectors.shape[-2] != grid.num_patches + grid.num_prefix_tokens:
-            vectors = F.pad(vectors, (0, 0, grid.num_prefix_tokens, 0))  # it has none for prefix tokens
+            vectors = F.pad(vectors, (0, 0, grid.num_prefix_tokens, 0))  # the table has no rows for prefix tokens
         if vectors is not None and vectors.shape[-2] != grid.num_patches + grid.num_prefix_tokens:
-            vectors = None  # resized in each forward pass
+            vectors = None  # the model resizes its table in each forward pass
     if vectors is not None:
         vectors = vectors[..., grid.num_prefix_tokens:, :]
         vectors = vectors[0] if vectors.ndim == 3 and vectors.shape[0] == 1 else vectors
@@ -118,10 +130,13 @@ def position_maps(
 
 @contextmanager
 def record_calls(modules: Sequence[nn.Module]) -> Iterator[Dict[nn.Module, Tuple[tuple, Dict[str, Any]]]]:
-    """Write down what modules of a model are called with, positional and keyword arguments, for a while.
+    """Within this context, record the positional and keyword arguments that modules are called with.
 
     Args:
-        modules: Which; each of them is called once.
+        modules: The modules. If one is called several times, its last call is kept.
+
+    Yields:
+        The arguments of each module, once it has been called.
     """
     calls = {}
 
@@ -145,10 +160,25 @@ def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
     return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
 
 
-def _logits(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(attn, PosEncAttention):
-        given = {key: value for key, value in kwargs.items() if key not in ('attn_mask', 'is_causal')}
-        return attn.logits(*args, **given)
+def watched_module(attn: nn.Module) -> nn.Module:
+    """The module whose arguments determine the logits of an attention layer."""
+    return attn.encodings if isinstance(attn, HostsEncodings) else attn
+
+
+def logits_of(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The logits of an attention layer in two parts.
+
+    Args:
+        attn: The layer, of one of the types in `KNOWN`.
+        args: Positional arguments that `watched_module(attn)` was called with.
+        kwargs: Keyword arguments that it was called with.
+
+    Returns:
+        Logits from content, and what position adds to them, both `[B, h, N, N]`.
+    """
+    if isinstance(attn, HostsEncodings):
+        q, k, _, x, position = args
+        return attn.encodings.logits(q, k, x, position, kwargs['scale'])
     x, *rest = args
     batch, num_tokens, _ = x.shape
     if getattr(attn, 'qkv', None) is not None:
@@ -177,10 +207,10 @@ def _logits(attn: nn.Module, args: tuple, kwargs: dict) -> Tuple[torch.Tensor, t
 
 
 def attention_distance(attention: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Mean distance that patches look over, in patches (Dosovitskiy et al., 'An Image is Worth 16x16 Words', 2021).
+    """Mean attention distance of each head, in patches (Dosovitskiy et al., 'An Image is Worth 16x16 Words', 2021).
 
-    Of each patch, the Euclidean distances to all patches weighted by its attention to them, attention to prefix tokens
-    left out; then the mean over patches and images.
+    For each patch, the mean of its Euclidean distances to all patches, weighted by its attention to them, without
+    prefix tokens. Then the mean over all patches and images.
 
     Args:
         attention: Probabilities, `[B, h, N, N]`.

@@ -1,18 +1,21 @@
-"""How far a model moves when an image does: shifts, mirrors, permutations, sizes.
+"""How much the results of a model change when an image is shifted, mirrored, permuted or resized.
 
-Where theory says what happens, that stands beside the figure. The theorems are for float64 and eval mode. That
-something does not change holds always; that it changes, wherever chance has not arranged it otherwise: an encoding
-whose parameters are all zero, or a picture that is its own mirror image, shows nothing.
+Each measured change is reported along with what theory predicts, if it predicts anything. The theorems are for float64
+and eval mode. A predicted '0' always holds. A predicted 'changes' holds except by coincidence: an encoding whose
+parameters are all zero, or an image that is its own mirror image, gives no change.
 
-- Without position (`nope`) a Vision Transformer does not know the order of its patches. Any other encoding shows.
-- With relative encodings alone, the logits of the first attention layer between two patches do not change when both are
-  shifted by whole patches: there the tokens are still what they were. (Beyond the first layer they are not, since other
-  patches have come into the image.) With an encoding on the tokens that names places they change.
-- Distances without a direction (`alibi2d`) do not change in a mirror. Rotations and slopes with a direction do.
-- The x bias of SaPE2 does not change when rows of patches change places, as it counts within rows; the y bias does.
-  With columns it is the other way round, and a shift or a mirror is that.
+- Without position (`nope`) a Vision Transformer does not know the order of its patches. With any other encoding it
+  does.
+- With relative encodings only, the logits between two patches in the first attention layer do not change when both are
+  shifted by whole patches, because there the tokens are the same as before. (In later layers they are not, because
+  other patches have entered the image.) They change with an encoding that adds absolute positions to the tokens.
+- Distances without a direction (`alibi2d`) do not change when the image is mirrored. Rotations, and slopes with a
+  direction, do.
+- The x bias of SaPE2 does not change when rows of patches are exchanged, because it counts within rows; the y bias
+  does. When columns are exchanged, as in a shift or a mirror, it is the other way round.
 """
 import math
+import warnings
 from copy import deepcopy
 from typing import Callable, Dict, List, NamedTuple, Tuple
 
@@ -20,33 +23,34 @@ import torch
 import torch.nn as nn
 
 from .. import ops
-from ..attention import PosEncAttention
+from ..attention import HostsEncodings
 from ..encodings import get_encoding
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..encodings.sape2 import SemanticAwarePositionEncoding
+from ..host import PosEncModel
 from .inputs import patch_size_of
-from .maps import KNOWN, _logits, record_calls
+from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import shuffle_patches
 
-__all__ = ['ProbeRow', 'awaken_encodings', 'probe']
+__all__ = ['ProbeRow', 'awaken_encodings', 'probe', 'randomize_encodings']
 
-EXACT = 1e-9  # a relative change below it is rounding of float64
-VISIBLE = 1e-6  # one above it is none
-MIRRORED = ('nope', 'alibi2d')
-CHIRAL = ('rope1d', 'rope2d', 'rope_dinov3', 'mrope', 'rpe2d')
+EXACT = 1e-9  # relative changes up to this are rounding errors of float64
+VISIBLE = 1e-6  # relative changes above this are real
 
 
 class ProbeRow(NamedTuple):
-    """One figure."""
+    """One measured change."""
     probe: str
+    """How the image was moved."""
     what: str
+    """Which result of the model was compared."""
     change: float
-    """|after - before| / |before|, after the patches have been put back in their order."""
+    """|after - before| / |before|, with patches moved back to their places."""
     expected: str
-    """'0', 'changes', or empty where there is no theorem."""
+    """'0' or 'changes' by theory, empty if there is no theorem."""
 
     @property
     def verdict(self) -> str:
-        """'pass' or 'fail', empty where there is no theorem."""
+        """'pass' or 'fail', empty if there is no theorem."""
         if not self.expected:
             return ''
         passed = self.change <= EXACT if self.expected == '0' else self.change > VISIBLE
@@ -54,13 +58,13 @@ class ProbeRow(NamedTuple):
 
 
 @torch.no_grad()
-def awaken_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> None:
-    """Add noise to every parameter of the encodings: those that start at zero do nothing until they are trained.
+def randomize_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> None:
+    """Add noise to every parameter of the encodings, in place. Those that start at zero otherwise show no effect.
 
     Args:
-        model: One of ours.
+        model: A model of timm_sape.
         std: Standard deviation of the noise.
-        seed: Of the noise.
+        seed: Seed of the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     for encoding in model.position_encodings().values():
@@ -68,26 +72,32 @@ def awaken_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> None:
             parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
+def awaken_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> None:
+    """Deprecated name of `randomize_encodings`."""
+    warnings.warn('awaken_encodings is now called randomize_encodings.', DeprecationWarning, stacklevel=2)
+    randomize_encodings(model, std, seed)
+
+
 @torch.no_grad()
 def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRow]:
-    """Move images in a number of ways and measure how far the model's results move.
+    """Move images in several ways and measure how much the model's results change.
 
-    Probed are a copy of the model in float64 and eval mode, its class logits, the features of its patches, and, for
-    models that `position_maps` reads, the logits between patches in the first attention layer; of SaPE2 also both parts
-    of its bias there. Features and logits of attention are put back into the patches' own order before they are
-    compared, and after a shift only patches count that have not come in from the other side.
+    The results are class logits, the features of patches, and, for models that `position_maps` can read, the logits
+    between patches in the first attention layer; for SaPE2 also both parts of its bias there. They are computed by a
+    copy of the model in float64 and eval mode. Features and attention logits are put back into the original order of
+    patches before they are compared. After a shift, patches that wrapped around are left out.
 
     Args:
-        model: One of ours, or any timm ViT whose patches do not overlap.
-        images: `[B, C, height, width]`, of the size that the model was made for.
-        seed: Of the permutations.
+        model: A model of timm_sape, or any timm ViT whose patches do not overlap.
+        images: `[B, C, height, width]`, normalized, of the model's own size.
+        seed: Seed of the permutations.
 
     Returns:
-        A row for each probe and each of those; none for a probe that moves nothing, as a
-        mirror does on one column, or on an image of one colour.
+        A row for each probe and each result. There is none for a probe that moves nothing, such as mirroring a single
+        column of patches or an image of a single colour.
 
     Raises:
-        ValueError: If the model has no patches that could be exchanged, or the images are not of its size.
+        ValueError: If the model does not cut images into separate patches, or the images are not of its size.
     """
     patch_size = patch_size_of(model)
     model, images = deepcopy(model).double().eval(), images.double()
@@ -95,7 +105,7 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     places = torch.arange(height * width).view(height, width)
     generator = torch.Generator().manual_seed(seed)
     every, inside = places > -1, places % width > 0
-    moves: Dict[str, Tuple[torch.Tensor, torch.Tensor]] = {  # which patch comes to each place, and what counts
+    moves: Dict[str, Tuple[torch.Tensor, torch.Tensor]] = {  # which patch goes to each place; which places to compare
         'patches shifted by one': (places.roll(1, 1), inside),
         'patches mirrored': (places.flip(1), every),
         'rows exchanged': (places[_another_order(height, generator)], every),
@@ -138,8 +148,9 @@ def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
+    """The results to compare, by name."""
     attn = getattr(model.blocks[0], 'attn', None) if hasattr(model, 'blocks') else None
-    with record_calls([attn] if isinstance(attn, KNOWN) else []) as calls:
+    with record_calls([watched_module(attn)] if isinstance(attn, KNOWN) else []) as calls:
         features = model.forward_features(images)
     found = {'class logits': model.forward_head(features)}
     num_patches = math.prod(size // patch for size, patch in zip(images.shape[2:], patch_size_of(model)))
@@ -147,19 +158,18 @@ def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
     if features.ndim == 3 and features.shape[1] == p + num_patches:  # [B, N, D]
         found['features'] = features[:, p:]
     for args, kwargs in calls.values():
-        content, position = _logits(attn, args, kwargs)
+        content, position = logits_of(attn, args, kwargs)
         found['first layer, attention logits'] = (content + position)[..., p:, p:]
-        if isinstance(attn, PosEncAttention):
-            x, grid, _, _, pos = args
-            q, k, _ = attn._qkv(x if pos is None else x + pos)
-            for encoding in attn.acting_on('distances')[:1]:
-                for axis, codes in zip('xy', encoding.distances(q, k, grid, 'torch')):
+        for encoding in attn.encodings.values() if isinstance(attn, HostsEncodings) else ():
+            if isinstance(encoding, SemanticAwarePositionEncoding):
+                q, k, _, _, where = args
+                for axis, codes in zip('xy', encoding.codes(q, k, where.grid)):
                     found[f'first layer, {axis} bias'] = ops.pairwise_distance(codes)  # [B, h, H*W, H*W]
     return found
 
 
 def _change(before: torch.Tensor, after: torch.Tensor) -> float:
-    """|after - before| / |before|; infinite if logits of -inf, which mask out, have moved."""
+    """|after - before| / |before|. Infinite if logits of -inf, which mask out, are in other places."""
     masked = before.isinf()
     if not torch.equal(masked, after.isinf()):
         return math.inf
@@ -168,14 +178,15 @@ def _change(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def _expected(model: nn.Module, move: str, what: str) -> str:
-    """What theory says about one of the moves of whole patches."""
-    if not isinstance(model, VisionTransformerPosEnc):
+    """The change that theory predicts for one of the moves of whole patches: '0', 'changes' or ''."""
+    if not isinstance(model, PosEncModel):
         return ''
     names = [name.removeprefix('auto_') for name in model.pos_enc.split('+')]
     encodings = [get_encoding(name) for name in names]
     if names == ['nope']:
         return '0'
-    on_tokens = any(cls.overrides('embed') or cls.overrides('layer_embed') for cls in encodings)
+    on_tokens = any(
+        cls.overrides('embed') and not cls.per_layer or cls.overrides('layer_embed') for cls in encodings)
     if what.endswith('bias'):
         if move == 'patches permuted' or on_tokens:
             return ''
@@ -185,9 +196,9 @@ def _expected(model: nn.Module, move: str, what: str) -> str:
             return '0'
         return 'changes' if on_tokens else ''
     if move == 'patches mirrored' and what != 'first layer, attention logits':
-        if all(name in MIRRORED for name in names):
+        if all(cls.sees_mirror is False for cls in encodings):
             return '0'
-        return 'changes' if any(name in CHIRAL for name in names) else ''
+        return 'changes' if any(cls.sees_mirror for cls in encodings) else ''
     if move == 'patches permuted' and what == 'class logits':
         return 'changes'
     return ''

@@ -1,8 +1,13 @@
-"""Position-SHAP: how much of a model's decisions comes from where things are.
+"""Position-SHAP: how much of a model's decisions comes from where things are in the image.
 
-By the closed form for two players, the image and the position encoding (Bruintjes and van Gemert, 'Learning to
-Adapt to Position Bias in Vision Transformer Classifiers'). They estimate the same numbers by Kernel SHAP, at some 5,000
-times the cost of a validation pass; here it is 18 times.
+Shapley values of two players, the image and the position encoding (Bruintjes and van Gemert, 'Learning to Adapt to
+Position Bias in Vision Transformer Classifiers'). The authors estimate them by Kernel SHAP, at about 5,000 times the
+cost of a validation pass. For two players there is a closed form, which costs 18 passes.
+
+Before values are compared with published ones: the class of the authors' code gives the same values as this, but their
+batch script (rjbruin/position-shap at d695b6a) restores the order of the images in a batch by their permutation instead
+of its inverse. So values and predictions meet the labels of other images, and what is averaged over a class, or over
+images that are classified correctly, is averaged over others.
 """
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..grid import Grid
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .inputs import check_classes, patch_size_of
 
 __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
@@ -22,24 +27,25 @@ __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
 
 @dataclass
 class PositionShap:
-    """What `position_shap` finds, one entry for each image, `[n]`."""
+    """The result of `position_shap`, one entry per image, `[n]`."""
     position: torch.Tensor
-    """phi_PE, what position contributes to the logit of the true class."""
+    """phi_PE, the contribution of position to the logit of the true class."""
     image: torch.Tensor
-    """phi_img, what the image contributes."""
+    """phi_img, the contribution of the image."""
     correct: torch.Tensor
-    """Whether the model classifies the image correctly."""
+    """Whether the model classifies the image correctly, bool."""
     labels: torch.Tensor
+    """The true class."""
 
     @property
     def values(self) -> torch.Tensor:
-        """P-SHAP of each image, |phi_PE| / (|phi_PE| + |phi_img|), from 0 to 1; NaN where both are 0."""
+        """P-SHAP of each image, |phi_PE| / (|phi_PE| + |phi_img|), `[n]`, from 0 to 1. NaN where both are 0."""
         position, image = self.position.abs(), self.image.abs()
         return position / (position + image)
 
     @property
     def value(self) -> float:
-        """P-SHAP of the model, the mean over images that it classifies correctly; NaN if there is none."""
+        """P-SHAP of the model, the mean over the images that it classifies correctly. NaN if there are none."""
         return self.values[self.correct].nanmean().item()
 
 
@@ -49,16 +55,16 @@ def attributions(
         position_only: torch.Tensor,
         neither: torch.Tensor,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Shapley values of two players, exactly; they add up to `both - neither`.
+    """Exact Shapley values of two players. They add up to `both - neither`.
 
     Args:
-        both: f(x, p), the logit with the image and its positions, any shape.
-        image_only: f(x, p~), positions taken away.
-        position_only: f(x_b, p), the image taken away.
-        neither: f(x_b, p~).
+        both: f(x, p), the logit of the image with its positions, of any shape.
+        image_only: f(x, p~), the image with permuted positions.
+        position_only: f(x_b, p), a background image instead.
+        neither: f(x_b, p~), a background image with permuted positions.
 
     Returns:
-        phi_PE and phi_img.
+        phi_PE and phi_img, in the common broadcast shape.
     """
     position = (position_only - neither + both - image_only) / 2
     image = (image_only - neither + both - position_only) / 2
@@ -66,24 +72,28 @@ def attributions(
 
 
 def shuffle_patches(images: torch.Tensor, patch_size: Tuple[int, int], order: torch.Tensor) -> torch.Tensor:
-    """Let patches change places.
+    """Shuffle the patches of images.
 
-    To a model that cuts an image into patches, this is the same as letting positions change places: which token has
-    which position is all that changes, whatever the encoding does with it.
+    For a model that cuts an image into patches this is the same as shuffling positions, whatever the encoding: it only
+    changes which token has which position.
 
     Args:
         images: `[B, C, height, width]`.
         patch_size: Height and width of a patch, in pixels.
-        order: Which patch comes to each place, in raster order, `[B, H*W]`.
+        order: For each place in raster order, the raster index of the patch that goes there, `[B, H*W]`.
+
+    Returns:
+        `[B, C, height, width]`.
 
     Raises:
-        ValueError: If patches do not divide the image.
+        ValueError: If the image size is not a multiple of the patch size.
     """
     height, width = patch_size
     B, C, img_height, img_width = images.shape
     if img_height % height or img_width % width:
         raise ValueError(
-            f'Patches of {height} x {width} do not divide images of {img_height} x {img_width} pixels. Resize them.')
+            f'Patches of {height} x {width} do not divide images of {img_height} x {img_width} pixels. Resize the '
+            'images.')
     rows, columns = img_height // height, img_width // width
     patches = images.reshape(B, C, rows, height, columns, width).permute(0, 2, 4, 1, 3, 5)
     patches = patches.reshape(B, rows * columns, C, height, width)
@@ -93,10 +103,14 @@ def shuffle_patches(images: torch.Tensor, patch_size: Tuple[int, int], order: to
 
 
 @contextmanager
-def _positions_per_layer(model: VisionTransformerPosEnc, seeds: Optional[torch.Tensor]) -> Iterator[None]:
-    """Let each layer see positions in an order of its own, drawn from the seed of each image `[B]`; None for no change.
+def _positions_per_layer(model: PosEncModel, seeds: Optional[torch.Tensor]) -> Iterator[None]:
+    """Within this context, each layer sees the positions in another random order.
 
-    A layer takes `Grid.keep_indices` for where the tokens stand. All patches are kept here, in another order.
+    This uses `Grid.keep_indices`, which says where the tokens are: all patches are kept, but in another order.
+
+    Args:
+        model: The model.
+        seeds: Seed of each image, int64 `[B]`. None to change nothing.
     """
     if seeds is None:
         yield
@@ -104,13 +118,11 @@ def _positions_per_layer(model: VisionTransformerPosEnc, seeds: Optional[torch.T
 
     def shuffle(layer: int):
         def hook(module, args):
-            x, grid, rotation, bias, pos, *rest = args
+            x, attn_mask, is_causal, position = args
+            grid = position.grid
             orders = [_order(seed.item() + 7919 * (layer + 1), grid.num_patches) for seed in seeds]
             grid = replace(grid, keep_indices=torch.stack(orders).to(x.device))
-            rotation = None if rotation is None else grid.keep_rows(rotation)
-            bias = None if bias is None else grid.keep_pairs(bias)
-            pos = None if pos is None else grid.keep_tokens(pos)
-            return x, grid, rotation, bias, pos, *rest
+            return x, attn_mask, is_causal, model.encodings.position(x, grid)
         return hook
 
     with ExitStack() as stack:
@@ -124,7 +136,7 @@ def _order(seed: int, num_patches: int) -> torch.Tensor:
 
 
 class _Logits:
-    """Logits of images with their positions, or with positions in the order of a seed for each image."""
+    """Computes logits of images, with their own positions or with positions that a seed per image shuffles."""
 
     def __init__(self, model: nn.Module, batch_size: int, per_layer: bool) -> None:
         self.model = model
@@ -138,7 +150,16 @@ class _Logits:
             index: torch.Tensor,
             seeds: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Logits of `images[index]`, in the order of `seeds`, one for each entry of `index`."""
+        """Logits of some images.
+
+        Args:
+            images: `[n, C, height, width]`.
+            index: Which images, int64 `[m]`.
+            seeds: A seed for each entry of `index`, int64 `[m]`. None for the images' own positions.
+
+        Returns:
+            `[m, classes]`.
+        """
         logits = []
         for start in range(0, len(index), self.batch_size):
             part = images[index[start:start + self.batch_size].to(images.device)]
@@ -151,12 +172,13 @@ class _Logits:
         height, width = (size // patch for size, patch in zip(images.shape[2:], self.patch_size))
         orders = torch.stack([_order(s.item(), height * width) for s in seeds]).to(images.device)
         shuffled = shuffle_patches(images, self.patch_size, orders)
-        if isinstance(self.model, VisionTransformerPosEnc):
-            # Objects are found in the image as it is, and then are a part of the positions, of which each token gets
-            # another: not its own object, but that which is at the place where it comes to.
-            grid = self.model.encodings.with_objects(Grid(height, width), images, self.patch_size, None)
-            if grid.objects is not None:
-                return self.model(shuffled, object_index=grid.objects).float()
+        if isinstance(self.model, PosEncModel):
+            # Objects are found in the original image and belong to positions. So when positions are exchanged, a token
+            # gets the object of the place that it moves to, not its own.
+            for encoding in self.model.encodings.values():
+                if 'object_index' in encoding.asks_for:
+                    objects = encoding.find_objects(images, Grid(height, width), self.patch_size)
+                    return self.model(shuffled, object_index=objects).float()
         return self.model(shuffled).float()
 
 
@@ -174,32 +196,35 @@ def position_shap(
 ) -> PositionShap:
     """Position-SHAP of a model, for any encoding.
 
-    Images are taken 2 * `background` at a time. One half is explained against the other as background: the image is
-    taken away by putting a background image in its place, and position by a permutation of the positions over the
-    tokens, one for each background image, drawn independently. What the background alone gives is computed once for all
-    images of a half. What is left over at the end, if it is less, is halved likewise; a single image is left out.
+    Images are processed 2 * `background` at a time. Each half is explained with the other half as background. To remove
+    the image, a background image replaces it. To remove position, the positions of the tokens are permuted, with
+    another permutation for each background image. Logits that involve only the background are computed once for all
+    images of a half. The last, smaller group is halved too; if it is a single image, that one is left out.
 
-    Any encoding can be permuted, as it is patches that are exchanged. (The authors permute tables of the encodings; for
-    biases their code permutes the head dim instead.) All layers see one permutation, so a token has one position. With
-    `per_layer` each layer draws its own, as the authors do with rotations; the encodings of tokens are at the start and
-    have one as well.
+    Permuting patches works for any encoding. (The authors permute tables of the encodings; for biases their code
+    permutes the head dim instead.) All layers see the same permutation, so a token has a single position. With
+    `per_layer` each layer draws its own, as the authors do for rotations, and so do encodings of the tokens.
 
     Args:
-        model: One of ours, or any timm ViT whose patches do not overlap; in eval mode.
+        model: A model of timm_sape, or any timm ViT whose patches do not overlap; in eval mode.
         batches: Images `[B, C, height, width]` and labels `[B]`.
-        background: Images in the background, 1 or more; the authors have 16.
-        batch_size: Images in a forward pass.
-        per_layer: Let each layer see another permutation. For our models.
-        seed: Of the permutations.
-        device: Where the model is.
-        progress: Shown before the progress bar, on what takes over two seconds. Default: no bar.
+        background: Number of images in the background, 1 or more; the authors use 16.
+        batch_size: Images per forward pass.
+        per_layer: Use another permutation in each layer. Only for models of timm_sape.
+        seed: Seed of the permutations.
+        device: Device of the model.
+        progress: Label of a progress bar, shown after two seconds. Default: no bar.
 
     Raises:
-        ValueError: If the model has no patches that could be exchanged, images have no label or one that it does not
-            know, or there are fewer than two.
+        ValueError: If the model does not cut images into separate patches, a label is missing or is not a class of the
+            model, or there are fewer than two images.
     """
-    if per_layer and not isinstance(model, VisionTransformerPosEnc):
+    if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
+    if per_layer and model.base_position:
+        raise ValueError(
+            f'per_layer=True cannot move the position that the base of this graft has by itself '
+            f'({model.base_position}). Leave it out.')
     if background < 1:
         raise ValueError(f'background must be 1 or more, got {background}.')
     logits = _Logits(model, batch_size, per_layer)
@@ -222,12 +247,12 @@ def position_shap(
                     with_position[explained], with_position[others], without[others]))
             bar.update(len(images))
     if not found:
-        raise ValueError('Position-SHAP needs two images at least: one half is the background of the other.')
+        raise ValueError('Position-SHAP needs at least two images: each half is the background of the other.')
     return PositionShap(*(torch.cat(parts).cpu() for parts in zip(*found)))
 
 
 def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-    """Images and labels, `size` at a time, the rest at the end if it is two or more."""
+    """Images and labels in groups of `size`, then the remaining ones if there are at least two."""
     images, labels = [], []
     for some_images, some_labels in batches:
         images.extend(some_images)
@@ -240,7 +265,20 @@ def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _explain(logits, images, labels, seeds, both, background_position, background_neither):
-    """phi_PE, phi_img, whether it is correct, and labels, of n images against b background images."""
+    """Explain n images against a background of b images.
+
+    Args:
+        logits: A `_Logits`.
+        images: `[n, C, height, width]`.
+        labels: `[n]`.
+        seeds: Seeds of the permutations, `[b]`.
+        both: Logits of the images with their positions, `[n, classes]`.
+        background_position: Logits of the background with its positions, `[b, classes]`.
+        background_neither: Logits of the background with permuted positions, `[b, classes]`.
+
+    Returns:
+        phi_PE, phi_img, correctness and labels, each `[n]`.
+    """
     n, b = len(images), len(seeds)
     labels = labels.to(both.device)
     each = torch.arange(n).repeat_interleave(b)

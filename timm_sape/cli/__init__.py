@@ -1,18 +1,19 @@
 """The command line: `timm-sape`, and `python -m timm_sape`.
 
-One file per subcommand, with a function `add` that declares it and names its handler. What takes long to import is
-imported in the handlers.
+One file per subcommand, with a function `add` that declares it and names its handler. Importing these files must stay
+quick, so that `--help` is: handlers import torch, timm and the rest of the package themselves.
 """
 import argparse
 import sys
+from importlib.metadata import version
 from typing import List, Optional
 
 from . import bench, compare, configs, data, experiment, probe, pshap, run, shifts, sweep
 from . import list as list_
 from . import map as map_
-from .common import CommandError
+from .common import CommandError, add_import_option, import_modules
 
-__all__ = ['main']
+__all__ = ['main', 'make_parser']
 
 COMMANDS = (run, configs, experiment, list_, bench, map_, pshap, probe, sweep, shifts, compare, data)
 
@@ -21,23 +22,40 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments after the program's name, those of the process by default.
+        argv: Arguments after the program's name. Default: those of the process.
 
     Returns:
-        The exit code: 0, or 2 if something is wrong with what was asked for.
+        The exit code: 0, or 2 if the user made a mistake.
     """
+    args = make_parser().parse_args(argv)
+    try:
+        import_modules(args)
+        return args.handler(args)
+    except CommandError as e:
+        print(f'timm-sape: {e}', file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line, with all subcommands."""
     parser = argparse.ArgumentParser(
         prog='timm-sape',
         description='Vision Transformers with a choice of position encodings, for timm.',
         epilog='`timm-sape COMMAND --help` tells more, with examples. `python -m timm_sape` is the same program.',
     )
+    parser.add_argument('--version', action=_Version, nargs=0, help='show the versions of timm-sape, timm and torch')
+    add_import_option(parser, 'imports')
     commands = parser.add_subparsers(metavar='COMMAND', required=True)
     for command in COMMANDS:
         command.add(commands)
+    return parser
 
-    args = parser.parse_args(argv)
-    try:
-        return args.handler(args)
-    except CommandError as e:
-        print(f'timm-sape: {e}', file=sys.stderr)
-        return 2
+
+class _Version(argparse.Action):
+    """argparse's own action would need the versions even if nobody asks for them."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        from .. import __version__
+
+        print(f'timm-sape {__version__}, timm {version("timm")}, torch {version("torch")}')
+        parser.exit()

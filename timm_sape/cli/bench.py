@@ -1,4 +1,4 @@
-"""`timm-sape bench`: what encodings cost."""
+"""`timm-sape bench`: measure what encodings cost."""
 import argparse
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional
@@ -12,29 +12,31 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'bench', interruptible(_bench),
-        summary="Measure what encodings cost beside APE, or SaPE2's attention beside plain attention, in the same run.",
+        summary="Measure what encodings cost relative to APE, SaPE2's attention, or NaFlexVit on mixed sizes.",
         examples="""\
 examples:
   timm-sape bench --output cost.csv
   timm-sape bench --pos-enc rope2d ape+sape2_k --settings 224/16 --device cuda --amp --batch-size 128
   timm-sape bench sape2 --repeats 9 --output sape2.csv --plot memory.png
   timm-sape bench sape2 --device cuda --amp --batch-size 128 --output sape2.csv
+  timm-sape bench naflex --output naflex.csv
 
-Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`; `sape2` the
-operator over N, and whole models, which with --output go to FILE and, beside it, to a file named -models. Files are
-written anew after each row: what ends the command early takes nothing that was measured.""",
+Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`. `sape2` prints
+one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. `naflex` prints
+steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. Files are written
+again after each row, so nothing measured is lost if the command ends early.""",
     )
     parser.add_argument(
-        'what', nargs='?', choices=('encodings', 'sape2'), default='encodings', help='(default: %(default)s)')
-    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: every one)')
+        'what', nargs='?', choices=('encodings', 'sape2', 'naflex'), default='encodings', help='(default: %(default)s)')
+    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: all)')
     parser.add_argument('--settings', nargs='*', metavar='SIZE/PATCH', help='32/4, 224/16, 384/16 (default: first two)')
     parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, triton')
     parser.add_argument('--sizes', nargs='*', type=int, metavar='N', help='sape2: 64, 196, ... (default: up to 4096)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
-    parser.add_argument('--repeats', type=int, default=5, help='steps of each, medians count (default: %(default)s)')
+    parser.add_argument('--repeats', type=int, default=5, help='steps of each, for medians (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
-    parser.add_argument('--model', default='vit_small_nope', help='one of our entrypoints (default: %(default)s)')
+    parser.add_argument('--model', default='vit_small_pos_enc', help='one of our entrypoints (default: %(default)s)')
     add_output_options(parser, plot='the memory of sape2 over N')
 
 
@@ -48,11 +50,11 @@ def _bench(args: argparse.Namespace) -> int:
     settings = list(bench.DEFAULT_SETTINGS) if args.settings is None else args.settings
     unknown = [s for s in settings if s not in bench.SETTINGS]
     if unknown:
-        raise CommandError(f'unknown setting {unknown[0]!r}; choose of {", ".join(bench.SETTINGS)}')
+        raise CommandError(f'unknown setting {unknown[0]!r}; choose from {", ".join(bench.SETTINGS)}')
     if min(args.batch_size, args.repeats) < 1:
         raise CommandError('--batch-size and --repeats must be at least 1')
     if not timm.list_models(args.model, module='vit_pos_enc'):
-        raise CommandError(f'{args.model!r} is none of our models; see timm.list_models(module="vit_pos_enc")')
+        raise CommandError(f'{args.model!r} is not one of our models; see timm.list_models(module="vit_pos_enc")')
     try:
         device = torch.device(args.device)
         torch.empty(1, device=device)
@@ -60,7 +62,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise CommandError(str(e)) from e
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
     where = f'{dtype}, medians of {args.repeats}; {about(device)}'
-    measure = _bench_sape2 if args.what == 'sape2' else _bench_encodings
+    measure = {'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex}[args.what]
     return measure(args, settings, where)
 
 
@@ -71,7 +73,7 @@ def _tabulate(
         path: Optional[Path],
         force: bool,
 ) -> List[Dict[str, Any]]:
-    """Measure rows, write those that there are after each, and print them all in the end."""
+    """Measure rows, write all of them after each one, and print them at the end."""
     done = []
     for row in rows:
         done.append(row)
@@ -88,7 +90,7 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
 
     for option in ('backends', 'sizes', 'plot'):
         if getattr(args, option) is not None:
-            raise CommandError(f'--{option} belongs to `timm-sape bench sape2`')
+            raise CommandError(f'--{option} is only for `timm-sape bench sape2`; leave it out')
     try:
         pos_encs = args.pos_enc or bench.default_pos_encs()
         for pos_enc in pos_encs:
@@ -96,12 +98,30 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
     except ValueError as e:
         raise CommandError(str(e)) from e
     if not settings:
-        raise CommandError('nothing to measure; --settings wants one at least')
+        raise CommandError('nothing to measure; give --settings at least one')
     check_outputs([args.output], args.force, TABLES)
     rows = bench.bench_encodings(
         pos_encs, settings, args.device, args.batch_size, args.repeats, args.amp, args.model)
     notes = f'{args.model}, ratios to ape, batch {args.batch_size}, {where}'
     _tabulate(rows, notes, bench.cost_table, args.output, args.force)
+    return 0
+
+
+def _bench_naflex(args: argparse.Namespace, settings: List[str], where: str) -> int:
+    from ..lab import bench_naflex
+    from ..lab.tables import markdown
+
+    for option in ('backends', 'sizes', 'plot', 'settings'):
+        if getattr(args, option) is not None:
+            raise CommandError(f'--{option} is not for `timm-sape bench naflex`; leave it out')
+    check_outputs([args.output], args.force, TABLES)
+    size = args.model.removesuffix('_pos_enc')
+    try:
+        rows = bench_naflex.bench_naflex(
+            args.pos_enc or bench_naflex.DEFAULT_POS_ENCS, args.device, args.repeats, args.amp, size)
+        _tabulate(rows, f'{size}, 8 images of 8 sizes, {where}', markdown, args.output, args.force)
+    except (RuntimeError, ValueError) as e:
+        raise CommandError(str(e)) from e
     return 0
 
 
@@ -113,15 +133,15 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
     from ..ops.backend import BACKENDS
 
     if args.pos_enc is not None:
-        raise CommandError('--pos-enc belongs to `timm-sape bench encodings`')
+        raise CommandError('--pos-enc is only for `timm-sape bench encodings`; leave it out')
     sizes = list(bench_sape2.SIZES) if args.sizes is None else args.sizes
     backends = args.backends or ['torch', *(['triton'] if torch.device(args.device).type == 'cuda' else [])]
     for what, given, known in (('size', sizes, bench_sape2.SIZES), ('backend', backends, BACKENDS)):
         unknown = [x for x in given if x not in known]
         if unknown:
-            raise CommandError(f'unknown {what} {unknown[0]!r}; choose of {", ".join(map(str, known))}')
+            raise CommandError(f'unknown {what} {unknown[0]!r}; choose from {", ".join(map(str, known))}')
     if not sizes and (not settings or args.plot is not None):
-        raise CommandError(f'nothing to {"plot" if settings else "measure"}; --sizes wants one at least')
+        raise CommandError(f'nothing to {"plot" if settings else "measure"}; give --sizes at least one')
     outputs = [args.output, args.output and args.output.with_stem(f'{args.output.stem}-models')]
     check_outputs([path for path, given in zip(outputs, (sizes, settings)) if given], args.force, TABLES)
     check_outputs([args.plot], args.force, FIGURES)
@@ -136,6 +156,6 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
             backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
             model=args.model)
         _tabulate(rows, f'{args.model}, ratios to ape, {where}', markdown, outputs[1], args.force)
-    except ValueError as e:  # a backend that cannot do it
+    except ValueError as e:  # a backend that cannot run here
         raise CommandError(str(e)) from e
     return 0

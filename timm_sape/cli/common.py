@@ -1,13 +1,18 @@
-"""What subcommands share."""
+"""What all subcommands share."""
 import argparse
+import importlib
+import os
+import sys
+import traceback
 from importlib.metadata import version
+from pathlib import Path
 from typing import Callable
 
-__all__ = ['CommandError', 'add_command', 'where_scripts_are']
+__all__ = ['CommandError', 'add_command', 'add_import_option', 'import_modules', 'where_scripts_are']
 
 
 class CommandError(Exception):
-    """A mistake that the user can mend: shown without a traceback, exit code 2."""
+    """A mistake of the user, shown without a traceback; the exit code is 2."""
 
 
 def add_command(
@@ -24,7 +29,7 @@ def add_command(
         name: What users type.
         handler: Called with the parsed arguments, returns the exit code.
         summary: One line.
-        examples: Shown as it is at the end of the help.
+        examples: Printed unchanged at the end of the help.
     """
     parser = commands.add_parser(
         name,
@@ -33,12 +38,58 @@ def add_command(
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(handler=handler)
+    parser.set_defaults(handler=handler, command=name)
+    add_import_option(parser, 'imports_of_command')  # argparse would drop what was given before COMMAND
     return parser
+
+
+def add_import_option(parser: argparse.ArgumentParser, dest: str) -> None:
+    """Add `--import`, which works before the subcommand and after it."""
+    parser.add_argument(
+        '--import', dest=dest, action='append', default=[], metavar='MODULE',
+        help='import this module first, a name or a .py file, e.g. with encodings of your own; may be repeated')
+
+
+def import_modules(args: argparse.Namespace) -> None:
+    """Import the modules that `--import` names, after this package.
+
+    Raises:
+        CommandError: If one cannot be imported, or the subcommand would not see it.
+    """
+    names = args.imports + args.imports_of_command
+    if names and args.command == 'experiment':
+        raise CommandError(
+            'experiment starts train.py in new processes, which --import does not reach; write `args: {device_modules: '
+            f'[timm_sape, {Path(names[0]).stem}]}}` in the plan, and add the folder of the module to PYTHONPATH')
+    for name in names:
+        _import(name)
+
+
+def _import(name: str) -> None:
+    is_file = name.endswith('.py')
+    module = Path(name).stem if is_file else name
+    if is_file and not os.path.isfile(name):
+        raise CommandError(f'--import {name}: there is no such file')
+    # Last, so that nothing there hides an installed module.
+    folder = os.path.abspath(os.path.dirname(name) if is_file else '')
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        found = getattr(importlib.import_module(module), '__file__', None)  # built-in modules have none
+    except Exception as e:  # whatever the user's code raises
+        if isinstance(e, ModuleNotFoundError) and e.name == module:
+            raise CommandError(
+                f'--import {name}: there is no such module in {folder} or among the installed ones; give the path of '
+                'its file, FOLDER/NAME.py') from e
+        frames = [frame for frame in traceback.extract_tb(e.__traceback__) if Path(frame.filename).stem == module]
+        where = f'{frames[-1].filename}, line {frames[-1].lineno}, ' if frames else ''
+        raise CommandError(f'--import {name}: {where}{type(e).__name__}: {" ".join(str(e).split())}') from e
+    if is_file and not (found and os.path.samefile(found, name)):
+        raise CommandError(f'--import {name}: {module} is the name of another module too, {found}; rename the file')
 
 
 def where_scripts_are() -> str:
     """How to get timm's scripts, in words that follow 'there is no ...'."""
     return (
-        "timm's wheel has none of timm's scripts, so get those of the installed version: git clone --depth 1 --branch "
+        "timm's wheel has none of its scripts; get those of the installed version: git clone --depth 1 --branch "
         f'v{version("timm")} https://github.com/huggingface/pytorch-image-models')

@@ -1,4 +1,4 @@
-"""`timm-sape compare`: several models on one data set."""
+"""`timm-sape compare`: compare models on one data set."""
 import argparse
 
 from .common import add_command
@@ -11,15 +11,15 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'compare', interruptible(_compare),
-        summary='Accuracy with intervals, a paired test, calibration, parameters and speed of models on one data set.',
+        summary='Compare models on one data set: accuracy with intervals, paired test, calibration, parameters, speed.',
         examples="""\
 examples:
   timm-sape compare local-dir:output/ape local-dir:output/sape2 --data-dir DATA --output comparison.md
   timm-sape compare vit_small_ape@ape.safetensors output/exp/model_best.pth.tar --data-dir DATA --device cuda --amp
   timm-sape compare hf-hub:USER/A hf-hub:USER/B hf-hub:USER/C --data-dir DATA --dataset torch/cifar10 --split test
 
-The first model is the baseline that the others are tested against, by McNemar's exact test on the images that only one
-of the two gets right. With more than two models, p-values corrected by Holm stand beside it.""",
+The first model is the baseline. The others are tested against it by McNemar's exact test, on the images that only one
+of the two models gets right. With more than two models, there are also p-values with Holm's correction.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     add_data_options(parser)

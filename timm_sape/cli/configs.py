@@ -1,4 +1,4 @@
-"""`timm-sape configs`: the training recipes, written to a directory."""
+"""`timm-sape configs`: write the training recipes to a directory."""
 import argparse
 import functools
 import shutil
@@ -13,14 +13,14 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'configs', interruptible(_configs),
-        summary="Write the training recipes, which are YAML files for timm's train.py, to a directory.",
+        summary="Write the training recipes, YAML files for timm's train.py, to a directory.",
         examples="""\
 examples:
   timm-sape configs train_configs
   python train.py --config train_configs/smoke/test_vit_sape2_k.yaml --data-dir ROOT""",
     )
-    parser.add_argument('dir', metavar='DIR', type=Path, help='where to write them; made if missing')
-    parser.add_argument('--force', action='store_true', help='overwrite files that are there')
+    parser.add_argument('dir', metavar='DIR', type=Path, help='where to write them; created if missing')
+    parser.add_argument('--force', action='store_true', help='overwrite existing files')
 
 
 def _configs(args: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def _configs(args: argparse.Namespace) -> int:
 
 
 def _configs_source() -> Path:
-    """Where the recipes lie: a wheel carries them inside the package, a checkout has them beside it."""
+    """The folder of the recipes: a wheel has it inside the package, a checkout beside it."""
     package = Path(__file__).resolve().parents[1]
     for path in (package / 'train_configs', package.parent / 'train_configs'):
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""`timm-sape data`: data sets that this package makes from others."""
+"""`timm-sape data`: make data sets from others."""
 import argparse
 from pathlib import Path
 
@@ -11,8 +11,8 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'data', interruptible(_data),
-        summary="Write CIFAR-10-Position, Position-SHAP's data set with a known position bias, or a balanced subset of "
-                'CIFAR-10, as folders of images.',
+        summary='Write folders of images: CIFAR-10-Position, which has a known position bias, or a balanced subset of '
+                'CIFAR-10.',
         examples="""\
 examples:
   timm-sape data cifar10-position --source ROOT --output DIR
@@ -22,21 +22,21 @@ examples:
       --img-size 32 --model-kwargs img_size=32 patch_size=4 \\
       --crop-pct 1 --scale 1 1 --ratio 1 1 --hflip 0 --aa rand-m9-mstd0.5-inc1-t3a
 
-ROOT has cifar-10-batches-py in it, or train/ and test/ (or val/) with a folder for each of ten classes.
-cifar10-position: each image is halved and put into a corner of a black frame; two classes become four each, by corner.
-The options in the last line of train.py keep things where they are.
+ROOT contains cifar-10-batches-py, or train/ and test/ (or val/) with a folder for each of ten classes.
+cifar10-position: each image is halved and put into a corner of a black frame; two classes are split into four each, by
+corner. The options in the last line of train.py turn off augmentation that moves pixels.
 cifar10-subset: the first images of each class.""",
     )
     parser.add_argument('what', choices=('cifar10-position', 'cifar10-subset'), help='the data set')
     parser.add_argument('--source', type=Path, metavar='ROOT', required=True, help='CIFAR-10, or other images')
-    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='where to write it; made if missing')
+    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='where to write it; may be new')
     parser.add_argument(
         '--position-classes', nargs=2, metavar='CLASS',
-        help='cifar10-position: those split by corner (default: the first two)')
-    parser.add_argument('--seed', type=int, help='cifar10-position: which image goes where (default: 0)')
+        help='cifar10-position: classes to split by corner (default: the first two)')
+    parser.add_argument('--seed', type=int, help='cifar10-position: seed for the corners (default: 0)')
     parser.add_argument(
         '--per-class', nargs=2, type=int, metavar=('TRAIN', 'TEST'), help='cifar10-subset: images of each class')
-    parser.add_argument('--force', action='store_true', help='replace what this command wrote there before')
+    parser.add_argument('--force', action='store_true', help='replace what this command wrote there earlier')
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -47,9 +47,9 @@ def _data(args: argparse.Namespace) -> int:
     subset = args.what == 'cifar10-subset'
     for option in ('position_classes', 'seed') if subset else ('per_class',):
         if getattr(args, option) is not None:
-            raise CommandError(f'--{option.replace("_", "-")} does not belong to {args.what}')
+            raise CommandError(f'--{option.replace("_", "-")} is not for {args.what}; leave it out')
     if subset and args.per_class is None:
-        raise CommandError('cifar10-subset wants --per-class TRAIN TEST, such as 1000 400')
+        raise CommandError('cifar10-subset needs --per-class TRAIN TEST, such as 1000 400')
     try:
         splits = load_cifar10_splits(args.source)
         if subset:

@@ -1,4 +1,4 @@
-"""Options of subcommands that run models on a data set."""
+"""Options of subcommands that run models on images."""
 import argparse
 import os
 import sys
@@ -15,25 +15,26 @@ __all__ = [
     'image_size',
     'loading',
     'measured_on',
+    'memory_size',
     'readable',
     'warn_untrained',
 ]
 
 MODELS_HELP = (
-    'a name that timm knows, hf-hub:USER/REPOSITORY, local-dir:FOLDER or the folder, a checkpoint of train.py, or '
-    'NAME@FILE with weights')
+    'a name that timm knows, hf-hub:USER/REPOSITORY, local-dir:FOLDER or the folder, a checkpoint of train.py, '
+    'NAME@FILE with weights, or NAME@random')
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which images, and how models run on them; named as in timm's validate.py."""
+    """Add the options for the images, and for running models on them; named as in timm's validate.py."""
     parser.add_argument(
         '--data-dir', required=True, metavar='DIR',
-        help='folder with one sub-folder of images per class, or such folders for each split; or the root of --dataset')
+        help='folder with a sub-folder of images per class, or with such a folder per split; or the root of --dataset')
     parser.add_argument('--dataset', default='', metavar='NAME', help='e.g. torch/cifar10 (default: a folder)')
     parser.add_argument(
         '--split', default='', metavar='NAME', help='which part of the data (default: val, validation or test)')
-    parser.add_argument('--num-images', type=int, metavar='N', help='draw so many images (default: all)')
-    parser.add_argument('--seed', type=int, default=0, help='of the draw (default: %(default)s)')
+    parser.add_argument('--num-images', type=int, metavar='N', help='use N images, drawn at random (default: all)')
+    parser.add_argument('--seed', type=int, default=0, help='of the random draw (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=64, metavar='N', help='(default: %(default)s)')
     parser.add_argument(
         '--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
@@ -44,27 +45,43 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 def add_image_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of subcommands that look at one image."""
-    parser.add_argument('--image', required=True, metavar='FILE', help='squashed to the size of the model')
+    parser.add_argument('--image', required=True, metavar='FILE', help="is squashed to the model's image size")
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
 
 
 def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:
-    """Height and width as `--img-size` says, None if it says nothing.
+    """Height and width from `--img-size`, None without it.
 
     Raises:
-        CommandError: If it says more than two numbers.
+        CommandError: If there are more than two numbers, or such an image is too large for this machine.
     """
-    if args.img_size is not None and len(args.img_size) > 2:
+    if args.img_size is None:
+        return None
+    if len(args.img_size) > 2:
         raise CommandError('--img-size takes one number, or height and width')
-    return args.img_size and (args.img_size * 2)[:2]
+    height, width = (args.img_size * 2)[:2]
+    image, memory = 12 * height * width, memory_size()  # bytes
+    if memory is not None and 16 * image > memory:
+        raise CommandError(
+            f'--img-size: an image of {height} x {width} pixels takes {image / 1e9:,.1f} GB, a model many times that, '
+            f'and this machine has {memory / 1e9:,.1f} GB; give a smaller size')
+    return height, width
+
+
+def memory_size() -> Optional[int]:
+    """Bytes of memory that this machine has, None where the system does not say."""
+    try:
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
 
 
 def loading(args: argparse.Namespace) -> Dict[str, Any]:
-    """What the data options say, as arguments of `sweep` and `compare`; the data set is opened.
+    """The data options as arguments of `sweep` and `compare`, with the data set opened.
 
     Raises:
-        CommandError: If a value is out of its range, or there is no such device.
+        CommandError: If a value is out of range, or no model can run on the device.
         ValueError: If there are no such data.
     """
     import torch
@@ -76,10 +93,10 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
         if value is not None and value < least:
             raise CommandError(f'--{name.replace("_", "-")} must be at least {least}, got {value}')
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros(1, device=args.device).item()  # 'meta' holds no numbers
     except (AssertionError, RuntimeError) as e:
-        raise CommandError(f'--device {args.device}: {_one_line(e)}') from e
-    torch.manual_seed(args.seed)  # of models without pretrained weights
+        raise CommandError(f'--device {args.device}: {_one_line(e)}; name a device that can run models') from e
+    torch.manual_seed(args.seed)  # for random weights
     return {
         'data': open_dataset(args.data_dir, args.dataset, args.split),
         **{name: getattr(args, name) for name in ('batch_size', 'num_images', 'workers', 'seed', 'device', 'amp')},
@@ -87,7 +104,7 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def measured_on(args: argparse.Namespace, num_images: int) -> str:
-    """What was measured where, in one line."""
+    """What was measured, and where, in one line."""
     import torch
 
     from ..lab.machine import about
@@ -99,20 +116,20 @@ def measured_on(args: argparse.Namespace, num_images: int) -> str:
 
 
 def warn_untrained(models: Sequence[str]) -> None:
-    """Say on stderr which names have no pretrained weights behind them, as timm makes such models without a word."""
+    """Say on stderr which names have no pretrained weights. timm builds such models without a word."""
     import timm
     from timm.models import is_model_pretrained
 
     for model in models:
         if timm.is_model(model.split('.')[0]) and not is_model_pretrained(model) and not Path(model).exists():
             print(
-                f'timm-sape: {model} has no pretrained weights: its speed means something, its accuracy does not',
+                f'timm-sape: {model} has no pretrained weights and runs with random ones; ignore its accuracy',
                 file=sys.stderr)
 
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Show what is wrong with models and data in one line."""
+    """Turn errors about models and data into one line for the user."""
     try:
         yield
     except (ValueError, OSError) as e:
@@ -121,6 +138,6 @@ def readable() -> Iterator[None]:
 
 def _one_line(e: Exception) -> str:
     text = str(e).strip()
-    if 'Original Traceback' in text:  # a process that loads images sends its traceback, which ends with the message
+    if 'Original Traceback' in text:  # from a process that loads images; the last line is the message
         text = text.splitlines()[-1]
     return ' '.join(text.split())

@@ -1,4 +1,4 @@
-"""`timm-sape experiment`: models x seeds by one recipe."""
+"""`timm-sape experiment`: train models with several seeds by one recipe."""
 import argparse
 import signal
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import List
 
 from .common import CommandError, add_command, where_scripts_are
-from .files import interruptible, table_writer, write_files
+from .files import interruptible, write_files
 
 __all__ = ['add']
 
@@ -22,6 +22,7 @@ examples:
   timm-sape experiment train_configs/cpu_cifar10/plan.yaml --data-dir DATA --output output/cpu
   timm-sape experiment plan.yaml --data-dir DATA --output DIR --models APE 'SaPE2(K)+APE' --seeds 1
   timm-sape experiment plan.yaml --output DIR --tables
+  timm-sape experiment plan.yaml --output DIR --archive KEPT
 
 A plan is a YAML file:
 
@@ -29,28 +30,32 @@ A plan is a YAML file:
   seeds: [1, 2, 3]
   baseline: APE                                  # what the others are compared with; default: the first model
   args: {epochs: 50, amp: true}                  # more options of train.py, for all models
-  models:                                        # for each row a label, and a model or options of train.py
+  models:                                        # per row of the table a label, and a model or options of train.py
     APE: vit_small_ape
     SaPE2(K)+APE: vit_small_sape2_k_ape
     equations: {model: vit_small_sape2_k_ape, model_kwargs: {pos_enc_kwargs: {sape2_k: {preset: equations}}}}
 
-Interrupted, by Ctrl-C or by a reboot, the same command goes on where it was: what is finished is not repeated, what
-is not goes on from its last checkpoint. DIR/LABEL/seedN has what train.py writes, its output train.log, and the options
-config.yaml; DIR/PLAN.csv has a row for each run, DIR/PLAN.md the comparison, DIR/PLAN.png the curves.""",
+If it is interrupted, by Ctrl-C or by a reboot, the same command continues: finished runs are not repeated, the others
+resume from their last checkpoint. DIR/LABEL/seedN has the files of train.py, its output train.log and the options
+config.yaml; spaces and other special characters of the label become hyphens. DIR/PLAN.csv has a row per run,
+DIR/PLAN.md the comparison, DIR/PLAN.png the curves. --archive puts what is worth keeping of the runs into one file,
+KEPT/runs.jsonl; --output KEPT --tables makes the same tables from it.""",
     )
     parser.add_argument('plan', type=Path, metavar='PLAN', help='a YAML file, see below')
-    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='of the experiment; made if missing')
-    parser.add_argument('--data-dir', type=Path, metavar='DIR', help="train.py's, where the images are")
+    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='for the experiment; may be new')
+    parser.add_argument('--data-dir', type=Path, metavar='DIR', help='images, for train.py')
     parser.add_argument(
         '--script', type=Path, default=Path('train.py'), metavar='FILE', help="timm's train.py (default: %(default)s)")
-    parser.add_argument('--models', nargs='+', metavar='LABEL', help='run these only')
-    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='run these only')
+    parser.add_argument('--models', nargs='+', metavar='LABEL', help='run only these')
+    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='run only these')
     parser.add_argument(
-        '--jobs', type=int, metavar='N', help='runs at a time, on each GPU if there are (default: 1; cores / threads)')
-    parser.add_argument('--threads', type=int, metavar='N', help='CPU threads of each run (default: 1 on a CPU)')
+        '--jobs', type=int, metavar='N', help='runs at a time, per GPU if there are any (default: 1; cores / threads)')
+    parser.add_argument('--threads', type=int, metavar='N', help='CPU threads per run (default: 1 on a CPU)')
     what = parser.add_mutually_exclusive_group()
-    what.add_argument('--dry-run', action='store_true', help='only say what is to be done, and how long it will take')
+    what.add_argument('--dry-run', action='store_true', help='only say what is left to do, and how long it will take')
     what.add_argument('--tables', action='store_true', help='only write the tables and curves again')
+    what.add_argument(
+        '--archive', type=Path, metavar='DIR', help='only add the runs that have ended to DIR/runs.jsonl')
 
 
 def _experiment(args: argparse.Namespace) -> int:
@@ -60,23 +65,30 @@ def _experiment(args: argparse.Namespace) -> int:
     try:
         from ..lab import experiment  # noqa: F401
     except ModuleNotFoundError as e:
-        raise CommandError(f'experiments want Linux or macOS: there is no {e.name} here') from e
+        if e.name != 'fcntl':
+            raise
+        raise CommandError('experiments need Linux or macOS, where Python has the module fcntl') from e
     try:
-        return _write_again(args) if args.tables else _run(args)
+        return _render(args) if args.tables or args.archive else _run(args)
     except ValueError as e:
         raise CommandError(str(e)) from e
     except OSError as e:
         raise CommandError(f'cannot go on: {e}') from e
 
 
-def _write_again(args: argparse.Namespace) -> int:
-    from ..lab.experiment import load_plan, refuse_begun_otherwise
+def _render(args: argparse.Namespace) -> int:
+    """Write tables or the archive from the runs that there are."""
+    from ..lab.experiment import ARCHIVE, archive_runs, load_plan, refuse_begun_otherwise
 
     plan = load_plan(args.plan)
     if not _begun(plan, args.output):
-        raise CommandError(f'{args.output} has no run of {args.plan} to make tables of')
+        raise CommandError(f'{args.output} has no run of {args.plan}; name the folder of the experiment')
     refuse_begun_otherwise(plan.runs, args.output)
-    print(_write_tables(plan, args))
+    if args.archive is not None:
+        path = args.archive / ARCHIVE
+        print(f'{path}: {archive_runs(plan.runs, args.output, path)} of {len(plan.runs)} runs')
+    else:
+        print(_write_tables(plan, args))
     return 0
 
 
@@ -90,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     refuse_begun_otherwise(plan.runs, args.output)
     for path in _files(args):
         if path.exists() and not _begun(plan, args.output):
-            raise CommandError(f'{path} is there, and is none of this experiment; name another --output')
+            raise CommandError(f'{path} exists and is not of this experiment; name another --output')
     runs = plan.select(args.models, args.seeds)
     _check_runs(runs, args.data_dir, args.output)
     slots = make_slots(runs[0].config.get('device', 'cuda'), args.jobs, args.threads)
@@ -98,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_estimate(estimate(runs, args.output, **options), len(slots))
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end what runs, as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the runs, as after Ctrl-C
     try:
         run_all(runs, args.output, changed=lambda: _write_tables(plan, args, curves=False), **options)
     finally:
@@ -114,21 +126,22 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _begun(plan, output: Path) -> bool:
-    return any((run.folder(output) / 'config.yaml').exists() for run in plan.runs)
+    from ..lab.experiment import read_results
+    return any(result.config is not None for result in read_results(plan.runs, output))
 
 
 def _files(args: argparse.Namespace) -> List[Path]:
-    from ..lab.experiment.plan import OUTPUTS
+    from ..lab.experiment import OUTPUTS
     return [args.output / f'{args.plan.stem}{suffix}' for suffix in OUTPUTS]
 
 
 def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
-    """Refuse what would fail in each run, or worse, not fail."""
+    """Refuse what would make every run fail, or worse, train on the wrong images."""
     import importlib
 
     import timm
 
-    from ..lab.experiment.plan import SPLITS
+    from ..lab.experiment import SPLITS
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')
@@ -145,21 +158,21 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
             if not data_dir.is_dir():
                 raise CommandError(f'--data-dir {data_dir} does not exist; name the folder of {split!r}')
             if run.folder(output).resolve().is_relative_to((data_dir / split).resolve()):
-                raise CommandError(f'{run.folder(output)} would be among the images; name an --output elsewhere')
+                raise CommandError(f'{run.folder(output)} would be among the images; name another --output')
             if not (data_dir / split).is_dir():
                 raise CommandError(
-                    f'{data_dir} has no folder {split!r}, and train.py would take all of it instead; set {option} '
+                    f'{data_dir} has no folder {split!r}, and train.py would use all of it instead; set {option} '
                     'in the plan, or name another --data-dir')
     named = {
         (run.config['dataset'], run.config.get(option, default)): run.label
         for run in runs for option, default in SPLITS.items()
-        if str(run.config.get('dataset')).startswith('torch/') and not run.config.get('dataset_download')}
+        if run.config.get('dataset', '').startswith('torch/') and not run.config.get('dataset_download')}
     for (name, split), label in named.items():
         if not split:
             continue
         try:
             timm.data.create_dataset(name, root=str(data_dir), split=split, download=False)
-        except Exception as e:  # whatever torchvision says of it
+        except Exception as e:  # torchvision raises many kinds
             raise CommandError(
                 f'{label}: {data_dir} has no data set {name}, split {split!r}: {" ".join(str(e).split())}; name '
                 'another --data-dir, or write `dataset_download: true` in the plan') from e
@@ -170,7 +183,7 @@ def _tell(line: str) -> None:
     print(f'{datetime.now():%H:%M:%S} {line}', file=sys.stderr, flush=True)
 
 
-def _print_estimate(found, places: int) -> int:
+def _print_estimate(found, slots: int) -> int:
     from ..lab.tables import markdown
 
     def minutes(seconds) -> str:
@@ -189,19 +202,22 @@ def _print_estimate(found, places: int) -> int:
     if found['seconds'] is None:
         print('timm-sape: train.py cannot run some of the models', file=sys.stderr)
         return 1
-    print(f'{found["seconds"] / 60:.0f} minutes to go, {places} at a time')
+    print(f'{found["seconds"] / 60:.0f} minutes to go, {slots} at a time')
     return 0
 
 
 def _write_tables(plan, args: argparse.Namespace, curves: bool = True) -> str:
-    """Write them, and the curves, under the name of the plan, and return the table for people."""
+    """Write the tables and curves under the name of the plan. Returns the table for people."""
     from ..lab.experiment import notes_of, plot_curves, rows_of, summary_table
+    from ..lab.tables import write_csv
 
     rows = rows_of(plan, args.output)
-    table, notes = summary_table(rows, plan.baseline), notes_of(rows, plan.baseline)
-    *tables, figure = _files(args)
-    writers = {path: table_writer(rows, notes, table) for path in tables}
+    text = f'{summary_table(rows, plan.baseline)}\n\n{notes_of(rows, plan.baseline)}'
+    data, table, figure = _files(args)
+    writers = {
+        data: lambda path: write_csv(rows, path),  # the rows have columns for everything that the notes say
+        table: lambda path: path.write_text(f'{text}\n')}
     if curves and find_spec('matplotlib') is not None:
         writers[figure] = lambda path: plot_curves(plan, args.output, path)
     write_files(writers, force=True)
-    return f'{table}\n\n{notes}'
+    return text

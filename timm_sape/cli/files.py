@@ -1,4 +1,4 @@
-"""Files that subcommands write: nothing is overwritten unasked, and nothing is left half-written."""
+"""Write the files of subcommands: never overwrite without --force, never leave a half-written file."""
 import argparse
 import functools
 import json
@@ -16,20 +16,21 @@ __all__ = ['FIGURES', 'TABLES', 'add_output_options', 'check_outputs', 'interrup
 
 TABLES = ('.csv', '.json', '.md')
 FIGURES = ('.png', '.svg', '.pdf')
+OPTIONAL = ('matplotlib', 'scipy', 'yaml')  # what the extra `lab` installs
 
 
 def add_output_options(parser: argparse.ArgumentParser, plot: str = '') -> None:
-    """Add `--output`, `--force`, and `--plot` if there is something to plot.
+    """Add `--output` and `--force`, and `--plot` if there is something to plot.
 
     Args:
-        parser: Of the subcommand.
-        plot: What the figure shows, for the help.
+        parser: Parser of the subcommand.
+        plot: What the figure shows, for the help. Empty for no figure.
     """
     parser.add_argument('--output', type=Path, metavar='FILE', help=f'write the table: {", ".join(TABLES)}')
     if plot:
         parser.add_argument(
-            '--plot', type=Path, metavar='FILE', help=f'draw {plot}: {", ".join(FIGURES)} (wants matplotlib)')
-    parser.add_argument('--force', action='store_true', help='overwrite files that are there')
+            '--plot', type=Path, metavar='FILE', help=f'draw {plot}: {", ".join(FIGURES)} (needs matplotlib)')
+    parser.add_argument('--force', action='store_true', help='overwrite existing files')
 
 
 def check_outputs(
@@ -37,30 +38,30 @@ def check_outputs(
         force: bool,
         suffixes: Tuple[str, ...] = TABLES + FIGURES,
 ) -> None:
-    """Refuse files that could not be written, before any work is done.
+    """Check that files can be written, before any work is done.
 
     Args:
-        paths: What is to be written; None for what was not asked for.
-        force: Whether files that are there may be overwritten.
-        suffixes: Those that are known.
+        paths: Files to write; None for those that were not asked for.
+        force: Whether existing files may be overwritten.
+        suffixes: Supported suffixes.
 
     Raises:
-        CommandError: If a file is there already, its folder is not, its suffix is unknown, or it is a figure and there
-            is no matplotlib.
+        CommandError: If a file exists, its folder does not exist or is not writable, its suffix is not supported, or it
+            is a figure and matplotlib is not installed.
     """
     paths = [path for path in paths if path is not None]
     for path in paths:
         folder = path.absolute().parent
         if path.suffix.lower() not in suffixes:
-            raise CommandError(f'{path} must end in {" or ".join(suffixes)}, which says what is written')
+            raise CommandError(f'{path} must end in {" or ".join(suffixes)}, which sets the format')
         if not folder.is_dir():
-            raise CommandError(f'there is no directory {folder} to write {path.name} to')
+            raise CommandError(f'there is no directory {folder} to write {path.name} to; create it')
         if path.is_dir():
             raise CommandError(f'{path} is a directory; name a file')
         if not os.access(folder, os.W_OK):
             raise CommandError(f'{folder} is not writable; name another directory for {path.name}')
         if path.suffix.lower() in FIGURES and find_spec('matplotlib') is None:
-            raise CommandError(f'{path.name} wants matplotlib: pip install matplotlib, or leave it out')
+            raise CommandError(f"{path.name} needs matplotlib: pip install 'timm-sape[lab]', or leave it out")
     _refuse_taken(paths, force)
 
 
@@ -73,15 +74,15 @@ def _refuse_taken(paths: Iterable[Path], force: bool) -> None:
 def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> None:
     """Write all files or none.
 
-    Each is written to a hidden folder beside its place, then all are renamed into place, so an error, a full disk or
-    Ctrl-C leaves no half-written file. Folders that are missing are made.
+    Each file is written to a hidden folder beside its place, then all are renamed. So an error, a full disk or Ctrl-C
+    leaves no half-written file. Missing folders are created.
 
     Args:
-        writers: For each file what writes it, called with a path of the same name elsewhere.
-        force: Whether files that are there may be overwritten.
+        writers: A function per file. It is called with a temporary path that has the same name.
+        force: Whether existing files may be overwritten.
 
     Raises:
-        CommandError: If a file is there already (it may have come since `check_outputs`), or cannot be written.
+        CommandError: If a file exists (perhaps since `check_outputs`) or cannot be written.
     """
     _refuse_taken(writers, force)
     try:
@@ -100,12 +101,12 @@ def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> 
 
 
 def table_writer(rows: Sequence[Dict[str, Any]], notes: str, table: str) -> Callable[[Path], None]:
-    """What `write_files` calls to write rows, in the format that the suffix says.
+    """Make a function for `write_files` that writes rows in the format of the suffix.
 
     Args:
-        rows: Plain values by column, the same columns in each.
-        notes: What was measured where, in one line: a comment line in CSV, `notes` beside `rows` in JSON.
-        table: The same rows as Markdown.
+        rows: Plain values by column. All rows have the same columns.
+        notes: What was measured where, in one line. In CSV it is a column, in JSON it is beside `rows`.
+        table: The rows as Markdown.
     """
     from ..lab.tables import write_csv
 
@@ -121,7 +122,10 @@ def table_writer(rows: Sequence[Dict[str, Any]], notes: str, table: str) -> Call
 
 
 def interruptible(handler: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Make Ctrl-C end a subcommand with one line and the exit code that shells give it, 130."""
+    """Wrap the handler of a subcommand, so that it ends with one line instead of a traceback in two cases.
+
+    On Ctrl-C the exit code is 130, as in shells. A missing optional package becomes a CommandError.
+    """
     @functools.wraps(handler)
     def guarded(args: argparse.Namespace) -> int:
         try:
@@ -129,5 +133,10 @@ def interruptible(handler: Callable[[argparse.Namespace], int]) -> Callable[[arg
         except KeyboardInterrupt:
             print('timm-sape: interrupted', file=sys.stderr)
             return 130
+        except ModuleNotFoundError as e:
+            package = (e.name or '').partition('.')[0]
+            if package not in OPTIONAL:
+                raise
+            raise CommandError(f"this needs {package}, which is not installed: pip install 'timm-sape[lab]'") from e
 
     return guarded

@@ -1,11 +1,11 @@
-"""`timm-sape map`: what position says between the patches of an image."""
+"""`timm-sape map`: draw what position does between the patches of an image."""
 import argparse
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, add_image_options, image_size, readable, warn_untrained
+from .data_options import MODELS_HELP, add_image_options, image_size, memory_size, readable, warn_untrained
 from .files import FIGURES, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -21,7 +21,7 @@ WHAT = {
 def add(commands) -> None:
     parser = add_command(
         commands, 'map', interruptible(_map),
-        summary='Draw what position says between the patches of an image, as in Figure 4 of the SaPE2 paper.',
+        summary='Draw what position does between the patches of an image, as in Figure 4 of the SaPE2 paper.',
         examples="""\
 examples:
   timm-sape map --model output/exp/model_best.pth.tar --image horse.png --output horse.png
@@ -30,21 +30,21 @@ examples:
   timm-sape map --model vit_small_patch16_224 --image cat.jpg --what similarity --output ape.png
   timm-sape map --model MODEL --image cat.jpg --what distance --output distance.png
 
-bias: biases as they are, rotations as scale * (Rq.Rk - q.k). attention: the probabilities. similarity: of what is
-added to the tokens. distance: how far each head looks, in all layers. Maps go from a patch to the others, as rows of
-the matrix do.""",
+--what bias: what position adds to the logits of attention; for rotations, scale * (Rq.Rk - q.k). attention: the
+probabilities. similarity: cosines of the vectors that are added to the tokens. distance: how far each head looks, for
+all layers. A small map shows one row of the matrix: from one patch to all others.""",
     )
     parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
     add_image_options(parser)
     parser.add_argument('--output', required=True, type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
     parser.add_argument('--what', choices=WHAT, default='bias', help='(default: %(default)s)')
     parser.add_argument(
-        '--patches', nargs='+', type=_patch, metavar='X,Y', help='those with maps of their own (default: two)')
-    parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0, -1 is the last (default: -1)')
+        '--patches', nargs='+', type=_patch, metavar='X,Y', help='patches to draw a small map for (default: two)')
+    parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0; -1 is the last (default: -1)')
     parser.add_argument('--heads', choices=('mean', 'all'), default='mean', help='(default: %(default)s)')
     parser.add_argument('--cmap', metavar='NAME', help='colours by a name that matplotlib knows (default: green)')
     parser.add_argument('--numbers', type=Path, metavar='FILE', help='write the numbers: .csv or .json')
-    parser.add_argument('--force', action='store_true', help='overwrite files that are there')
+    parser.add_argument('--force', action='store_true', help='overwrite existing files')
 
 
 def _patch(text: str) -> Tuple[int, int]:
@@ -55,11 +55,12 @@ def _patch(text: str) -> Tuple[int, int]:
 
 
 def _map(args: argparse.Namespace) -> int:
-    check_outputs([args.output], args.force, FIGURES)
-    check_outputs([args.numbers], args.force, ('.csv', '.json'))
+    with readable():  # a name may be too long
+        check_outputs([args.output], args.force, FIGURES)
+        check_outputs([args.numbers], args.force, ('.csv', '.json'))
     size = image_size(args)
     if args.what == 'distance' and args.layers is not None:
-        raise CommandError('--layers says nothing for --what distance; leave it out')
+        raise CommandError('--what distance shows all layers; leave --layers out')
 
     from timm.data import resolve_model_data_config
     from timm.layers import to_2tuple
@@ -74,11 +75,12 @@ def _map(args: argparse.Namespace) -> int:
         image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)
         layers = None if args.what == 'distance' else args.layers or [-1]
+        _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
 
     notes = f'{args.model}, {args.image}, {WHAT[args.what]}'
     if args.what == 'distance':
-        distances = [attention_distance(layer.attention, maps.grid) for layer in maps.layers]
+        distances = [_finite(attention_distance(layer.attention, maps.grid), args.model) for layer in maps.layers]
         rows = [
             {'layer': layer.index, 'head': head, 'distance': distance}
             for layer, found in zip(maps.layers, distances) for head, distance in enumerate(found.tolist())]
@@ -105,12 +107,45 @@ def _map(args: argparse.Namespace) -> int:
 
 
 def _default_patches(height: int, width: int) -> List[Tuple[int, int]]:
-    """The middle, where the subject often is, and the corner, where it is not; one patch if there is no other."""
+    """The middle, where the subject often is, and the corner, where it is not. They may be the same."""
     return list(dict.fromkeys([(width // 2, height // 2), (0, 0)]))
 
 
+def _check_memory(model, image, layers: Optional[List[int]], args: argparse.Namespace) -> None:
+    """Refuse maps that do not fit into memory.
+
+    Raises:
+        CommandError: If they would not.
+    """
+    patch_embed, blocks, memory = getattr(model, 'patch_embed', None), getattr(model, 'blocks', None), memory_size()
+    if memory is None or not blocks or not hasattr(blocks[0], 'attn') or not hasattr(patch_embed, 'feat_ratio'):
+        return  # position_maps says which models it takes
+    patches = math.prod(size // patch for size, patch in zip(image.shape[1:], patch_embed.feat_ratio(as_scalar=False)))
+    heads = getattr(blocks[0].attn, 'num_heads', 1)
+    num_layers = len(blocks) if layers is None else len(layers)
+    # As measured: each layer keeps three float32 tensors [h, N, N], four more come and go; a number takes 300 bytes.
+    need = 4 * heads * patches ** 2 * (3 * num_layers + 4)
+    if args.numbers is not None and layers is not None:
+        need += 300 * patches ** 2 * num_layers * (heads if args.heads == 'all' else 1)
+    if need > memory:
+        raise CommandError(
+            f'maps of {num_layers} x {heads} heads between {patches:,} patches take {need / 1e9:,.1f} GB, and this '
+            f'machine has {memory / 1e9:,.1f} GB; give a smaller --img-size or fewer --layers')
+
+
+def _finite(numbers, model: str):
+    """The same numbers, which may be infinite, as some encodings mask, but not NaN.
+
+    Raises:
+        CommandError: If one is.
+    """
+    if numbers.isnan().any():
+        raise CommandError(f'{model} computes NaN; has its training diverged, or is its file damaged?')
+    return numbers
+
+
 def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
-    """Titles, and what is between patches, `[H*W, H*W]`."""
+    """Titles, and matrices between patches, `[H*W, H*W]`."""
     from ..analysis import similarity
 
     titles, matrices = [], []
@@ -120,20 +155,21 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
         for title, found in vectors.items():
             if found is not None:
                 titles.append(title)
-                matrices.append(similarity(found if found.ndim == 2 else found[0]))
+                matrices.append(similarity(_finite(found if found.ndim == 2 else found[0], args.model)))
         if not titles:
             raise CommandError(
-                f'no encoding of {args.model} adds vectors to its tokens; --what attention shows what there is')
+                f'no encoding of {args.model} adds vectors to its tokens; try --what attention')
         return titles, matrices
     for layer in maps.layers:
         found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
+        _finite(found, args.model)
         if args.what == 'bias' and not found.any():
             raise CommandError(
                 f'position adds nothing to the logits of layer {layer.index} of {args.model}: no encoding acts there, '
-                'or one that starts at zero is untrained; --what attention shows what there is')
+                'or it is untrained and starts at zero; try --what attention')
         if args.heads == 'mean':
             titles.append(f'layer {layer.index}, mean of {len(found)} heads')
-            # over the heads that see the patch at all: some encodings mask others out, by -inf
+            # over the heads that see the patch: some encodings mask patches by -inf
             matrices.append(found.masked_fill(found.isinf(), math.nan).nanmean(0))
         else:
             titles += [f'layer {layer.index}, head {head}' for head in range(len(found))]

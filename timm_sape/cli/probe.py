@@ -1,4 +1,4 @@
-"""`timm-sape probe`: how far models move when an image does."""
+"""`timm-sape probe`: how much the output of models changes when an image moves."""
 import argparse
 from typing import Any, Dict, List
 
@@ -12,22 +12,23 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'probe', interruptible(_probe),
-        summary='Shift, mirror, permute and scale an image and see how far models move, beside what theory says.',
+        summary='Shift, mirror, permute and scale an image, and compare how models change with what theory says.',
         examples="""\
 examples:
   timm-sape probe output/exp/model_best.pth.tar --image cat.jpg
-  timm-sape probe test_vit_nope --pos-enc nope ape rope2d alibi2d sape2_k --awaken --image cat.jpg --output probe.csv
+  timm-sape probe test_vit_nope --pos-enc nope ape rope2d alibi2d sape2_k --randomize --image cat.jpg --output probe.csv
   timm-sape probe vit_small_patch16_224 hf-hub:USER/MODEL --image cat.jpg
 
-change is |after - before| / |before| in float64, after patches have been put back in their order. expected is 0 or
-`changes` where there is a theorem, and then there is a verdict. The exit code is 1 if a theorem failed.""",
+change is |after - before| / |before| in float64, with patches moved back to their places. expected is 0 or `changes`
+if there is a theorem; then verdict is pass or fail. The exit code is 1 if a theorem failed.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     add_image_options(parser)
-    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='each of these in place of the encoding of MODEL')
+    parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='use each of these as the encoding of MODEL')
     parser.add_argument(
-        '--awaken', action='store_true',
-        help='add noise to the parameters of encodings, as those that start at zero do nothing untrained')
+        '--randomize', action='store_true',
+        help='randomize the parameters of encodings; those that are initialized to zero have no effect otherwise')
+    parser.add_argument('--awaken', dest='randomize', action='store_true', help=argparse.SUPPRESS)  # deprecated
     parser.add_argument('--seed', type=int, default=0, help='of weights, noise and permutations (default: %(default)s)')
     add_output_options(parser)
 
@@ -39,11 +40,11 @@ def _probe(args: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from ..analysis import awaken_encodings, probe
+    from ..analysis import probe, randomize_encodings
     from ..analysis.inputs import ImageFile, load_model, preprocessing
     from ..lab.machine import about
     from ..lab.tables import markdown
-    from ..vit_pos_enc import VisionTransformerPosEnc
+    from ..host import PosEncModel
 
     cases = [(model, pos_enc) for model in args.models for pos_enc in args.pos_enc or [None]]
     rows: List[Dict[str, Any]] = []
@@ -51,10 +52,10 @@ def _probe(args: argparse.Namespace) -> int:
         with readable():
             torch.manual_seed(args.seed)
             model = load_model(model_name, size, **({} if pos_enc is None else {'pos_enc': pos_enc}))
-            if args.awaken:
-                if not isinstance(model, VisionTransformerPosEnc):
-                    raise CommandError(f'--awaken is for models of timm_sape, which {model_name} is not')
-                awaken_encodings(model, seed=args.seed)
+            if args.randomize:
+                if not isinstance(model, PosEncModel):
+                    raise CommandError(f'--randomize is only for models of timm_sape; leave it out for {model_name}')
+                randomize_encodings(model, seed=args.seed)
             image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
             found = probe(model, image[None], args.seed)
         rows += [

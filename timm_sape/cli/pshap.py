@@ -1,4 +1,4 @@
-"""`timm-sape pshap`: how much of a model's decisions comes from where things are."""
+"""`timm-sape pshap`: how much the decisions of a model depend on position."""
 import argparse
 import time
 from pathlib import Path
@@ -14,23 +14,23 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'pshap', interruptible(_pshap),
-        summary="Position-SHAP: how much of a model's decisions comes from where things are, from 0 to 1.",
+        summary='Compute Position-SHAP: how much the decisions of a model depend on position, from 0 to 1.',
         examples="""\
 examples:
   timm-sape pshap --model output/exp/model_best.pth.tar --data-dir DATA
   timm-sape pshap --model hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --num-images 1000
   timm-sape pshap --model vit_small_patch16_224 --data-dir DATA --output pshap.csv --plot pshap.png
 
-The value of the model is the mean over images that it classifies correctly. It takes about as long as 18 validation
-passes over the same images, and says how long. The table has the classes, --output a row for each image.""",
+The value of a model is the mean over correctly classified images. Computing it takes about as long as 18 validation
+passes over the same images; the output tells the time. The table has a row per class, --output one per image.""",
     )
     parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
     add_data_options(parser)
     parser.add_argument(
         '--background', type=int, default=16, metavar='N',
-        help='images against which each is explained (default: %(default)s, as in the paper)')
+        help='images that each image is explained against (default: %(default)s, as in the paper)')
     parser.add_argument(
-        '--per-layer', action='store_true', help='another permutation of positions in each layer; for our models')
+        '--per-layer', action='store_true', help='permute positions differently in each layer; only for our models')
     add_output_options(parser, plot='a histogram of the values')
 
 
@@ -38,7 +38,7 @@ def _pshap(args: argparse.Namespace) -> int:
     check_outputs([args.output], args.force, TABLES)
     check_outputs([args.plot], args.force, FIGURES)
     if args.amp:
-        raise CommandError('--amp: Position-SHAP is made of small differences, which want float32; leave it out')
+        raise CommandError('--amp: Position-SHAP computes small differences, which need float32; leave it out')
 
     from ..analysis import position_shap
     from ..lab.evaluate import predict
@@ -61,7 +61,8 @@ def _pshap(args: argparse.Namespace) -> int:
         predict(model, batches, args.device, progress='one validation pass, to compare with')
         passes = (middle - start) / (time.monotonic() - middle)
 
-    class_to_idx = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}  # torchvision's have no reader
+    # data sets of torchvision have no reader
+    class_to_idx = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}
     names = {index: name for name, index in class_to_idx.items()}
     summary = _by_class(found, names)
     notes = (
@@ -83,7 +84,7 @@ def _pshap(args: argparse.Namespace) -> int:
 
 
 def _by_class(found, names: Dict[int, str]) -> List[Dict[str, Any]]:
-    """One row for all images and one for each class."""
+    """Make a row for all images and a row per class."""
     rows = []
     for label in [None, *found.labels.unique().tolist()]:
         picked = found.correct if label is None else found.correct & (found.labels == label)

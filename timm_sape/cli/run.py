@@ -1,4 +1,4 @@
-"""`timm-sape run`: timm's scripts with our models known."""
+"""`timm-sape run`: run timm's scripts with our models registered."""
 import argparse
 import os
 import runpy
@@ -18,9 +18,10 @@ examples:
   timm-sape run validate.py --model vit_small_sape2_k --checkpoint model_best.pth.tar --data-dir ROOT
   timm-sape run train.py --config train_configs/smoke/test_vit_sape2_k.yaml --data-dir ROOT
   torchrun --nproc-per-node 2 -m timm_sape run train.py --config FILE --data-dir ROOT
+  timm-sape run --import my_encoding.py train.py --model vit_small_ape --model-kwargs pos_enc=ape+my_encoding ...
   timm-sape run benchmark.py --help      (the help of benchmark.py)""",
     )
-    parser.add_argument('script', metavar='SCRIPT', help='path of a Python script')
+    parser.add_argument('script', metavar='SCRIPT', help='path of a Python script; options of ours come before it')
     parser.add_argument('script_args', metavar='...', nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
@@ -34,9 +35,9 @@ def _run(args: argparse.Namespace) -> int:
 
     import timm_sape  # noqa: F401, registers the models
 
-    # As the interpreter sets them for `python SCRIPT ...`. Its safe-path mode has put no directory of ours first.
+    # argv and path as `python SCRIPT ...` has them. In safe-path mode Python has not put our own folder first.
     sys.argv[:] = [script, *args.script_args]
-    if not getattr(sys.flags, 'safe_path', False):  # Python 3.11
+    if not getattr(sys.flags, 'safe_path', False):  # Python 3.10 has no such mode
         del sys.path[0]
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     runpy.run_path(script, run_name='__main__')

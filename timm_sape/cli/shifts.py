@@ -1,4 +1,4 @@
-"""`timm-sape shifts`: accuracy on images that are moved."""
+"""`timm-sape shifts`: accuracy on shifted images."""
 import argparse
 
 from .common import add_command
@@ -11,19 +11,19 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'shifts', interruptible(_shifts),
-        summary='Accuracy of models on images moved by some pixels, and how often their choice of a class stays.',
+        summary='Measure the accuracy of models on shifted images, and how often the predicted class stays the same.',
         examples="""\
 examples:
   timm-sape shifts local-dir:output/rope2d vit_small_ape@model.safetensors --data-dir DATA --by 1 4 16
   timm-sape shifts output/exp/model_best.pth.tar --data-dir DATA --by 8 --fill circular --output shifts.csv
 
-Each shift is tried up, down, to the left and to the right; a row has the mean of the four.""",
+Each shift is tried in four directions, up, down, left and right; a row has the mean of the four.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument('--by', nargs='+', required=True, type=int, metavar='PIXELS', help='0 or more')
     parser.add_argument(
         '--fill', choices=('reflect', 'replicate', 'circular', 'constant'), default='reflect',
-        help='what comes in: the image mirrored, its border repeated, what has gone out, the mean colour '
+        help='what fills the empty side: the mirrored image, its border, the other side, the mean colour '
              '(default: %(default)s)')
     add_data_options(parser)
     add_output_options(parser)

@@ -12,22 +12,22 @@ __all__ = ['add']
 def add(commands) -> None:
     parser = add_command(
         commands, 'sweep', interruptible(_sweep),
-        summary='Accuracy and speed of models over image sizes, by each rule that their encodings have for them.',
+        summary='Measure accuracy and speed of models over image sizes, with each rule that their encodings have.',
         examples="""\
 examples:
   timm-sape sweep local-dir:output/rope2d --data-dir DATA --sizes 160 224 288 384 --output sweep.csv --plot sweep.svg
   timm-sape sweep vit_small_rope2d@model.safetensors output/exp/model_best.pth.tar --data-dir DATA --sizes 224 224x448
   timm-sape sweep hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --sizes 32 48 --num-images 1000
 
-Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.lab.sweep.sweep)
-tells more. Encodings that can extrapolate or rescale are evaluated both ways.""",
+Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.lab.sweep.sweep) has
+details. Encodings that can extrapolate or rescale are evaluated both ways.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(
         '--sizes', nargs='+', required=True, type=_size, metavar='SIZE', help='pixels, 224, or height x width, 224x448')
     parser.add_argument(
         '--crop-mode', choices=('squash', 'center'), default='squash',
-        help='center: as validate.py crops images that are not square, for square sizes (default: %(default)s)')
+        help='center: crop like validate.py, only for square sizes (default: %(default)s)')
     add_data_options(parser)
     add_output_options(parser, plot='top-1 accuracy over image size')
 
@@ -35,7 +35,7 @@ tells more. Encodings that can extrapolate or rescale are evaluated both ways.""
 def _size(text: str) -> Tuple[int, int]:
     sides = text.lower().split('x')
     if not all(side.isdecimal() and int(side) > 0 for side in sides) or len(sides) > 2:
-        raise argparse.ArgumentTypeError(f'{text!r} is no size; write e.g. 224, or 224x448 for height x width')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a size; write e.g. 224, or 224x448 for height x width')
     return int(sides[0]), int(sides[-1])
 
 

@@ -1,4 +1,4 @@
-"""One file per encoding; importing it registers it."""
+"""One file per encoding. Importing the file registers the encoding."""
 from . import (
     alibi2d,
     ape,

@@ -1,8 +1,8 @@
 """ALiBi (Press et al., 'Train Short, Test Long', ICLR 2022) with distances in the plane, as CROMA (Fuller et al.,
-NeurIPS 2023) has it for images.
+NeurIPS 2023) uses it for images.
 
-2-D in the distance alone: it is Euclidean, or counts steps along rows and columns, and knows no direction. Costs one
-addition per logit.
+2-D only through the distance, which is Euclidean or counts steps along rows and columns: the bias does not depend on
+direction. Costs one addition per logit.
 """
 import torch
 
@@ -13,17 +13,20 @@ from .registry import register_encoding
 
 @register_encoding('alibi2d')
 class LinearBiasEncoding2d(OffsetBiasEncoding):
-    """2D-ALiBi: logits between patches get -m_i * distance, with the slope m_i = 2^(-8i/h) for head i = 1 ... h.
+    """ALiBi with distances in the plane (2D-ALiBi).
 
-    Where h is no power of two, the slopes are those of the next lower one, followed by every second slope of the next
-    higher one, as in ALiBi. Prefix tokens are at no distance: their bias is 0.
+    Logits between patches get -m_i * distance, with the slope m_i = 2^(-8i/h) for head i = 1 ... h.
+
+    If h is not a power of two, the slopes are those for the next lower power, followed by every second slope for the
+    next higher one, as in ALiBi. Distances are in patches. The bias of prefix tokens is 0.
 
     Args:
         distance: 'euclidean', or 'manhattan' for |dy| + |dx|.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If `distance` is neither.
     """
+    sees_mirror = False
     paper = 'https://arxiv.org/abs/2311.00566'
 
     def __init__(self, *, distance: str = 'euclidean', **host) -> None:

@@ -1,6 +1,4 @@
 """Absolute position encoding: a learned vector for each token (Dosovitskiy et al. 2021, the default of ViT)."""
-from typing import Optional, Tuple
-
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
@@ -12,22 +10,19 @@ from .registry import register_encoding
 
 @register_encoding('ape')
 class AbsolutePositionEncoding(PositionEncoding):
-    """timm's own `pos_embed`, added to the tokens.
+    """Learned absolute table, timm's `pos_embed`.
 
-    The table is the model's parameter `pos_embed`, where timm's checkpoints, resampling, initialisation and parameter
-    groups know it. It has rows for the prefix tokens too, unless the model is built with `no_embed_class`.
+    The table is added to the tokens. It is the model's parameter `pos_embed`, so that timm's checkpoints, resampling,
+    initialization and parameter groups work with it as usual. It has rows for the prefix tokens too, unless the model
+    has `no_embed_class`.
     """
+    asks_for = ('pos_embed',)
     per_layer = False
     adds = '(H*W + P) * D'
     resolution = 'the table is resampled (bicubic, antialiased)'
     paper = 'https://arxiv.org/abs/2010.11929'
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    def embed(self, x: torch.Tensor, grid: Grid, pos_embed: torch.Tensor) -> torch.Tensor:
         num_prefix_rows = pos_embed.shape[1] - self.grid_size[0] * self.grid_size[1]
         if not grid.matches(self.grid_size):
             pos_embed = resample_abs_pos_embed(
@@ -36,4 +31,5 @@ class AbsolutePositionEncoding(PositionEncoding):
                 old_size=self.grid_size,
                 num_prefix_tokens=num_prefix_rows,
             )
-        return None, F.pad(pos_embed, (0, 0, grid.num_prefix_tokens - num_prefix_rows, 0))  # [1, N, D]
+        pos_embed = F.pad(pos_embed, (0, 0, grid.num_prefix_tokens - num_prefix_rows, 0))  # [1, P+H*W, D]
+        return grid.keep_tokens(pos_embed)

@@ -1,9 +1,9 @@
 """Factored absolute position encoding: a learned vector for each row and one for each column.
 
-The table of 'ape' taken apart (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023): 2-D in that
-y and x are learned apart, so that a row means the same in each column. Costs one addition per token entry.
+The table of 'ape' in factored form (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023). 2-D in
+that y and x are learned separately, so a row has the same vector in every column. Costs one addition per token entry.
 """
-from typing import Optional, Tuple
+from typing import Tuple
 
 import torch
 import torch.nn as nn
@@ -17,17 +17,19 @@ from .registry import register_encoding
 
 @register_encoding('ape2d')
 class FactoredPositionEncoding(ResizedEncoding):
-    """The patch at (y, x) gets table_y[y] + table_x[x] ('sum'), or the two side by side ('concat').
+    """Learned absolute tables of rows and columns.
 
-    The tables start as a normal distribution with std .02 and have no weight decay. Prefix tokens have no rows and get
-    nothing. On another grid each table is resampled along its axis, linearly and without antialiasing. All this is as
-    in timm's NaFlexVit (`pos_embed='factorized'`), which has the sum only.
+    The patch at (y, x) gets table_y[y] + table_x[x] ('sum'), or the two concatenated ('concat').
+
+    The tables are initialized from a normal distribution with std .02 and get no weight decay. Nothing is added to
+    prefix tokens. On another grid each table is resampled along its axis, linearly and without antialiasing. All this
+    is as in timm's NaFlexVit (`pos_embed='factorized'`), which has only the sum.
 
     Args:
-        combine: 'sum' of two tables of D channels, or 'concat' of two of D/2: those of y first.
+        combine: 'sum' of two tables of D channels, or 'concat' of two of D/2 channels, y first.
 
     Raises:
-        ValueError: If it is neither, or on 'concat' with an odd embed dim.
+        ValueError: If `combine` is neither, or is 'concat' and the embed dim is odd.
     """
     RESIZED = ('table_y', 'table_x')
     per_layer = False
@@ -63,13 +65,8 @@ class FactoredPositionEncoding(ResizedEncoding):
         wide = F.interpolate(wide.T[None], size=new_size[self.RESIZED.index(name)], mode='linear')  # [1, C, H or W]
         return wide[0].T.to(table.dtype).contiguous()  # [H or W, C]
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         rows, columns = ops.upcast(self.resized('table_y', grid), self.resized('table_x', grid))
         rows, columns = torch.broadcast_tensors(rows[:, None], columns)  # [H, W, C]
         table = rows + columns if self.combine == 'sum' else torch.cat([rows, columns], dim=-1)  # [H, W, D]
-        return None, grid.pad_tokens(table.flatten(0, 1))  # [N, D]
+        return grid.keep_tokens(grid.pad_tokens(table.flatten(0, 1)))  # [(B,) N, D]

@@ -1,35 +1,41 @@
-"""What a position encoding is: a module with hooks, one for each place where position can act.
+"""What a position encoding is: a module that overrides one or more hooks, one for each place where position can act.
 
 | hook | acts on | returns |
 |---|---|---|
-| `embed` | the tokens, after the patch embedding | a factor and a term for the tokens |
-| `mix` | the tokens and the sum of those terms | the tokens |
+| `embed` | tokens, after the patch embedding or after a block | a term to add |
+| `mix` | tokens and the sum of these terms | both, weighted |
 | `layer_embed` | the input of each attention layer | a term for each layer |
-| `after_block` | the tokens after a block | a term for the tokens |
-| `rotation` | q and k | the table of angles that rotates them |
-| `position_bias` | the logits, by geometry alone | a bias between tokens |
-| `content_bias` | the logits, from q and k | a bias between tokens |
-| `distances` | the same bias, as distances of codes | the codes |
-| `channels` | the logits, from q, k and the tokens | further channels of q and k, whose product is the bias |
-| `values` | the values | what is added to the attention's output |
+| `rotation` | q and k | a table of sines and cosines |
+| `position_bias` | logits, by geometry alone | a bias between tokens |
+| `content_bias` | logits, from q and k | a bias between tokens |
+| `channels` | logits, from q, k and the tokens | more channels of q and k, whose product is the bias |
+| `values` | values | a term for the output of attention |
 
-An encoding overrides those that it needs. `after_block`, `content_bias`, `distances`, `channels` and `values` act on
-the patches that are there, which `grid.keep_indices` names where some were dropped. What all others return is for the
-whole grid: the caller takes the dropped ones out. To add an encoding: write it in a file of this folder, decorate it
-with `register_encoding`, import it in the folder's `__init__.py`.
+A ninth, `attend`, computes attention with the bias of `content_bias` faster, without forming that bias.
 
-Which base class?
+*One rule for dropped patches*: everything that a hook gets or returns covers only the tokens in the sequence. If some
+patches were dropped, `grid.keep_indices` lists those that remain. Methods of `Grid` reduce a result for the whole grid
+to these tokens (`between_tokens`, `keep_rows`, `keep_tokens`), and the base classes below call them.
+
+*Hooks run inside the module's own call*: a host never calls `encoding.position_bias(grid)` but
+`encoding(x, grid=grid, hook='position_bias')`. This way forward hooks fire, and libraries that load, move, gather or
+count parameters around a module's call see everything that an encoding computes. The first argument is always a tensor,
+even if the hook needs none, because such libraries expect one.
+
+To add an encoding, write it in a file of this folder, decorate it with `register_encoding`, and import it in the
+folder's `__init__.py`. Which base class?
 
 | base | for |
 |---|---|
 | `PositionEncoding` | parameters that mean the same on any grid |
-| `FixedEncoding` | no parameters: a table that the grid determines, kept in a buffer |
+| `FixedEncoding` | no parameters: the grid determines a table, which is kept in a buffer |
 | `RotaryEncoding`, `FixedRotaryEncoding` | rotations: define the angles |
-| `CoordinateEncoding` | functions of coordinates, which may go on or be rescaled on another grid |
+| `CoordinateEncoding` | functions of coordinates, which extrapolate or are rescaled on another grid |
 | `ReferenceGridEncoding` | parameters that belong to the trained grid and are never resized |
 | `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
 """
-from typing import Optional, Sequence, Set, Tuple
+from abc import ABC, abstractmethod
+from typing import Any, Dict, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -51,10 +57,10 @@ __all__ = [
 
 
 def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
-    """Initial values by timm's `trunc_normal_`, of just that standard deviation and in any dtype.
+    """Initialize with timm's `trunc_normal_`, with exactly this standard deviation and in any dtype.
 
-    timm's cuts at 2 whatever the deviation, and draws in the tensor's dtype: in half precision some of what it draws is
-    infinite before it is cut.
+    By default timm's function truncates at +-2, whatever the standard deviation. It also draws in the tensor's dtype,
+    and in half precision some of these draws are infinite before they are truncated.
     """
     wide = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
     trunc_normal_(wide, std=std, a=-100 * std, b=100 * std)
@@ -65,10 +71,13 @@ def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
 class Gate(nn.Module):
     """The learned scalar w of an `auto_` encoding (Auto-PE; Position-SHAP, Eq. 12 for its form on angles).
 
-    The paper trains w with 100 times the learning rate of the rest. Stored is w/100, on which an Adam-like optimizer
-    takes steps that are as long as its steps elsewhere, so w moves 100 times as far with any stock optimizer of that
-    kind. (SGD, whose steps grow with the gradient, would move it 10^4 times as far; and the gradient of w/100 is 100
-    times that of w wherever gradients are clipped by their norm.)
+    The paper trains w with 100 times the learning rate of the other parameters. This module stores w/100 instead. An
+    Adam-like optimizer takes steps of about the same size for every parameter, so w moves 100 times as far and no
+    parameter group is needed. (SGD's steps grow with the gradient, so under SGD w moves 10^4 times as far. Also, the
+    gradient of w/100 is 100 times that of w, which counts where gradients are clipped by their norm.)
+
+    Angles are multiplied by w as they are, which is Eq. 12. The code of Position-SHAP's authors multiplies what is left
+    of them in (-pi, pi] (rjbruin/position-shap at d695b6a), and a rotation by that is no longer relative.
 
     Args:
         init: Initial value of w.
@@ -84,52 +93,58 @@ class Gate(nn.Module):
         nn.init.constant_(self.weight, self.init / 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 100. * self.weight.to(x.dtype) * x  # an integer is too much for the ONNX exporter of torch 2.11
+        return 100. * self.weight.to(x.dtype) * x  # the ONNX exporter of torch 2.11 fails on an integer 100
 
 
 class PositionEncoding(nn.Module):
-    """Base class of all encodings; without any override it does nothing.
+    """Base class of all encodings. Without any override it does nothing.
 
     The keywords below are what the host model tells each encoding. A subclass adds its own as keyword-only arguments
-    of plain JSON values and passes the rest on as `**host`; the names of its own keywords are what users may set.
+    with plain JSON values and passes the rest on as `**host`. The names of its own keywords are what users may set.
 
     Args:
         dim: D, embed dim of the model.
         num_heads: h, attention heads.
         grid_size: (H, W), the model's own grid.
         num_prefix_tokens: P, class and register tokens.
-        layer: Index of the attention layer, 0-based (0 for an encoding that the whole model shares).
+        layer: Index of the attention layer, from 0 (0 for an encoding that the whole model shares).
         depth: Number of attention layers.
-        ref_grid_size: (H, W) of the grid that the parameters were trained on, if it is not the model's own. Only
-            encodings that keep one look at it.
+        ref_grid_size: (H, W) of the grid that the parameters were trained on, if it is not the model's own. Only some
+            encodings use it.
         gate: Initial value of the learned scalar that multiplies what the encoding contributes, for `auto_<name>`. None
-            for no such gate.
+            for no gate.
 
     Raises:
-        ValueError: If the heads do not divide D, or the grid is no pair; subclasses add their own.
+        ValueError: If the heads do not divide D, or the grid is not a pair; subclasses add their own.
     """
-    name: str = ''  #: What it is registered as.
-    per_layer: bool = True  #: One instance per attention layer. Else one for the model, its geometry computed once.
-    first_layers: Optional[int] = None  #: Only so many layers have one, counted from the first.
-    #: Where the gate of `auto_<name>` starts. None: it cannot be gated. 1: all is zero at the start without it, where a
-    #: gate of 0 on top would never learn.
+    name: str = ''  #: The name it is registered under.
+    per_layer: bool = True  #: One instance per attention layer. False: one for the whole model.
+    first_layers: Optional[int] = None  #: If set, only this many layers, from the first on, have an instance.
+    #: Initial value of the gate of `auto_<name>`. None: the encoding has no neutral form, so it cannot be gated. 1: the
+    #: encoding contributes zero until it is trained. A gate of 0 on top of that would get no gradient and never learn.
     gate_init: Optional[float] = 0.5
-    alone: bool = True  #: Means something without other encodings.
-    prefix_rule: bool = True  #: Logits of prefix tokens have a bias of zero.
-    relative: bool = False  #: Depends on differences of positions alone.
-    adds: str = ''  #: Parameters added, for the tables of the documentation.
-    resolution: str = ''  #: The rule for a grid that it was not trained on, in one phrase.
+    alone: bool = True  #: Whether it does anything without other encodings.
+    excludes: Dict[str, str] = {}  #: Encodings that it cannot be combined with, and why.
+    supplements_ape: bool = True  #: Whether there are entrypoints `..._ape` that combine it with timm's learned table.
+    prefix_rule: bool = True  #: The bias of every logit in the row or column of a prefix token is zero.
+    relative: bool = False  #: Depends only on differences of positions.
+    #: True: mirroring the image changes the features themselves. False: it only moves them to other places. None: that
+    #: depends on the parameters or keywords.
+    sees_mirror: Optional[bool] = None
+    #: Names of what `embed` receives from the host as keywords, out of `given` of `position.SharedEncodings`.
+    asks_for: Tuple[str, ...] = ()
+    adds: str = ''  #: Number of parameters that it adds, for the tables of the documentation.
+    resolution: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
     paper: str = ''  #: Link to the source.
 
+    #: Where each hook acts. `attend` only computes `content_bias` in another way, so it has no entry.
     HOOKS = {
         'embed': 'tokens',
         'mix': 'tokens',
         'layer_embed': 'tokens in each layer',
-        'after_block': 'tokens after a block',
         'rotation': 'q and k',
         'position_bias': 'logits, by geometry',
         'content_bias': 'logits, from content',
-        'distances': 'logits, from content',
         'channels': 'logits, from content, as channels of q and k',
         'values': 'values',
     }
@@ -160,156 +175,169 @@ class PositionEncoding(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
         self.gate = None if gate is None else Gate(gate, device=device, dtype=dtype)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """What the encoding contributes, times its gate if it has one.
+    def forward(self, x: torch.Tensor, *tensors: torch.Tensor, hook: str, **given) -> Any:
+        """Run one hook and apply the gate to what it contributes.
 
-        Called by the callers of the hooks; only `rotation` and `channels` apply it themselves.
+        Args:
+            x: The hook's first tensor argument; any tensor if the hook takes none.
+            tensors: The hook's other tensor arguments, in order.
+            hook: Name of the hook.
+            given: The hook's other arguments.
+
+        Returns:
+            What the hook returns, gated.
+
+        Raises:
+            ValueError: If a bias does not broadcast to `[B, h, N, N]`.
         """
+        if hook in ('rotation', 'position_bias', 'layer_embed'):
+            found = getattr(self, hook)(**given)
+        else:
+            found = getattr(self, hook)(x, *tensors, **given)
+        if hook in ('position_bias', 'content_bias'):
+            self._check_bias(hook, found, given['grid'])
+        if self.gate is None or hook in ('rotation', 'channels', 'attend'):  # these apply the gate themselves
+            return found
+        if hook == 'mix':
+            return tuple(before + self.gate(after - before) for before, after in zip((x, *tensors), found))
+        return self.gate(found)
+
+    def _check_bias(self, hook: str, bias: torch.Tensor, grid: Grid) -> None:
+        patches = grid.num_patches if grid.keep_indices is None else grid.keep_indices.shape[1]
+        num_tokens = grid.num_prefix_tokens + patches
+        fits = (size in (1, num_tokens) for size in bias.shape[-2:] if type(size) is int)
+        if type(num_tokens) is int and not all(fits):
+            raise ValueError(
+                f'{self.name!r}: {hook} returned {list(bias.shape)}, which does not broadcast to [B, h, N, N] with '
+                f'N = {num_tokens} tokens, {grid.num_prefix_tokens} of them prefix tokens. grid.between_tokens(bias) '
+                'turns a bias between all patches into one between the tokens in the sequence.')
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """x times the gate, if there is one. For hooks that must apply it before they round or take a sine."""
         return x if self.gate is None else self.gate(x)
 
     @classmethod
     def fits(cls, dim: int, num_heads: int) -> bool:
-        """Whether it can be built for a model of this width and number of heads. It has entrypoints for those alone."""
+        """Whether it can be built for this embed dim and number of heads. There are entrypoints only where it can."""
         return True
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
-        """Whether the encoding acts through `hook`, one of the keys of `HOOKS`."""
+        """Whether the encoding acts through this hook."""
         return getattr(cls, hook) is not getattr(PositionEncoding, hook)
 
     @classmethod
     def acts_on(cls) -> Tuple[str, ...]:
         """The places where it acts, in words."""
-        return tuple(dict.fromkeys(place for hook, place in cls.HOOKS.items() if cls.overrides(hook)))
+        places = dict(cls.HOOKS, embed='tokens after a block') if cls.per_layer else cls.HOOKS
+        return tuple(dict.fromkeys(place for hook, place in places.items() if cls.overrides(hook)))
 
     @classmethod
     def attention_kernel(cls) -> str:
-        """What computes attention with it, in words: the more it adds, the fewer kernels can."""
+        """Which kernels can compute attention with it, in words."""
         if cls.overrides('values'):
             return 'explicit'
-        if cls.overrides('distances'):
+        if cls.overrides('attend'):
             return 'ours'
         return 'SDPA, a mask' if cls.overrides('position_bias') or cls.overrides('content_bias') else 'any'
 
-    @property
-    def finds_objects(self) -> bool:
-        """Whether it wants to know the objects."""
-        return type(self).find_objects is not PositionEncoding.find_objects
+    def embed(self, x: torch.Tensor, grid: Grid, **asked) -> torch.Tensor:
+        """A term to add to the tokens.
 
-    def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
-        """Which object each patch belongs to, for an encoding that wants to know it in `embed`.
-
-        Asked only where the caller of the model does not say. Whoever overrides it finds the answer in `grid.objects`.
+        If the whole model shares the encoding, the term is added once, after the patch embedding. If each layer has its
+        own, it is added after the layer's block.
 
         Args:
-            images: `[B, C, height, width]`, as the model gets them.
-            grid: The whole grid.
-            patch_size: Height and width of a patch.
+            x: Tokens, prefix tokens first, `[B, N, D]`. After the patch embedding they carry no position yet.
+            grid: The grid.
+            asked: What the class `asks_for`. Empty after a block.
 
         Returns:
-            int64 `[B, H*W]`.
+            Broadcastable to `[B, N, D]`. Its dtype may be wider than that of x.
         """
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """Act on the tokens, which become `tokens * prod(factors) + sum(terms)` over all encodings.
+    def mix(self, x: torch.Tensor, term: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Weight tokens and positions before they are added.
 
         Args:
-            x: Tokens without any position, prefix tokens first, `[B, N, D]`.
-            grid: The whole grid.
-            pos_embed: timm's own table at the model's root, `[1, H*W (+ P), D]`, None without `ape`.
+            x: Tokens without any position, `[B, N, D]`.
+            term: Sum of the terms that all encodings' `embed` returned, broadcastable to `[B, N, D]`.
+            grid: The grid.
 
         Returns:
-            Factor and term, each None or broadcastable to `[B, N, D]`. The term may be wider than x.
+            Both, weighted. If several encodings mix, each gets what the previous one returned.
         """
-        return None, None
-
-    def mix(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        """Put tokens and positions together in another way than by adding them.
-
-        Args:
-            x: Tokens times the product of all factors, `[B, N, D]`.
-            term: Sum of all terms, broadcastable to `[B, N, D]`.
-
-        Returns:
-            `[B, N, D]`.
-        """
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
-        """What is added to the normed tokens that each attention layer sees, not to the residual path, `[L, N, D]`."""
-        raise AssertionError('not overridden')
-
-    def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """What is added to the tokens after the block of this layer.
-
-        Args:
-            x: Tokens, `[B, N, D]`.
-            grid: The grid. With `keep_indices` its N is P + K.
-
-        Returns:
-            Broadcastable to `[B, N, D]`.
-        """
-        raise AssertionError('not overridden')
+        """A term for the normed input of each attention layer, `[L, (B,) N, D]`. The residual path does not get it."""
+        raise NotImplementedError
 
     def rotation(self, grid: Grid) -> torch.Tensor:
-        """Angles by which pairs of neighbouring channels (0, 1), (2, 3), ... of q and k are turned.
+        """The rotation of pairs of channels of q and k.
+
+        The hook applies the gate itself, to the angles.
 
         Returns:
-            Table made by `rotation_table`, `[H*W, 2*d]` or `[h, H*W, 2*d]`, in at least float32. Prefix tokens have no
-            rows: they are not rotated.
+            Sines and cosines of the angles of patches, as `rotation_table` returns them, in at least float32,
+            `[N-P, 2*d]`, `[h, N-P, 2*d]` or `[B, h|1, N-P, 2*d]`. Prefix tokens have no rows: they are not rotated.
         """
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
-        """Bias that the grid alone determines, added to the scaled logits, `[N, N]` or `[h, N, N]`."""
-        raise AssertionError('not overridden')
+        """A bias that depends only on the grid, added to the scaled logits, broadcastable to `[B, h, N, N]`."""
+        raise NotImplementedError
 
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Bias that depends on the content, added to the scaled logits.
+        """A bias that depends on content, added to the scaled logits.
 
         Args:
             q: Queries after q_norm, before any rotation, unscaled, `[B, h, N, d]`.
             k: Keys, likewise, `[B, h, N, d]`.
-            grid: The grid. With `keep_indices` its N is P + K.
+            grid: The grid.
 
         Returns:
-            Bias between tokens, broadcastable to `[B, h, N, N]`. In float32 or wider whatever the dtype of q: where it
-            is wider than q, the attention is computed in its dtype.
+            Bias between tokens, broadcastable to `[B, h, N, N]`, in float32 or wider, whatever the dtype of q. If its
+            dtype is wider than that of q, attention is computed in the wider one.
         """
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
-    def distances(
+    def attend(
             self,
             q: torch.Tensor,
             k: torch.Tensor,
+            v: torch.Tensor,
+            rotated_q: torch.Tensor,
+            rotated_k: torch.Tensor,
+            mask: Optional[torch.Tensor],
             grid: Grid,
-            backend: str,
-    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `content_bias` gives, in a form from which attention can be computed without any N x N tensor.
+            scale: float,
+            dropout_p: float,
+            fused: bool,
+    ) -> torch.Tensor:
+        """Attention with the bias of `content_bias`, for encodings that can compute it without an N x N tensor.
 
-        Only for encodings that override `content_bias` too. Which of the two is asked for is up to the attention layer.
+        An encoding that overrides this hook must override `content_bias` too, which is still called where the
+        probabilities themselves are needed. This hook applies the gate itself.
 
         Args:
-            q: As for `content_bias`.
-            k: As for `content_bias`.
-            grid: As for `content_bias`.
-            backend: What computes attention from it, 'torch' or 'triton'.
+            q: As for `content_bias`, `[B, h, N, d]`. The bias is computed from these.
+            k: Likewise.
+            v: Values, `[B, h, N, d]`.
+            rotated_q: Queries for the product of the logits: q after any rotation, with the channels of other encodings
+                appended, `[B, h, N, d+C]`.
+            rotated_k: Likewise for the keys.
+            mask: As `ops.merge_masks` returns it, including the biases of other encodings.
+            grid: The grid.
+            scale: Factor of the product.
+            dropout_p: Dropout rate of the probabilities.
+            fused: As for `ops.attend`.
 
         Returns:
-            Codes of the patches, `[B, h, N-P, Cx]` and `[B, h, N-P, Cy]`, and a gain, `[1]` or `[h]`: the bias between
-            patches is gain times the sum of both Euclidean distances.
+            `[B, h, N, d]`.
         """
-        raise AssertionError('not overridden')
-
-    def code_widths(self, grid: Grid) -> Tuple[int, int]:
-        """Cx and Cy of `distances`."""
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
     def channels(
             self,
@@ -319,59 +347,60 @@ class PositionEncoding(nn.Module):
             grid: Grid,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """A bias that is a product, as further channels of q and k, so that any attention kernel computes it.
+        """Further channels of q and k, whose product is a bias, so that any attention kernel can compute it.
 
-        It applies the gate itself, which has to come before whatever rounds.
+        The hook applies the gate itself, before anything is rounded.
 
         Args:
             q: Queries after q_norm, before any rotation, unscaled, `[B, h, N, d]`.
             k: Keys, likewise, `[B, h, N, d]`.
             x: The tokens that q and k are made of, `[B, N, D]`.
-            grid: The grid. With `keep_indices` its N is P + K.
-            scale: Factor of q.k in the logits, and of these channels.
+            grid: The grid.
+            scale: Factor of q.k in the logits. It multiplies the product of these channels too.
 
         Returns:
-            a and b, `[B, h, N, C]` in the dtype of q: logits get scale * a_i.b_j. Rows of prefix tokens are zero.
+            a and b, `[B, h, N, C]`, in the dtype of q. Logits get scale * a_i.b_j. Rows of prefix tokens are zero.
         """
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
     def values(self, attn: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """What is added to the output of the heads.
+        """A term to add to the output of the heads.
 
-        Needs the probabilities, so a model with such an encoding computes attention explicitly.
+        Computing it takes the probabilities, so a model with such an encoding has no fused attention.
 
         Args:
             attn: Probabilities after softmax and dropout, `[B, h, N, N]`.
-            grid: The grid. With `keep_indices` its N is P + K.
+            grid: The grid.
 
         Returns:
-            Addend to `attn @ v`, broadcastable to `[B, h, N, d]`.
+            The term that is added to `attn @ v`, broadcastable to `[B, h, N, d]`.
         """
-        raise AssertionError('not overridden')
+        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Give all parameters and buffers their initial values."""
 
     def init_non_persistent_buffers(self) -> None:
-        """Recompute the buffers that are not saved, after construction on the meta device."""
+        """Recompute the buffers that are not saved, after the module was constructed on the meta device."""
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        """The model's own grid has changed (`set_input_size`). Parameters keep what they have learned."""
+        """Adapt to the model's new grid, (H, W), in `set_input_size`. Parameters keep what they have learned."""
         self.grid_size = tuple(grid_size)
 
     def set_depth(self, depth: int) -> None:
-        """The model has been cut down to its first layers."""
+        """Drop everything that belongs to layers from index `depth` on, after the model was truncated."""
 
     def no_weight_decay(self) -> Set[str]:
-        """Names of own parameters without weight decay: by default all, as timm does for `pos_embed`."""
+        """Names of its parameters that get no weight decay: by default all, as for `pos_embed` in timm."""
         return {name for name, _ in self.named_parameters()}
 
 
-class FixedEncoding(PositionEncoding):
-    """An encoding without parameters: the grid alone determines what it contributes, the same in all layers.
+class FixedEncoding(PositionEncoding, ABC):
+    """An encoding without parameters: what it contributes depends only on the grid and is the same in all layers.
 
     A subclass defines `compute` and calls `make_table` at the end of its constructor. The table of the model's own grid
-    is a buffer, in float32 at least whatever the model's dtype; that of another grid is computed in each forward.
+    is a buffer, in at least float32 whatever the model's dtype. For any other grid the table is computed anew in each
+    forward pass.
     """
     per_layer = False
     adds = 'none'
@@ -383,19 +412,19 @@ class FixedEncoding(PositionEncoding):
             'dtype': torch.promote_types(dtype or torch.get_default_dtype(), torch.float32),
         }
 
+    @abstractmethod
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """What the encoding contributes on a whole grid."""
-        raise AssertionError('not overridden')
+        """The table of a whole grid. Its shape is up to the subclass."""
 
     def make_table(self) -> None:
-        """Compute the buffer."""
+        """Compute the buffer `table`."""
         self.register_buffer('table', self._own_table(**self._table_kwargs), persistent=False)
 
     def _own_table(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return self.compute(Grid(*self.grid_size, self.num_prefix_tokens), device, dtype)
 
     def table_for(self, grid: Grid) -> torch.Tensor:
-        """What `compute` gives for `grid`, taken from the buffer if the grid is the model's own."""
+        """What `compute` returns for the whole of `grid`, taken from the buffer if it is the model's own grid."""
         return self.table if grid.matches(self.grid_size) else self.compute(grid, self.table.device, self.table.dtype)
 
     def reset_parameters(self) -> None:
@@ -409,7 +438,8 @@ class FixedEncoding(PositionEncoding):
         self.table = self._own_table(self.table.device, self.table.dtype)
 
     def _apply(self, fn, *args, **kwargs):
-        # model.half() would narrow the table, model.double() leave it no more exact, to_empty() leave it undefined
+        # Recompute the table: model.half() would round it, model.double() would not make it more exact, and to_empty()
+        # leaves it uninitialized.
         dtype, was_meta = self.table.dtype, self.table.is_meta
         super()._apply(fn, *args, **kwargs)
         if self.table.dtype != dtype or was_meta and not self.table.is_meta:
@@ -418,16 +448,24 @@ class FixedEncoding(PositionEncoding):
         return self
 
 
-class RotaryEncoding(PositionEncoding):
-    """A rotation of q and k. A subclass defines `angles`; a gate multiplies them before their sine is taken."""
+class RotaryEncoding(PositionEncoding, ABC):
+    """A rotation of q and k. A subclass defines `angles`; a gate multiplies the angles."""
     rotate_half: bool = False  #: Pairs of channels are t and t + d/2 instead of 2t and 2t + 1.
 
+    @abstractmethod
     def angles(self, grid: Grid) -> torch.Tensor:
-        """Angle of each pair of channels, in radians, `[H*W, d/2]` or `[h, H*W, d/2]`, in at least float32."""
-        raise AssertionError('not overridden')
+        """Angle of each pair of channels for each patch of the whole grid, in radians and at least float32.
+
+        Returns:
+            `[(h,) H*W, d/2]`.
+        """
+
+    def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
+        """The table of the whole grid, gated, `[(h,) H*W, 2*d]`."""
+        return rotation_table(self.gated(self.angles(grid)), self.rotate_half)
 
     def rotation(self, grid: Grid) -> torch.Tensor:
-        return rotation_table(self.gated(self.angles(grid)), self.rotate_half)
+        return grid.keep_rows(self.rotation_of_grid(grid))
 
     def _require_head_dim(self, name: str, multiple: int) -> None:
         if self.head_dim % multiple:
@@ -439,40 +477,93 @@ class RotaryEncoding(PositionEncoding):
 class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
     """A rotation without parameters. A subclass defines `compute_angles`."""
 
+    @abstractmethod
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """`angles`, computed."""
-        raise AssertionError('not overridden')
+        """As `angles`, computed on this device and in this dtype, `[(h,) H*W, d/2]`."""
 
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         angles = self.compute_angles(grid, device, dtype)
-        # sine and cosine are kept, but under a gate, which changes from step to step
+        # The buffer holds sines and cosines. With a gate, which changes from step to step, it holds the angles.
         return rotation_table(angles, self.rotate_half) if self.gate is None else angles
 
     def angles(self, grid: Grid) -> torch.Tensor:
         return self.compute_angles(grid, self.table.device, self.table.dtype)
 
-    def rotation(self, grid: Grid) -> torch.Tensor:
+    def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         table = self.table_for(grid)
         return table if self.gate is None else rotation_table(self.gated(table), self.rotate_half)
 
 
 class _SavesGrid(PositionEncoding):
-    """An encoding that saves a grid with its parameters (as extra state), so that no road can lose it."""
+    """An encoding that saves the grid of its parameters along with them.
+
+    The grid is extra state, so it is in every state dict, however that is saved.
+    """
+
+    def expect_grid(self) -> None:
+        """Prepare for a library that sets the entries of a checkpoint one by one, as parameters and buffers.
+
+        accelerate does this for a model that was built on the meta device. Extra state is neither a parameter nor a
+        buffer, so until the grid is known a buffer with the name of that entry stands in for it.
+        """
+        self.register_buffer('_extra_state', torch.tensor(self.saved_grid_size() or (0, 0), device='cpu'))
+
+    def _take_grid(self) -> None:
+        state = self._buffers.pop('_extra_state', None)
+        if state is not None and not state.is_meta and self.saved_grid_size() is not None:
+            self.set_extra_state(state)
+
+    def forward(self, x: torch.Tensor, *tensors: torch.Tensor, hook: str, **given) -> Any:
+        if '_extra_state' in self._buffers:
+            self._take_grid()
+        return super().forward(x, *tensors, hook=hook, **given)
+
+    def _apply(self, fn, *args, **kwargs):
+        self._take_grid()
+        return super()._apply(fn, *args, **kwargs)
 
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
-        """(H, W) that the parameters belong to; None if that does not matter, and nothing is saved."""
-        raise AssertionError('not overridden')
+        """(H, W) that the parameters belong to. None if they fit any grid, so that none is saved."""
+        raise NotImplementedError
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.tensor(self.saved_grid_size() or (0, 0), device='cpu')
+        expected = self._buffers.get('_extra_state')
+        return torch.tensor(self.saved_grid_size() or (0, 0), device='cpu') if expected is None else expected
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        raise AssertionError('not overridden')
+        """Handle the grid, int64 `[2]`, that was saved with the parameters that are being loaded.
 
-    @staticmethod
-    def read_extra_state(state: torch.Tensor) -> Tuple[int, int]:
-        """The saved grid, also out of a file whose entries have all been averaged or cast to floats."""
-        height, width = (round(size) for size in state.tolist())
+        Raises:
+            ValueError: If it is no grid, or one that the parameters of this encoding do not fit.
+        """
+        raise NotImplementedError
+
+    def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
+        """Before its entries of a checkpoint are loaded, make them and the encoding fit each other.
+
+        Args:
+            grid_size: (H, W) that the entries were trained on.
+            state_dict: The checkpoint. Changed in place if entries are resized.
+            path: Path of the encoding in the model, the prefix of its entries.
+        """
+        raise NotImplementedError
+
+    def read_extra_state(self, state: torch.Tensor) -> Tuple[int, int]:
+        """(H, W) from a saved entry, which may be floats: some tools average or cast all entries of a file.
+
+        Raises:
+            ValueError: If the entry is not a grid.
+        """
+        sizes = state.tolist() if isinstance(state, torch.Tensor) and not state.is_complex() else state
+        is_pair = isinstance(sizes, list) and len(sizes) == 2
+        # The upper bound keeps a damaged file from making us allocate huge tables. NaN fails the comparison.
+        if not is_pair or not all(isinstance(s, (int, float)) and 0.5 < s < 2 ** 14 for s in sizes):
+            got = sizes if isinstance(sizes, (list, int, float)) else type(sizes).__name__
+            raise ValueError(
+                f'{self.name!r}: the grid saved with its parameters, the entry _extra_state, must be (H, W) in '
+                f'patches, at least 1 each, got {got}. The file is damaged; if you know the grid, set this entry to '
+                'torch.tensor([H, W]).')
+        height, width = (round(size) for size in sizes)
         return height, width
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
@@ -481,16 +572,21 @@ class _SavesGrid(PositionEncoding):
             del destination[f'{prefix}_extra_state']
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *args) -> None:
+        key = f'{prefix}_extra_state'
+        self._buffers.pop('_extra_state', None)
+        if not isinstance(state_dict.get(key), torch.Tensor):
+            # Where an encoding saves no grid, torch.distributed.checkpoint leaves a marker of its own.
+            state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
-        if self.saved_grid_size() is None and f'{prefix}_extra_state' in missing_keys:
-            missing_keys.remove(f'{prefix}_extra_state')
+        if self.saved_grid_size() is None and key in missing_keys:
+            missing_keys.remove(key)
 
 
 class ReferenceGridEncoding(_SavesGrid):
-    """An encoding whose parameters mean something on the grid that they were trained on, and are never resized.
+    """An encoding whose parameters belong to the grid that they were trained on and are never resized.
 
-    `ref_grid_size` is that grid. On any other one, the encoding rescales its positions instead. It is saved with the
-    parameters.
+    `ref_grid_size`, (H, W), is that grid, and is saved with the parameters. On any other grid the encoding rescales its
+    positions.
     """
 
     def __init__(self, *, ref_grid_size: Optional[Tuple[int, int]] = None, **host) -> None:
@@ -504,11 +600,14 @@ class ReferenceGridEncoding(_SavesGrid):
         self.ref_grid_size = self.read_extra_state(state)
 
     def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
-        """Make room for parameters trained on another grid, which are about to be loaded."""
+        """Prepare for loading parameters that were trained on another grid."""
         self.ref_grid_size = tuple(ref_grid_size)
 
+    def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
+        self.set_ref_grid_size(grid_size)
+
     def rescaling(self, grid: Grid) -> Optional[Tuple[int, int]]:
-        """The grid to rescale positions to, None if `grid` is the trained one."""
+        """(H, W) of the grid to rescale positions to. None if `grid` is the trained one."""
         return None if grid.matches(self.ref_grid_size) else self.ref_grid_size
 
 
@@ -516,12 +615,12 @@ class CoordinateEncoding(ReferenceGridEncoding):
     """An encoding that is a function of coordinates.
 
     Args:
-        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': coordinates go on,
-            0 ... H-1. 'rescale': they are squeezed or stretched to the trained range, y becomes
-            (y + 1/2) * H0/H - 1/2, x likewise.
+        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': coordinates continue,
+            0 ... H-1. 'rescale': they are squeezed or stretched to the trained range, so y becomes
+            (y + 1/2) * H0/H - 1/2, and x likewise.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If `resolution` is neither.
     """
 
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
@@ -542,7 +641,7 @@ class CoordinateEncoding(ReferenceGridEncoding):
         self.init_non_persistent_buffers()
 
     def coordinates(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """(y, x) of each patch in patches of the trained grid, `[H*W, 2]`."""
+        """(y, x) of each patch of the whole grid, in patches of the trained grid, `[H*W, 2]`."""
         coordinates = grid.coordinates(device, dtype)
         if not self.rescales or self.rescaling(grid) is None:
             return coordinates
@@ -550,14 +649,15 @@ class CoordinateEncoding(ReferenceGridEncoding):
         return torch.stack([(c + 0.5) * s - 0.5 for c, s in zip(coordinates.unbind(-1), scale)], dim=-1)
 
 
-class ResizedEncoding(_SavesGrid):
+class ResizedEncoding(_SavesGrid, ABC):
     """An encoding whose parameters belong to a grid, `grid_size`, and are resampled for another one.
 
-    The same function does it on every road: in a forward pass on images of another size, by `set_input_size`, and when
-    weights of another size are loaded.
+    Every path uses the same function, `resample`: a forward pass on images of another size, `set_input_size`, and
+    loading weights of another size.
     """
-    RESIZED: Tuple[str, ...] = ('table',)  #: Names of those parameters.
+    RESIZED: Tuple[str, ...] = ('table',)  #: Names of the parameters that are resampled.
 
+    @abstractmethod
     def resample(
             self,
             name: str,
@@ -565,11 +665,17 @@ class ResizedEncoding(_SavesGrid):
             old_size: Tuple[int, int],
             new_size: Tuple[int, int],
     ) -> torch.Tensor:
-        """The parameter `name`, whose value for a grid of `old_size` is `table`, for one of `new_size`."""
-        raise AssertionError('not overridden')
+        """The values of a parameter for another grid.
+
+        Args:
+            name: Name of the parameter.
+            table: Its values on a grid of `old_size`.
+            old_size: (H, W).
+            new_size: (H, W) of the grid to resample for.
+        """
 
     def resized(self, name: str, grid: Grid) -> torch.Tensor:
-        """The parameter `name` for `grid`."""
+        """The parameter `name`, resampled for the whole of `grid` if that is not the model's own."""
         table = getattr(self, name)
         return table if grid.matches(self.grid_size) else self.resample(name, table, self.grid_size, grid.size)
 
@@ -577,12 +683,23 @@ class ResizedEncoding(_SavesGrid):
         return self.grid_size
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        # Tables of 3 x 5 and 5 x 3 patches may have one shape. The model refuses them, but a wrapper does not ask it.
+        # Tables for 3 x 5 and 5 x 3 patches can have the same shape. The model's own checks refuse them, but do not run
+        # if it is part of another module whose state dict is loaded.
         saved = self.read_extra_state(state)
         if saved != self.grid_size:
             raise ValueError(
                 f'{self.name!r}: the checkpoint is of a grid of {saved[0]}x{saved[1]} patches, the model has '
-                f'{self.grid_size[0]}x{self.grid_size[1]}. Load it into a model of its own size, then set_input_size.')
+                f'{self.grid_size[0]}x{self.grid_size[1]}. Load it into a model of its own size, then call '
+                'set_input_size.')
+
+    def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
+        if grid_size == self.grid_size:
+            return
+        for name in self.RESIZED:
+            key = f'{path}.{name}'
+            if key in state_dict:
+                state_dict[key] = self.resample(name, state_dict[key], grid_size, self.grid_size)
+        state_dict[f'{path}._extra_state'] = self.get_extra_state()
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         if tuple(grid_size) == self.grid_size:
@@ -596,18 +713,18 @@ class ResizedEncoding(_SavesGrid):
 
 
 def rotation_table(angles: torch.Tensor, rotate_half: bool = False) -> torch.Tensor:
-    """Sine and cosine in the layout of timm's `apply_rot_embed_cat`.
+    """Sines and cosines in the layout of timm's `apply_rot_embed_cat`.
 
     Args:
-        angles: In radians, one for each pair of channels, `[..., H*W, d/2]`.
+        angles: Angle of each pair of channels in radians, `[..., H*W, d/2]`.
         rotate_half: Pairs are the channels t and t + d/2 instead of 2t and 2t + 1.
 
     Returns:
-        Sine of each channel's angle, then cosine, `[..., H*W, 2*d]`.
+        The sines of all channels' angles, then their cosines, `[..., H*W, 2*d]`.
     """
     if rotate_half:
         angles = torch.cat([angles, angles], dim=-1)  # [..., H*W, d]
     else:
-        # repeat_interleave is exported wrongly by torch.onnx.export(dynamo=False)
+        # Not repeat_interleave, which torch.onnx.export(dynamo=False) exports wrongly.
         angles = torch.stack([angles, angles], dim=-1).flatten(-2)  # [..., H*W, d]
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

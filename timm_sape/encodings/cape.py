@@ -1,12 +1,12 @@
 """CAPE (Likhomanenko et al., 'CAPE: Encoding Relative Positions with Continuous Augmented Positional Embeddings',
-NeurIPS 2021), its form for images.
+NeurIPS 2021), the variant for images.
 
-Sinusoids of positions that are moved and scaled at random in training, so that a model learns to rely on what stays:
-relative positions. 2-D in that the waves have directions all around the circle. Costs one multiplication and one
-addition per token entry, and in training a table for each image.
+Sinusoids of positions. In training the positions are shifted and scaled at random, so the model learns to rely on what
+does not change: relative positions. 2-D in that the directions of the waves are spread over the whole circle. Costs one
+multiplication and one addition per token entry, and in training a table for each image.
 """
 import math
-from typing import Optional, Tuple
+from typing import Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,24 +19,26 @@ from .registry import register_encoding
 
 @register_encoding('cape')
 class ContinuousAugmentedPositionEncoding(FixedEncoding):
-    """CAPE2d: tokens t become sqrt(D) * t + [cos(pi w.p), sin(pi w.p)], where w_k = rho_k * (cos k, sin k), k < D/2.
+    """Continuous augmented (CAPE2d).
 
-    rho goes from 1 to 10 in equal ratios, and p = (y, x) from -1 to 1 along each axis, whatever the grid; where an axis
-    has one patch alone, p is 0. Only in training, and anew for each image, p becomes (p + global shift + local shift) *
-    scale. Shifts are drawn for each axis, the local one for each patch too, the scale for both axes together, all from
-    torch's default generator.
+    Tokens t become sqrt(D) * t + [cos(pi w.p), sin(pi w.p)], where w_k = rho_k * (cos k, sin k), k < D/2.
 
-    Prefix tokens have no position and stay as they are, with a factor of 1: the authors' module sees patches alone.
-    There is no `auto_cape`, as the factor is never neutral.
+    rho goes from 1 to 10 in a geometric series. p = (y, x) goes from -1 to 1 along each axis, whatever the grid; on an
+    axis with a single patch it is 0. In training only, p becomes (p + global shift + local shift) * scale, drawn anew
+    for each image from torch's default generator. The global shift is drawn per axis, the local shift per axis and
+    patch, and the scale once for both axes.
+
+    Prefix tokens have no position and stay unchanged, without the factor: the authors' module gets only patches.
+    There is no `auto_cape`: the factor sqrt(D) has no neutral form.
 
     Args:
-        max_global_shift: Half the range of the global shift, 0 or more.
-        max_local_shift: Half the range of the local shift, in distances of neighbours, 0 or more. Beyond .5 they may
-            change places.
-        max_scale: Largest scale, 1 or more; the smallest is its inverse, and the logarithm is drawn.
+        max_global_shift: The global shift is uniform between minus and plus this. 0 or more.
+        max_local_shift: The same for the local shift, as a fraction of the distance between neighbours. 0 or more.
+            Beyond .5, neighbours may change places.
+        max_scale: The scale lies between 1/max_scale and max_scale, and its logarithm is uniform. 1 or more.
 
     Raises:
-        ValueError: If a value is none of these, or the embed dim is odd.
+        ValueError: If a value is out of its range, or the embed dim is odd.
     """
     gate_init = None
     resolution = 'nothing to do: positions go from -1 to 1'
@@ -67,15 +69,15 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
         return self._waves(self._positions(grid, device, dtype)[0])
 
     def _positions(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
-        """(y, x) of each patch, `[H*W, 2]`, and the distances of neighbours, `[2]`."""
+        """(y, x) of each patch, `[H*W, 2]`, and the distance between neighbours along each axis, `[2]`."""
         index = grid.coordinates(device, dtype)  # [H*W, 2]
         last = index.amax(0)  # [2]
-        end = last.clamp(max=1)  # 0 where there is one patch alone, which has no neighbour
+        end = last.clamp(max=1)  # 0 on an axis with a single patch
         step = 2 * end / last.clamp(min=1)
         return index * step - end, step
 
     def _waves(self, position: torch.Tensor) -> torch.Tensor:
-        """`[..., 2]` to `[..., D]`."""
+        """From positions `[..., 2]` to their sinusoids `[..., D]`."""
         like = {'device': position.device, 'dtype': position.dtype}
         k = torch.arange(self.dim // 2, **like)
         rho = 10 ** torch.linspace(0, 1, self.dim // 2, **like)
@@ -84,7 +86,7 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
         return torch.cat([phase.cos(), phase.sin()], dim=-1)
 
     def _augmented(self, grid: Grid, batch: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Positions as drawn for each image, `[B, H*W, 2]`."""
+        """Positions, shifted and scaled at random for each image, `[B, H*W, 2]`."""
         def draw(*size: int) -> torch.Tensor:
             return 2 * torch.rand(batch, *size, device=device, dtype=dtype) - 1  # from -1 to 1
 
@@ -97,16 +99,13 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
             position = position * (math.log(self.max_scale) * draw(1, 1)).exp()
         return position
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        factor = x.new_full((grid.num_patches, 1), self.dim ** 0.5)
-        factor = F.pad(factor, (0, 0, grid.num_prefix_tokens, 0), value=1.0)  # [N, 1]
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         if self.training and (self.max_global_shift > 0 or self.max_local_shift > 0 or self.max_scale > 1):
             table = self._waves(self._augmented(grid, x.shape[0], x.device, self.table.dtype))  # [B, H*W, D]
-        else:
-            table = self.table_for(grid)  # [H*W, D]
-        return factor, grid.pad_tokens(table)  # [(B,) N, D]
+            return grid.pad_tokens(grid.gather(table[:, None])[:, 0])  # [B, N, D]
+        return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]
+
+    def mix(self, x: torch.Tensor, term: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        p = grid.num_prefix_tokens
+        factor = F.pad(x.new_full((x.shape[1] - p, 1), self.dim ** 0.5), (0, 0, p, 0), value=1.0)  # [N, 1]
+        return x * factor, term

@@ -1,11 +1,11 @@
-"""What counts as a number in the keywords that users give."""
+"""Checks of numbers that users give as keywords."""
 import torch
 
 __all__ = ['is_integer', 'is_number']
 
 
 def is_integer(value, least: int) -> bool:
-    """Whether a value is an integer of at least so much. True and False are none."""
+    """Whether a value is an integer that is not less than `least`. True and False are not integers here."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -13,4 +13,4 @@ def is_number(value) -> bool:
     """Whether a value is a real number that float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) <= torch.finfo(torch.float32).max  # not so for NaN
+    return abs(value) <= torch.finfo(torch.float32).max  # False for NaN

@@ -15,14 +15,22 @@ from .registry import register_encoding
 
 @register_encoding('cope')
 class ContextualPositionEncoding(ReferenceGridEncoding):
-    """CoPE: logits get z_i[p_ij] / sqrt(d), z_i[p] = q_i.e[p], where p_ij sums sigmoid(q_i.k_m / sqrt(d)) over m >= j.
+    """Contextual (CoPE).
+
+    Logits get bias_scale * z_i[p_ij], z_i[p] = q_i.e[p], where p_ij sums sigmoid(q_i.k_m / sqrt(d)) over m >= j.
 
     Computed in float32 at least. The table starts at zero and has no weight decay. The authors use as many positions as
     tokens, which makes z itself N x N; here `npos` is a keyword, and further positions count as the last one. On a grid
     of N patches other than the N0 trained on, positions are scaled by N0/N.
 
+    Published code differs in the factor of z. facebookresearch/RAM divides by sqrt(d) unless told otherwise, as here.
+    The snippet printed in the paper and x-transformers do not, and neither does the repository that appears to be that
+    of SaPE2's authors (see the table in `help` of 'sape2_k'), which also counts the class token among the positions and
+    has npos = 10: what it runs is nearest to `npos=10, bias_scale='one'`.
+
     Args:
         npos: Number of embeddings, 2 or more.
+        bias_scale: Factor of z, 'head_dim' for 1/sqrt(d) or 'one'.
         direction: 'literal' for the sum to the end of the raster, as in the paper; 'between' for the sum between both
             patches, p_ij = |S_ij - S_ii| with S the sum to the end.
 
@@ -34,12 +42,24 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     resolution = 'positions are scaled to the trained grid'
     paper = 'https://arxiv.org/abs/2405.18719'
 
-    def __init__(self, *, npos: int = 64, direction: str = 'literal', device=None, dtype=None, **host) -> None:
+    def __init__(
+            self,
+            *,
+            npos: int = 64,
+            bias_scale: str = 'head_dim',
+            direction: str = 'literal',
+            device=None,
+            dtype=None,
+            **host,
+    ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
         if not is_integer(npos, 2):
             raise ValueError(f"'cope' needs npos to be an integer of 2 or more, got {npos!r}.")
+        if bias_scale not in ('head_dim', 'one'):
+            raise ValueError(f"'cope' needs bias_scale 'head_dim' or 'one', got {bias_scale!r}.")
         if direction not in ('literal', 'between'):
             raise ValueError(f"'cope' needs direction 'literal' or 'between', got {direction!r}.")
+        self.bias_scale = 1.0 if bias_scale == 'one' else self.head_dim ** -0.5
         self.direction = direction
         self.table = nn.Parameter(torch.empty(npos, self.head_dim, device=device, dtype=dtype))
         self.reset_parameters()
@@ -49,10 +69,9 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
 
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
         ref = self.rescaling(grid)
-        scale = self.head_dim ** -0.5
-        return scale * ops.recomputed_contextual_bias(
+        return self.bias_scale * ops.contextual_bias(
             q, k, self.table, grid,
-            gate_scale=scale,
+            gate_scale=self.head_dim ** -0.5,
             between=self.direction == 'between',
             ref_num_patches=ref and ref[0] * ref[1],
         )

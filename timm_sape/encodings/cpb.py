@@ -1,21 +1,23 @@
 """Log-spaced continuous position bias of Swin V2 (Liu et al., 'Swin Transformer V2', CVPR 2022).
 
-The bias of an offset is not looked up but computed from it, by a small MLP in each layer. 2-D in that its input is the
-pair (dy, dx), squeezed by a logarithm so that offsets beyond the trained ones are near those that it knows. Costs the
-MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per head and layer, whatever the batch.
+A small MLP in each layer computes the bias of an offset, instead of a look-up in a table. 2-D in that its input is the
+pair (dy, dx). Offsets are on a logarithmic scale, so those beyond the trained ones stay close to the trained range.
+Costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per head and layer, whatever the batch
+size.
 """
 import math
+from collections import OrderedDict
+from functools import reduce
 from typing import Optional, Tuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from timm.layers import Mlp
 
 from .. import ops
 from ..grid import Grid
 from .base import ReferenceGridEncoding
 from .checks import is_integer, is_number
+from .layers import WideLinear
 from .registry import register_encoding
 from .rpb import between_patches
 
@@ -24,25 +26,27 @@ MODES = ('swin', 'cr')
 
 @register_encoding('cpb')
 class ContinuousPositionBias(ReferenceGridEncoding):
-    """Logits get b(f(p_i - p_j)), with b(f) = 16 sigmoid(fc2(relu(fc1(f)))), fc2 without a bias.
+    """Log-spaced continuous bias of Swin V2.
 
-    Along each axis f(delta) = sign(delta) * log2(1 + |s|) / log2(8), where s is 8 * delta / (W0 - 1) for the trained
-    grid H0 x W0. (An axis of one patch, on which timm's `RelPosMlp` gives NaN, counts as one of two.)
+    Logits get b(f(p_i - p_j)), with b(f) = 16 sigmoid(fc2(relu(fc1(f)))), fc2 without a bias.
 
-    `mode='cr'` is what timm's `vit_relpos_*` models have: f(delta) = sign(delta) * ln(1 + |delta|), no sigmoid, fc2
-    with a bias, and `hidden` of 128 to 512. Parameters have the names of `RelPosMlp`: what is
-    `blocks.<i>.attn.rel_pos.mlp.*` there, or `shared_rel_pos.mlp.*` for all layers, is
-    `blocks.<i>.attn.encodings.cpb.mlp.*` here.
+    Along each axis f(delta) = sign(delta) * log2(1 + |s|) / log2(8), where s is 8 * delta / (W0 - 1) along x for the
+    trained grid H0 x W0, and likewise with H0 along y. (An axis of one patch, for which timm's `RelPosMlp` gives NaN,
+    is treated as if it had two.)
 
-    The layers start as torch's do, as in those models. (timm's Swin V2 starts them from a normal distribution with std
-    .02.) No parameter has weight decay. Computed in float32 at least. Mind that the bias of 'swin' starts near 8 and
-    that of a prefix token is 0, as in timm: at first, patches hardly see prefix tokens. Swin V2's cosine attention is
-    another thing and no part of this.
+    `mode='cr'` is the bias of timm's `vit_relpos_*` models: f(delta) = sign(delta) * ln(1 + |delta|), no sigmoid, fc2
+    with a bias, and `hidden` from 128 to 512. Parameters have the names of `RelPosMlp`: `blocks.<i>.attn.rel_pos.mlp.*`
+    there, or `shared_rel_pos.mlp.*` if all layers share one, is `blocks.<i>.attn.encodings.cpb.mlp.*` here.
+
+    The layers are initialized by torch's defaults, as in those models. (timm's Swin V2 uses a normal distribution with
+    std .02.) No parameter gets weight decay. Computed in at least float32. Note that with 'swin' the bias starts near
+    8, while that of a prefix token is 0, as in timm, so at first patches hardly attend to prefix tokens. Swin V2's
+    cosine attention is not part of this encoding.
 
     Args:
         mode: 'swin' or 'cr'.
-        hidden: Width of the MLP.
-        drop: Rate of dropout between its layers in training; timm has .125.
+        hidden: Width of the MLP, 1 or more.
+        drop: Dropout rate between its layers in training, at least 0 and less than 1. timm uses .125.
 
     Raises:
         ValueError: If a value is none of these.
@@ -70,17 +74,13 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         if not is_number(drop) or not 0 <= drop < 1:
             raise ValueError(f"'cpb' needs drop of at least 0 and less than 1, got {drop!r}.")
         self.mode = mode
-        self.mlp = Mlp(
-            2,
-            hidden_features=hidden,
-            out_features=self.num_heads,
-            act_layer=nn.ReLU,
-            bias=(True, mode == 'cr'),
-            drop=(drop, 0.),
-            device=device,
-            dtype=dtype,
-        )
-        self.reset_parameters()
+        dd = {'device': device, 'dtype': dtype}
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=WideLinear(2, hidden, **dd),
+            act=nn.ReLU(),
+            drop1=nn.Dropout(drop),
+            fc2=WideLinear(hidden, self.num_heads, bias=mode == 'cr', **dd),
+        ))
 
     def reset_parameters(self) -> None:
         self.mlp.fc1.reset_parameters()
@@ -90,19 +90,17 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         return self.ref_grid_size if self.mode == 'swin' else None
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
-        fc1, fc2 = self.mlp.fc1, self.mlp.fc2
-        with ops.no_autocast(fc1.weight):
-            parameters = (fc1.weight, fc1.bias, fc2.weight, *([] if fc2.bias is None else [fc2.bias]))
-            weight1, bias1, *layer2 = ops.upcast(*parameters)
-            offsets = self._squeezed_offsets(grid, weight1.device, weight1.dtype)
-            hidden = self.mlp.drop1(self.mlp.act(F.linear(offsets, weight1, bias1)))
-            values = F.linear(hidden, *layer2)  # [(2H-1)*(2W-1), h]
+        # Take the device from the grid, not from the weights: some libraries load a layer's weights only for its call.
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters()), torch.float32)
+        offsets = self._squeezed_offsets(grid, grid.device, dtype)
+        with ops.no_autocast(offsets):
+            values = self.mlp(offsets)  # [(2H-1)*(2W-1), h]
             if self.mode == 'swin':
                 values = 16 * values.sigmoid()
-        return grid.pad_prefix(between_patches(values, grid))  # [h, N, N]
+        return grid.between_tokens(between_patches(values, grid))  # [(B,) h, N, N]
 
-    def _squeezed_offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """f of each offset, row by row, `[(2H-1)*(2W-1), 2]`."""
+    def _squeezed_offsets(self, grid: Grid, device: Optional[torch.device], dtype: torch.dtype) -> torch.Tensor:
+        """f of each offset from (1-H, 1-W) to (H-1, W-1), row by row, `[(2H-1)*(2W-1), 2]`."""
         axes = []
         for size, ref in zip(grid.size, self.ref_grid_size):
             delta = torch.arange(1 - size, size, device=device, dtype=dtype)

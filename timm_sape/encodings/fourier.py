@@ -1,11 +1,11 @@
 """Learnable Fourier features (Li et al., 'Learnable Fourier Features for Multi-Dimensional Spatial Positional
-Encoding', NeurIPS 2021), as Position-SHAP compares them.
+Encoding', NeurIPS 2021), as in the comparison of Position-SHAP.
 
-2-D in that each feature is a wave in a direction of its own: at the start, the product of the features of two places is
-a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass whatever the
-batch, and one addition per token entry.
+2-D in that each feature is a wave in its own direction: at initialization, the dot product of the features of two
+patches is a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass
+whatever the batch size, and one addition per token entry.
 """
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -15,25 +15,29 @@ from .. import ops
 from ..grid import Grid
 from .base import CoordinateEncoding
 from .checks import is_integer, is_number
+from .layers import WideLinear
 from .registry import register_encoding
 
 
 @register_encoding('fourier')
 class FourierPositionEncoding(CoordinateEncoding):
-    """The patch at p = (y, x) gets fc2(GELU(fc1([cos(p W), sin(p W)] / sqrt(F)))), coordinates in patches.
+    """Learnable Fourier features.
 
-    W starts as a normal distribution with variance gamma^-2, so features of places a distance r apart have the product
-    exp(-r^2 / (2 gamma^2)) / 2. The linear layers start as torch's do. The paper's groups are one group of both axes
-    here. (The code of Position-SHAP takes gamma^-2 for the standard deviation: its gamma of 2.5 is 6.25 here.) Computed
-    in float32 at least. No parameter has weight decay, and prefix tokens get nothing.
+    The patch at p = (y, x) gets fc2(GELU(fc1([cos(p W), sin(p W)] / sqrt(F)))), coordinates in patches.
+
+    W is initialized from a normal distribution with variance gamma^-2, so the features of two patches at distance r
+    have the expected dot product exp(-r^2 / (2 gamma^2)) / 2. The linear layers are initialized by torch's defaults.
+    Both axes form a single group in the sense of the paper. (The code of Position-SHAP uses gamma^-2 as the standard
+    deviation: its gamma of 2.5 is 6.25 here.) Computed in at least float32. No parameter gets weight decay, and nothing
+    is added to prefix tokens.
 
     Args:
-        gamma: Width of that Gaussian in patches, positive.
-        features: F, Fourier features, an even number. Default: D.
-        hidden: Width of the hidden layer. Default: 4 * D.
+        gamma: Width (standard deviation) of that Gaussian in patches, positive.
+        features: F, number of Fourier features, even. Default: D.
+        hidden: Width of the hidden layer, 1 or more. Default: 4 * D.
 
     Raises:
-        ValueError: If a value is none of these, or features is left out and D is odd.
+        ValueError: If a value is none of these, or `features` is left out and D is odd.
     """
     per_layer = False
     adds = '(8 * D + 6) * D'
@@ -63,8 +67,8 @@ class FourierPositionEncoding(CoordinateEncoding):
         self.gamma = gamma
         dd = {'device': device, 'dtype': dtype}
         self.freqs = nn.Parameter(torch.empty(2, features // 2, **dd))  # W
-        self.fc1 = nn.Linear(features, hidden, **dd)
-        self.fc2 = nn.Linear(hidden, self.dim, **dd)
+        self.fc1 = WideLinear(features, hidden, **dd)
+        self.fc2 = WideLinear(hidden, self.dim, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -72,16 +76,11 @@ class FourierPositionEncoding(CoordinateEncoding):
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         with ops.no_autocast(self.freqs):
-            freqs, *layers = ops.upcast(self.freqs, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+            (freqs,) = ops.upcast(self.freqs)
             position = self.coordinates(grid, freqs.device, freqs.dtype)[..., None]  # [H*W, 2, 1]
             phase = (position * freqs).sum(1)  # [H*W, F/2]
-            features = torch.cat([phase.cos(), phase.sin()], dim=-1) * self.fc1.in_features ** -0.5  # [H*W, F]
-            hidden = F.gelu(F.linear(features, *layers[:2]))
-            return None, grid.pad_tokens(F.linear(hidden, *layers[2:]))  # [N, D]
+            features = torch.cat([phase.cos(), phase.sin()], dim=-1) * (2 * freqs.shape[1]) ** -0.5  # [H*W, F]
+            table = self.fc2(F.gelu(self.fc1(features)))  # [H*W, D]
+        return grid.keep_tokens(grid.pad_tokens(table))  # [(B,) N, D]

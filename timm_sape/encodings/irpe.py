@@ -1,11 +1,11 @@
 """iRPE (Wu et al., 'Rethinking and Improving Relative Position Encoding for Vision Transformer', ICCV 2021).
 
-A learned vector for each bucket of offsets: multiplied with the query or the key of a pair it is a bias, and it can be
-added to the value. Near offsets have buckets of their own, far ones share them, the more the farther. 2-D in that
-offsets are pairs (dy, dx): by default each axis has its buckets, and a vector belongs to a pair of them.
+Each bucket of offsets has a learned vector. Its product with the query or the key of a pair is a bias, and it can be
+added to the value. Each small offset has a bucket of its own; the larger offsets are, the more of them share a bucket.
+2-D in that offsets are pairs (dy, dx): by default each axis has its buckets, and a vector belongs to a pair of buckets.
 
-Costs one product of the tokens with the table and one look-up of N x N numbers per head, for values one sum of N x N
-numbers by bucket; no vector is ever laid out for each of the N x N pairs.
+Costs one product of the tokens with the table and one look-up of N x N numbers per head, and for values one sum of
+N x N numbers by bucket. The vectors are never expanded to all N x N pairs.
 """
 import math
 import operator
@@ -27,32 +27,33 @@ MODES = ('contextual', 'bias')
 
 
 class ImageRelativePositionEncoding(PositionEncoding):
-    """iRPE: tables r of one vector per bucket; I(i, j) is the bucket of the offset from patch j to patch i, p_i - p_j.
+    """iRPE. A table r has one vector per bucket, and I(i, j) is the bucket of the offset p_i - p_j.
 
     - on keys, logits get (q_i / sqrt(d)) . r_k[I(i, j)];
-    - on queries, logits get (k_j / sqrt(d)) . r_q[I(j, i)], the bucket of the opposite offset: the published code
-      transposes what it looks up for the key;
+    - on queries, logits get (k_j / sqrt(d)) . r_q[I(j, i)], the bucket of the opposite offset, because the published
+      code looks up as for keys and then transposes;
     - on values, the output gets sum_j attn_ij r_v[I(i, j)].
 
-    Distances are put into buckets by g(x) = x up to alpha, then sign(x) * floor(min(round(alpha + ln(|x| / alpha) /
-    ln(gamma / alpha) * (beta - alpha)), beta)), where alpha, beta, gamma are 1, 2, 8 times `ratio`. With 1.9, distances
-    of 0 to 5 and more go into 0, 1, 2, 2, 3, 3, which makes 7 * 7 buckets of pairs. All pairs with a prefix token share
-    one further bucket, so they are not without a bias. Tables start at zero and have no weight decay. Computed in
-    float32 at least.
+    A function g maps distances to buckets: g(x) = x for |x| up to alpha, and beyond it g(x) = sign(x) *
+    floor(min(round(alpha + ln(|x| / alpha) / ln(gamma / alpha) * (beta - alpha)), beta)), where alpha, beta, gamma are
+    1, 2, 8 times `ratio`. With ratio=1.9 the distances 0, 1, 2, 3, 4 map to 0, 1, 2, 2, 3 and all larger ones to 3,
+    which makes 7 * 7 buckets of pairs. All pairs with a prefix token share one further bucket, so they do have a bias.
+    Tables are initialized to zero and get no weight decay. Computed in at least float32.
 
-    Two things are as in the published code and not as in the paper: 'quantized' puts squared distances into buckets
-    instead of their ranks, which would depend on the grid, and `mode='bias'` adds its numbers to the logits unscaled.
+    In two points this follows the published code, not the paper: 'quantized' maps squared distances to buckets instead
+    of their ranks, which would depend on the grid, and `mode='bias'` adds its numbers to the logits unscaled.
 
     Args:
-        method: What goes through g. 'product': dy and dx, with a bucket for each pair of results. 'euclidean': the
-            distance, rounded. 'quantized': the squared distance. 'cross': dy and dx, with a table for each, whose
-            vectors add.
-        mode: 'contextual', as above, or 'bias': a number for each bucket instead of a vector, whatever q and k are.
-        ratio: How many buckets there are, 0.5 to 1000; g tells distances of up to `ratio` patches apart.
-        shared_heads: One table for all heads, or one for each.
+        method: What g is applied to. 'product': dy and dx, with a bucket for each pair of results. 'euclidean': the
+            distance, rounded. 'quantized': the squared distance. 'cross': dy and dx, with a table for each; the two
+            vectors are added.
+        mode: 'contextual', as above, or 'bias': a number for each bucket instead of a vector, independent of q and k.
+        ratio: 0.5 to 1000. The larger it is, the more buckets there are: distances of up to `ratio` patches each have
+            their own.
+        shared_heads: True: one table for all heads. False: one for each head.
 
     Raises:
-        ValueError: If a value is none of these, or the mode is 'bias' where values take part.
+        ValueError: If a value is none of these, or the mode is 'bias' for an encoding that acts on values.
     """
     on: str
     relative = True
@@ -79,7 +80,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
                 raise ValueError(f'{name!r}: {keyword} must be one of {", ".join(map(repr, known))}, got {value!r}.')
         if not is_number(ratio) or not 0.5 <= ratio <= 1000:
             raise ValueError(
-                f'{name!r}: ratio must be a number from 0.5, below which there is one bucket, to 1000, got {ratio!r}.')
+                f'{name!r}: ratio must be a number from 0.5 (less would leave a single bucket) to 1000, got {ratio!r}.')
         if not isinstance(shared_heads, bool):
             raise ValueError(f'{name!r}: shared_heads must be True or False, got {shared_heads!r}.')
         if mode == 'bias' and 'v' in self.on:
@@ -116,7 +117,16 @@ class ImageRelativePositionEncoding(PositionEncoding):
             return reduce(operator.add, biases)  # [B, h, N, N]
 
     def _look_up(self, x: torch.Tensor, table: torch.Tensor, buckets: List[torch.Tensor]) -> torch.Tensor:
-        """The product of token i with the vector of I(i, j), `[B, h, N, N]`; in mode 'bias' `[B|1, h|1, N, N]`."""
+        """For all pairs, the product of token i with the vector of bucket I(i, j).
+
+        Args:
+            x: Queries or keys, `[B, h, N, d]`.
+            table: `[(h,) buckets, d]`; in mode 'bias' `[(h,) buckets]`.
+            buckets: As `_buckets` returns them.
+
+        Returns:
+            `[B, h, N, N]`; in mode 'bias' `[B|1, h|1, N, N]`.
+        """
         x, table = ops.upcast(x, table)
         if self.mode == 'bias':
             table = table.view(-1, self.num_buckets)  # [h|1, buckets]
@@ -127,12 +137,16 @@ class ImageRelativePositionEncoding(PositionEncoding):
         return reduce(operator.add, found)
 
     def _buckets(self, grid: Grid, device: torch.device) -> List[torch.Tensor]:
-        """I(i, j), a row of the table, of all pairs of tokens, int64 `[B|1, 1, N, N]`; of 'cross' for dy and for dx."""
+        """I(i, j) of all pairs of tokens, as row indices of the table; for 'cross' one tensor for dy and one for dx.
+
+        Returns:
+            int64 `[B|1, 1, N, N]` each.
+        """
         y, x = (torch.arange(size, device=device) for size in grid.size)
         dy = (y[:, None] - y)[:, None, :, None]  # [H, 1, H, 1]
         dx = (x[:, None] - x)[None, :, None, :]  # [1, W, 1, W]
         last = len(self.thresholds)
-        width = 2 * last + 1  # results of g for distances that have a sign
+        width = 2 * last + 1  # number of results of g for signed distances
         square = dy.square() + dx.square()  # [H, W, H, W]
         end = self.num_buckets - 1
         if self.method == 'product':
@@ -152,7 +166,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
         return buckets
 
     def _g(self, distance: torch.Tensor) -> torch.Tensor:
-        """Integers to integers, by comparisons alone: nothing is rounded that might fall to either side."""
+        """g for integers. It only compares integers, so no rounding error can move a distance to the next bucket."""
         size = distance.abs()
         bucket = size.clamp(max=self.exact)
         for threshold in self.thresholds[self.exact:]:
@@ -162,28 +176,31 @@ class ImageRelativePositionEncoding(PositionEncoding):
 
 @register_encoding('irpe_k')
 class ImageRelativePositionEncodingK(ImageRelativePositionEncoding):
-    """iRPE on keys."""
+    """Image relative, on keys (iRPE)."""
     on = 'k'
     adds = 'L * 50 * d'
 
 
 @register_encoding('irpe_q')
 class ImageRelativePositionEncodingQ(ImageRelativePositionEncoding):
-    """iRPE on queries."""
+    """Image relative, on queries (iRPE)."""
     on = 'q'
     adds = 'L * 50 * d'
 
 
 @register_encoding('irpe_qk')
 class ImageRelativePositionEncodingQK(ImageRelativePositionEncoding):
-    """iRPE on queries and keys."""
+    """Image relative, on queries and keys (iRPE)."""
     on = 'qk'
     adds = 'L * 100 * d'
 
 
 @register_encoding('irpe_qkv')
 class ImageRelativePositionEncodingQKV(ImageRelativePositionEncoding):
-    """iRPE on queries, keys and values. Values need the probabilities, so attention is computed explicitly."""
+    """Image relative, on queries, keys and values (iRPE).
+
+    The term for values takes the probabilities, so there is no fused attention.
+    """
     on = 'qkv'
     adds = 'L * 150 * d'
 
@@ -197,7 +214,7 @@ class ImageRelativePositionEncodingQKV(ImageRelativePositionEncoding):
 
 
 def _thresholds(ratio: float) -> Tuple[int, ...]:
-    """The least distance of each of the buckets 1, 2, ..., floor(beta)."""
+    """The smallest distance in each of the buckets 1, 2, ..., floor(beta)."""
     alpha, beta, gamma = ratio, 2 * ratio, 8 * ratio
 
     def g(x: int) -> int:

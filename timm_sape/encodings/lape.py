@@ -1,34 +1,38 @@
 """LaPE (Yu et al., 'LaPE: Layer-adaptive Position Embedding for Vision Transformers with Independent Layer
 Normalization', ICCV 2023).
 
-A learned table like that of 'ape', but handed from layer to layer beside the tokens and normed anew in each. Nothing
-about it is 2-D but the resampling of its table. Costs one LayerNorm of the table per layer, whatever the batch, and one
-addition per token entry and layer.
+A learned table like that of 'ape', but passed from layer to layer separately from the tokens, with another LayerNorm in
+each. Only the resampling of its table is 2-D. Costs one LayerNorm of the table per layer, whatever the batch size, and
+one addition per token entry and layer.
 """
 from typing import Tuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 
-from .. import ops
 from ..grid import Grid
 from .base import ResizedEncoding, fill_trunc_normal
+from .layers import WideLayerNorm
 from .registry import register_encoding
 
 
 @register_encoding('lape')
 class LayerAdaptivePositionEncoding(ResizedEncoding):
-    """The attention of layer l sees LN1(x) + p_l, where p_l = LN_l(p_(l-1)) and p_0 is the table.
+    """Layer-adaptive absolute (LaPE).
 
-    Tokens themselves get nothing, so neither the residual path nor an MLP sees p. The table starts as a truncated
-    normal distribution with std .02 and has rows for the prefix tokens too. LN_l are norms of its own (eps 1e-6), which
-    start as torch's do. The chain is computed in float32 at least. No parameter has weight decay.
+    The attention of layer l sees LN1(x) + p_l, where p_l = LN_l(p_(l-1)) and p_0 is the table.
 
-    On another grid the rows of the patches are resampled as those of 'ape', before the first norm.
+    Nothing is added to the tokens themselves, so neither the residual path nor an MLP sees p. The table is initialized
+    from a truncated normal distribution with std .02 and has rows for the prefix tokens too. The norms LN_l (eps 1e-6)
+    belong to the encoding and are initialized by torch's defaults. All p_l are computed in at least float32. No
+    parameter gets weight decay.
+
+    On another grid the rows of the patches are resampled like those of 'ape', before the first norm.
     """
     per_layer = False
+    supplements_ape = False
+    excludes = {'ape': "it is 'ape' passed from layer to layer instead of added once"}
     adds = '(H*W + P + 2 * L) * D'
     resolution = 'the table is resampled (bicubic, antialiased)'
     paper = 'https://arxiv.org/abs/2212.05262'
@@ -38,7 +42,7 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
         dd = {'device': device, 'dtype': dtype}
         height, width = self.grid_size
         self.table = nn.Parameter(torch.empty(1, self.num_prefix_tokens + height * width, self.dim, **dd))
-        self.norms = nn.ModuleList(nn.LayerNorm(self.dim, eps=1e-6, **dd) for _ in range(depth))
+        self.norms = nn.ModuleList(WideLayerNorm(self.dim, eps=1e-6, **dd) for _ in range(depth))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -59,15 +63,14 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
         p, (height, width) = self.num_prefix_tokens, old_size
         if table.shape[1] != p + height * width:
             raise ValueError(
-                f"The table of 'lape' has {table.shape[1]} rows, which is not {p} for the prefix tokens of the model "
-                f'and {height}x{width} for the grid. Create the model with the prefix tokens of the checkpoint '
+                f"The table of 'lape' has {table.shape[1]} rows, not {p} for the prefix tokens of the model plus "
+                f'{height}x{width} for the grid. Create the model with the prefix tokens of the checkpoint '
                 '(class_token, reg_tokens).')
         return resample_abs_pos_embed(table, new_size=new_size, old_size=old_size, num_prefix_tokens=p)
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
-        table, tables = self.resized('table', grid), []
+        table, terms = self.resized('table', grid), []
         for norm in self.norms:
-            table, weight, bias = ops.upcast(table, norm.weight, norm.bias)
-            table = F.layer_norm(table, (self.dim,), weight, bias, norm.eps)  # [1, N, D]
-            tables.append(table)
-        return torch.cat(tables)  # [L, N, D]
+            table = norm(table)  # [1, P+H*W, D]
+            terms.append(grid.keep_tokens(table[0]))
+        return torch.stack(terms)  # [L, (B,) N, D]

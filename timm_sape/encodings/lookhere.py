@@ -1,9 +1,9 @@
 """LookHere (Fuller et al., 'LookHere: Vision Transformers with Directed Attention Generalize and Extrapolate', NeurIPS
-2024), its variant with a field of view of 90 degrees.
+2024), the variant with a field of view of 90 degrees.
 
-Most heads see one quarter of the plane around a patch and nothing else; what they see weighs less the further away it
-is. 2-D in that the quarters point in eight directions. Costs one addition per logit, and in each layer a pass over the
-logits to make the bias out of its 2H-1 x 2W-1 values per head.
+In most heads a patch sees only one quarter of the plane around it, and distant patches get less attention. 2-D in that
+the quarters point in eight directions. Costs one addition per logit, and in each layer a pass over the logits to make
+the bias from its 2H-1 x 2W-1 values per head.
 """
 import math
 from typing import List, Tuple
@@ -14,32 +14,38 @@ from ..grid import Grid
 from .offset_bias import OffsetBiasEncoding, per_head
 from .registry import register_encoding
 
-# (y, x) in the authors' order; a quarter reaches 45 degrees to both sides.
+# Directions (y, x) in the authors' order. A quarter extends 45 degrees to both sides of its direction.
 CORNERS = ((-1, -1), (-1, 1), (1, -1), (1, 1))
 TRIANGLES = ((-1, 0), (1, 0), (0, -1), (0, 1))
 EVERYWHERE = (0, 0)
-UNSEEN = 1.0  # in the table, where all biases are 0 or less
+UNSEEN = 1.0  # marks unseen offsets in the table, since all biases are 0 or less
 
 
 @register_encoding('lookhere')
 class DirectedAttentionEncoding(OffsetBiasEncoding):
-    """LookHere-90: logits get -2 * f * m * Euclidean distance within the head's field of view, and -inf outside of it.
+    """Directed attention (LookHere-90).
 
-    f goes from 1.5 in the first layer to .5 in the last. Heads come in groups of four. The first groups see the
-    quarters between two axes (corners: up left, up right, down left, down right); as many groups, or one less, those
-    around an axis (triangles: up, down, left, right); the last group sees everything. Borders and the patch itself are
-    seen. m is 2^-1 in the first group of corners, 2^-2 in the second and so on, likewise in the groups of triangles,
-    and 4^-1 ... 4^-4 for the four heads that see everything. So it is in the authors' code for 12 and 16 heads; 6 heads
-    are four corners and the first two of those that see everything. 4 and 8 heads are not in it: here the only group of
-    four sees corners, and of two groups the second sees everything.
+    Logits get -2 * f * m * Euclidean distance within the head's field of view, and -inf outside of it.
 
-    Prefix tokens see and are seen by everything, with bias 0. On another grid, fields of view are those of its own rows
-    and columns, whatever becomes of distances. There is no `auto_lookhere`: 0 * -inf is no neutral start.
+    f goes from 1.5 in the first layer to .5 in the last, in equal steps. Heads come in groups of four, which see, in
+    this order:
+
+    - corners: the quarters between two axes, up left, up right, down left, down right; m is 2^-1 in the first such
+      group, 2^-2 in the second and so on;
+    - triangles: the quarters around an axis, up, down, left, right; as many groups or one less, with the same m;
+    - everything: the last group, with m of 4^-1 ... 4^-4 for its four heads.
+
+    The edges of a quarter and the patch itself count as seen. This is the authors' code for 12 and 16 heads. Their 6
+    heads are four corners and the first two that see everything. Their code has no 4 or 8 heads: here 4 heads see
+    corners, and 8 heads are a group of corners and one that sees everything.
+
+    Prefix tokens see and are seen by all tokens, with bias 0. On another grid the fields of view follow its own rows
+    and columns, even where distances are rescaled. There is no `auto_lookhere`, because 0 * -inf is NaN.
 
     Raises:
-        ValueError: If the number of heads is neither 6 nor a multiple of 4.
+        ValueError: If the number of heads is neither 6 nor a multiple of 4. Hence there is no `vit_tiny_lookhere`.
     """
-    per_layer = True  # f is
+    per_layer = True  # because of f
     gate_init = None
     paper = 'https://arxiv.org/abs/2405.13985'
 
@@ -66,7 +72,7 @@ class DirectedAttentionEncoding(OffsetBiasEncoding):
         dy = torch.arange(1 - grid.height, grid.height, device=device, dtype=dtype)[:, None]
         dx = torch.arange(1 - grid.width, grid.width, device=device, dtype=dtype)
         ahead, aside = y * dy + x * dx, x * dy - y * dx  # [h, 2H-1, 2W-1]
-        # Not -inf: a buffer that is averaged, scaled or compared should not turn into NaN.
+        # Do not store -inf: it would turn into NaN where buffers are averaged, scaled or compared.
         return bias.masked_fill(ahead < aside.abs(), UNSEEN)
 
     def position_bias(self, grid: Grid) -> torch.Tensor:

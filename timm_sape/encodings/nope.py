@@ -5,8 +5,13 @@ from .registry import register_encoding
 
 @register_encoding('nope')
 class NoPositionEncoding(PositionEncoding):
-    """Nothing at all; the baseline that tells how much position matters."""
+    """No position at all.
+
+    The baseline that shows how much position matters.
+    """
     relative = True
+    sees_mirror = False
+    supplements_ape = False
     adds = 'none'
     resolution = 'nothing to adapt'
     gate_init = None

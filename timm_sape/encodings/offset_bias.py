@@ -1,8 +1,8 @@
-"""What the biases share that depend on the offset from one patch to another alone, so on 2H-1 x 2W-1 numbers per head.
+"""Base of fixed biases that depend only on the offset between two patches, so on 2H-1 x 2W-1 numbers per head.
 
-These numbers are what is kept. The N x N biases are copied out of them in each forward pass, which takes as long as any
-other pass over the logits: at 32 x 32 patches and 12 heads 0.2 MB are kept instead of 48, and a bias that differs from
-layer to layer does not cost as much memory as all layers.
+Only these numbers are stored. Each forward pass copies the N x N biases out of them, which takes as long as any other
+pass over the logits. For 32 x 32 patches and 12 heads this stores 0.2 MB instead of 48, which matters most where each
+layer has its own bias.
 """
 from typing import Callable, List, Sequence, Tuple
 
@@ -16,14 +16,14 @@ __all__ = ['OffsetBiasEncoding', 'per_head', 'slopes_for_any_heads']
 
 
 class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
-    """A bias b_h(dy, dx) for the patch that is dy rows below and dx columns to the right of the one that looks.
+    """A bias b_h(dy, dx), where the key is dy rows below and dx columns to the right of the query.
 
-    A subclass defines `compute`, which returns it for dy = 1-H ... H-1 and dx = 1-W ... W-1, `[h, 2H-1, 2W-1]`, and
-    calls `make_table`.
+    A subclass defines `compute`, which returns the bias for dy = 1-H ... H-1 and dx = 1-W ... W-1, `[h, 2H-1, 2W-1]`,
+    and calls `make_table`.
 
     Args:
-        resolution: On another grid than the trained one, H0 x W0, offsets go on ('extrapolate') or are squeezed or
-            stretched, dy to dy * H0/H, dx likewise ('rescale').
+        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': offsets continue.
+            'rescale': they are squeezed or stretched, so dy becomes dy * H0/H, and dx likewise.
     """
     relative = True
     resolution = 'distances go on, or `rescale`'
@@ -41,30 +41,31 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
 
     @staticmethod
     def spread(table: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Biases by offset `[h, 2H-1, 2W-1]` to biases between tokens `[h, N, N]`, by the prefix rule."""
-        if torch.jit.is_tracing():  # which bakes strides in, also where sizes may change
-            return grid.pad_prefix(between_patches(table.flatten(1).T, grid).transpose(1, 2))
-        # The biases of the patch at (y, x) are the window that begins at offset (-y, -x): the first window is the last
-        # patch's. `unfold` would do, were it not for symbolic sizes.
+        """From biases by offset `[h, 2H-1, 2W-1]` to biases between tokens `[(B,) h, N, N]`."""
+        if torch.jit.is_tracing():  # tracing would turn the strides into constants, even if sizes are dynamic
+            return grid.between_tokens(between_patches(table.flatten(1).T, grid).transpose(1, 2))
+        # The biases of the query at (y, x) are the H x W window that begins at offset (-y, -x), so the first window
+        # belongs to the last patch. `unfold` would read better, but fails on symbolic sizes.
         head, row, column = table.stride()
         windows = table.as_strided((table.shape[0], *grid.size, *grid.size), (head, row, column, row, column))
         rows = windows.flip(1, 2)  # [h, H, W, H, W]
-        return grid.pad_prefix(rows.flatten(3, 4).flatten(1, 2))  # [h, N, N]
+        return grid.between_tokens(rows.flatten(3, 4).flatten(1, 2))  # [(B,) h, N, N]
 
 
 def per_head(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """One number per head, as a tensor that goes with a table by offset, `[h, 1, 1]`."""
+    """One number per head as a tensor `[h, 1, 1]`, which broadcasts with a table `[h, 2H-1, 2W-1]`."""
     return torch.tensor(values, device=device, dtype=dtype)[:, None, None]
 
 
 def slopes_for_any_heads(num_heads: int, geometric: Callable[[int], List[float]]) -> List[float]:
-    """ALiBi's rule for a number of heads that is no power of two.
+    """The slopes of all heads, by ALiBi's rule if their number is not a power of two.
 
-    The slopes of the next lower power, then every second one of the next higher power, as many as are missing.
+    These are the slopes for the next lower power of two, then every second slope for the next higher one, until there
+    are enough.
 
     Args:
         num_heads: h.
-        geometric: The slopes of n heads, n a power of two.
+        geometric: Returns the slopes of n heads, for n a power of two.
     """
     lower = 2 ** (num_heads.bit_length() - 1)
     return [*geometric(lower), *geometric(2 * lower)[::2][:num_heads - lower]]

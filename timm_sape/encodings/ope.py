@@ -1,9 +1,9 @@
 """Object-based position encoding (Li et al., 'Tackling the Abstraction and Reasoning Corpus with Vision Transformers',
 2024; ViTARC).
 
-The sinusoids of x and y share the channels with those of an object's index, so that patches of one object have half of
-their encoding in common. Costs one addition per token entry and, where the caller does not name the objects, about
-log2(H*W) products of square matrices with H*W rows per image.
+Half of the channels hold the sinusoids of an object's index, the other half those of x and y, so patches of the same
+object share half of their encoding. Costs one addition per token entry. If the caller does not pass the objects,
+finding them takes about log2(H*W) products of H*W x H*W matrices per image.
 """
 from typing import List, Optional, Sequence, Tuple, Union
 
@@ -20,24 +20,29 @@ from .registry import register_encoding
 
 @register_encoding('ope')
 class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
-    """The patch at (y, x) of object o gets [wave(o), wave(x), wave(y)] of D/2, D/4 and D/4 channels.
+    """Object-based (OPE).
 
-    In C channels, wave(p) is [sin(p w), cos(p w)] with w_k = 10000^(-2k/C), k < C/2. Prefix tokens get nothing.
+    The patch at (y, x) of object o gets [wave(o), wave(x), wave(y)], of D/2, D/4 and D/4 channels.
 
-    Objects are what `model(x, object_index=...)` says, integers below 2^24. Left out, they are found in the image: the
-    mean colours of patches are rounded down to 4 levels per channel, and patches that a way from neighbour to neighbour
-    (left, right, above, below) of the same colour connects are one object. They are numbered from 0 in the order of
-    their first patches, row by row, background included. (The authors number the bounding boxes of objects, colour by
-    colour, from 1, with 0 for the most frequent colour.) No gradient flows through it.
+    With C channels, wave(p) is [sin(p w), cos(p w)] with w_k = 10000^(-2k/C), k < C/2. Nothing is added to prefix
+    tokens.
+
+    The caller can pass the objects as `model(x, object_index=...)`, integers below 2^24. Otherwise they are found in
+    the image: the mean colours of patches are rounded down to 4 levels per channel, and an object is a connected region
+    of patches of the same colour (neighbours are left, right, above, below). Objects, the background included, are
+    numbered from 0 by their first patch in raster order. (The authors number the bounding boxes of objects, colour by
+    colour, from 1, with 0 for the most frequent colour.) No gradient flows to the image.
 
     Args:
-        mean: Mean by which images are normalised, a number or one for each channel. Default: that of the entrypoints.
-        std: Standard deviation, likewise; positive.
+        mean: Mean by which images were normalized, a number or one per channel. Default: that of the entrypoints.
+        std: Standard deviation by which they were divided, likewise; positive.
 
     Raises:
-        ValueError: If a value is none of these, the embed dim is not a multiple of 8, or, in the forward pass, the
-            image has another number of channels.
+        ValueError: If a value is none of these or the embed dim is not a multiple of 8. In the forward pass, if the
+            number of channels of the image does not fit mean or std, `object_index` has a wrong shape or dtype, or
+            there is neither an image nor an `object_index`.
     """
+    asks_for = ('images', 'patch_size', 'object_index')
     resolution = 'coordinates go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2410.06405'
 
@@ -72,31 +77,50 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
             self,
             x: torch.Tensor,
             grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        assert grid.objects is not None, "'ope' needs grid.objects, which find_objects tells."
+            images: Optional[torch.Tensor],
+            patch_size: Tuple[int, int],
+            object_index: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        if object_index is not None:
+            # x.shape[0], because with len(x) exported models would have a fixed batch size
+            _check(object_index, [x.shape[0], grid.num_patches])
+        elif images is not None:
+            object_index = self.find_objects(images, grid, patch_size)
+        else:
+            raise ValueError(
+                "'ope' finds objects in the images, but got only tokens. Call model(images) or "
+                'model.embed(images), or pass object_index=.')
         table = self.table_for(grid)  # [H*W, D/2]
-        objects = _waves(grid.objects.to(table), self.dim // 2)  # [B, H*W, D/2]
+        objects = _waves(object_index.to(table), self.dim // 2)  # [B, H*W, D/2]
         table = torch.cat([objects, table.expand_as(objects)], dim=-1)  # [B, H*W, D]
-        return None, grid.pad_tokens(table)  # [B, N, D]
+        return grid.pad_tokens(grid.gather(table[:, None])[:, 0])  # [B, N, D]
 
     def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
+        """The object that each patch of the whole grid belongs to.
+
+        Args:
+            images: `[B, C, height, width]`, normalized, as the model gets them.
+            grid: The grid.
+            patch_size: Height and width of a patch in pixels.
+
+        Returns:
+            Index of the object, from 0, int64 `[B, H*W]`.
+        """
         levels = self._levels(images.detach(), grid, patch_size)  # [B, H*W, C]
         place = grid.coordinates(levels.device, levels.dtype)  # [H*W, 2]
         is_near = _steps(place) <= 1  # [H*W, H*W]
         is_same = (levels[:, :, None] == levels[:, None]).all(-1)  # [B, H*W, H*W]
-        # 1 where a way leads from patch to patch; each product doubles the length of the ways.
+        # 1 where a path leads from patch to patch. Each product doubles the length of the paths.
         connected = (is_near & is_same).to(levels.dtype)  # [B, H*W, H*W]
         for _ in range(_num_doublings(grid.num_patches)):
             connected = (connected @ connected).clamp(max=1)
-        first = connected.argmax(-1)  # the first patch of each one's object, [B, H*W]
+        first = connected.argmax(-1)  # first patch of the object of each patch, [B, H*W]
         is_first = first == torch.arange(grid.num_patches, device=first.device)
         return (is_first.long().cumsum(-1) - 1).gather(-1, first)  # [B, H*W]
 
     def _levels(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
-        """Mean colours of the patches in whole quarters of the range, 0 to 3, `[B, H*W, C]`."""
-        # As where they are embedded: patches that reach beyond the image are filled up with zeros, and what is no whole
-        # patch may be left out.
+        """Mean colour of each patch, rounded down to levels 0, 1, 2, 3 of the range of pixels, `[B, H*W, C]`."""
+        # Like the patch embedding: pad patches that extend beyond the image with zeros, or crop an incomplete patch.
         height, width = grid.height * patch_size[0], grid.width * patch_size[1]
         images = F.pad(images, (0, width - images.shape[3], 0, height - images.shape[2]))
         colours = F.avg_pool2d(*ops.upcast(images), patch_size)  # [B, C, H, W]
@@ -110,25 +134,35 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
         values = value if isinstance(value, (list, tuple)) else [value] * num_channels
         if len(values) != num_channels:
             raise ValueError(
-                f"'ope' has a {name} of {len(values)} channels, but the image has {num_channels}. "
-                f"Create the model with pos_enc_kwargs={{'ope': {{'{name}': ...}}}} of as many, or a single number.")
+                f"'ope' has a {name} of {len(values)} channels, but the image has {num_channels}. Create the model "
+                f"with pos_enc_kwargs={{'ope': {{'{name}': ...}}}} of that many numbers, or of a single one.")
         return values
 
 
+def _check(object_index: torch.Tensor, shape: List[int]) -> None:
+    is_tensor = isinstance(object_index, torch.Tensor)
+    if not is_tensor or object_index.dtype.is_floating_point or object_index.dtype.is_complex or (
+            list(object_index.shape) != shape):
+        got = f'{object_index.dtype} {list(object_index.shape)}' if is_tensor else type(object_index).__name__
+        raise ValueError(
+            f"'ope' needs object_index to be a tensor of integers of shape [B, H*W] = {shape}, one for each patch in "
+            f'raster order, got {got}.')
+
+
 def _waves(position: torch.Tensor, num_channels: int) -> torch.Tensor:
-    """`[...]` to `[..., C]`."""
+    """From positions `[...]` to their sinusoids `[..., C]`."""
     k = torch.arange(num_channels // 2, device=position.device, dtype=position.dtype)
     phase = position[..., None] * 10000 ** (-2 * k / num_channels)  # [..., C/2]
     return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
 
 def _steps(place: torch.Tensor) -> torch.Tensor:
-    """Steps along rows and columns between all places `[N, 2]`, `[N, N]`. Not by torch.cdist, which ONNX lacks."""
+    """Manhattan distances `[N, N]` between all positions `[N, 2]`. ONNX has no torch.cdist."""
     return (place[:, None] - place).abs().sum(-1)
 
 
 def _num_doublings(num_patches: int) -> int:
-    """How often a way of one step is doubled until it could visit all patches; of an unknown number, 65536."""
-    if torch.jit.is_tracing():  # a number is a tensor then
+    """How often a path of one step must be doubled to visit all patches, at most 16. 16 if their number is unknown."""
+    if torch.jit.is_tracing():  # sizes are tensors then
         return 16
     return next((n for n in range(16) if statically_known_true(num_patches <= 2 ** n)), 16)

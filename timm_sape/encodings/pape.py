@@ -1,12 +1,12 @@
 """PaPE (Øhrstrøm et al., 'Parabolic Position Encoding', 2026).
 
-What a patch sees of another one falls off with a sum of parabolas in directions that each head learns, as wide and as
-far to one side as the patch's own content says. 2-D in that a direction is a vector (y, x).
+The bias is a sum of parabolas of the offset between two patches, along directions that each head learns. The content of
+the query decides how wide each parabola is and where its peak lies. 2-D in that a direction is a vector (y, x).
 
-A sum of parabolas of dy and dx is a quadratic form in them: however many there are, five numbers for each query and
-head are all that is left of them. Multiplied out they are six channels of q and k (21 in half precision), so that no
-N x N tensor is made and attention stays fused. (One by one, M parabolas would take 3 * M + 2.) Costs a projection of
-the tokens to h * M widths, and those channels.
+A sum of parabolas is a quadratic form in dy and dx, so five numbers per query and head describe it, however many
+parabolas there are. Expanded in the coordinates, it is a product of six further channels of q and k (21 in half
+precision), so no N x N tensor is made and attention stays fused. (One parabola at a time, M of them would take
+3 * M + 2 channels.) Costs a projection of the tokens to h * M widths, and these channels.
 """
 from typing import List, Tuple
 
@@ -20,32 +20,35 @@ from .base import CoordinateEncoding
 from .checks import is_integer
 from .registry import register_encoding
 
-# The unit of coordinates, in patches, and what multiplies the channels of k and divides those of q. Powers of two
-# change no digit: with these, the channels of k are within the range of float16 on grids of up to 256 x 256.
+# UNIT: unit of coordinates, in patches. WEIGHT: multiplies the channels of k and divides those of q. With these values
+# the channels of k fit the range of float16 on grids of up to 256 x 256. Powers of two cause no rounding.
 UNIT, WEIGHT = 16.0, 512.0
 
 
 @register_encoding('pape')
 class ParabolicPositionEncoding(CoordinateEncoding):
-    """Logits get sum over m of -a_im (u_im - u_jm)^2 + b_im (u_im - u_jm), with u_jm = w_p[m].(y_j, x_j).
+    """Parabolic (PaPE).
 
-    For each head, a_i = softplus(w_a x_i) and b_i = w_b x_i, with x_i the normed token that q and k are made of. The
-    authors' code divides the bias by sqrt(d) along with q.k; here it is added as it stands. So that it starts from the
-    same values, w_p and w_b start from those of that code (uniform in +-1/sqrt(2) and +-1/sqrt(D)) times d^(-1/4), w_a
-    in +-1/sqrt(D) as it is. There, patches count from 1 and the class token is at (0, 0); here prefix tokens have no
-    bias. No parameter has weight decay.
+    Logits get sum over m of -a_im (u_im - u_jm)^2 + b_im (u_im - u_jm), with u_jm = w_p[m].(y_j, x_j).
 
-    Everything is computed in float32 at least, but for the product itself, which is the attention's own. Three things
-    keep the difference of its large terms right in half precision: coordinates are centred, so that few digits are
-    enough to be exact; the five numbers of a query are rounded (to two channels) before anything is made of them, which
-    leaves an error in the parabolas, small where offsets are, and none in their differences; and whatever has more
-    digits than the dtype has as many channels as that takes.
+    For each head, a_i = softplus(w_a x_i) and b_i = w_b x_i, where x_i is the normed token that q and k are computed
+    from. Positions are in patches. Two things differ from the authors' code. That code divides the bias by sqrt(d)
+    along with q.k, while here it is added unscaled; the initial bias is the same, because w_p and w_b are initialized
+    as there (uniform in +-1/sqrt(2) and +-1/sqrt(D)) but multiplied by d^(-1/4), and w_a as there (uniform in
+    +-1/sqrt(D)). And there patches are numbered from 1 with the class token at (0, 0), while here prefix tokens have no
+    bias. No parameter gets weight decay.
+
+    Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
+    difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
+    digits represent them exactly. The five numbers of a query are rounded first (to two channels) and everything else
+    is computed from the rounded values: the parabolas then differ slightly from the exact ones, but their terms still
+    cancel. And a value with more digits than the dtype holds is split over several channels.
 
     Args:
-        num_parabolas: M, parabolas for each head, 1 or more.
+        num_parabolas: M, number of parabolas per head, 1 or more.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not a positive integer.
     """
     relative = True
     adds = 'L * 100 * h * (D + 1)'
@@ -85,7 +88,8 @@ class ParabolicPositionEncoding(CoordinateEncoding):
             places = grid.keep_rows(grid.coordinates(form.device, form.dtype))  # [(B, 1,) N-P, 2]
             row = (places[..., 0] - (grid.height - 1) / 2) / UNIT
             column = (places[..., 1] - (grid.width - 1) / 2) / UNIT
-            # In the form of y_i - y_j and x_i - x_j: what multiplies 1, y_j and x_j; and y_j^2, y_j x_j and x_j^2
+            # Expand the form in y_i - y_j and x_i - x_j. `first` has the factors of 1, y_j and x_j, `second` those of
+            # y_j^2, y_j x_j and x_j^2.
             yy, yx, xx, dy, dx = form.unbind(-1)
             first = torch.stack([
                 yy * row * row + yx * row * column + xx * column * column + dy * row + dx * column,
@@ -104,11 +108,14 @@ class ParabolicPositionEncoding(CoordinateEncoding):
             return grid.pad_tokens(a), grid.pad_tokens(b.expand_as(a))  # [B, h, N, 6 or 21]
 
     def _form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """What multiplies dy^2, dy*dx, dx^2, dy and dx in the bias of each query, `[B, h, N-P, 5]`.
+        """The quadratic form of each query: the factors of dy^2, dy*dx, dx^2, dy and dx in its bias.
 
         Args:
             x: Tokens of the patches, `[B, N-P, D]`.
             grid: The grid.
+
+        Returns:
+            `[B, h, N-P, 5]`, for offsets in units of `UNIT` patches.
         """
         x, w_p, w_a, w_b = ops.upcast(x, self.w_p, self.w_a, self.w_b)
         w_p = UNIT * w_p
@@ -124,7 +131,10 @@ class ParabolicPositionEncoding(CoordinateEncoding):
 
 
 def _parts(x: torch.Tensor, dtype: torch.dtype, num: int) -> List[torch.Tensor]:
-    """Numbers that add up to x, smaller and smaller; all but the last are exact in a narrow dtype, without gradient."""
+    """Split x into `num` tensors of decreasing size that add up to it.
+
+    All but the last are exact in the narrow `dtype`. Only the last one carries a gradient.
+    """
     parts = []
     for _ in range(num - 1):
         parts.append(x.detach().to(dtype).to(x.dtype))

@@ -1,8 +1,8 @@
-"""Conditional position encoding (Chu et al., 'Conditional Positional Encodings for Vision Transformers', ICLR 2023), as
-its generator (PEG) makes it.
+"""Conditional position encoding by a generator, PEG (Chu et al., 'Conditional Positional Encodings for Vision
+Transformers', ICLR 2023).
 
-2-D in that it is a convolution on the grid. The zeros beyond the border tell the patches there where they are, and
-attention hands that on. Costs k^2 multiplications per entry of the patch tokens, once.
+2-D in that it is a convolution on the grid. The zero padding reveals their position to the patches at the border, and
+attention passes it on to the others. Costs k^2 multiplications per entry of the patch tokens, once.
 """
 import torch
 import torch.nn as nn
@@ -15,17 +15,20 @@ from .registry import register_encoding
 
 @register_encoding('peg')
 class ConditionalPositionEncoding(PositionEncoding):
-    """After the first block: x + conv(x), where conv is depthwise, k x k, with a bias, on the grid of the patches.
+    """Conditional, by a convolution (PEG).
 
-    Beyond the border there are zeros, and in the place of a dropped patch as well. Prefix tokens get nothing. The
-    convolution starts as torch's do, its weights and biases uniform within +-1/k (Twins starts it otherwise: normal
-    with variance 2/k^2, and no bias; the paper does not say). No parameter has weight decay.
+    After the first block: x + conv(x), where conv is depthwise, k x k, with a bias, on the grid of the patches.
+
+    The input is zero beyond the border and in place of dropped patches. Nothing is added to prefix tokens. The
+    convolution is initialized by torch's defaults, so weights and biases are uniform within +-1/k. (The paper gives no
+    initialization. Twins uses a normal distribution with variance 2/k^2 and a bias of zero.) No parameter gets weight
+    decay.
 
     Args:
-        kernel_size: k, an odd number of at least 3: a kernel of 1 would see no border.
+        kernel_size: k, an odd number of at least 3: a kernel of 1 would not reach beyond the border.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If `kernel_size` is anything else.
     """
     first_layers = 1
     adds = '(k^2 + 1) * D'
@@ -42,8 +45,9 @@ class ConditionalPositionEncoding(PositionEncoding):
     def reset_parameters(self) -> None:
         self.conv.reset_parameters()
 
-    def after_block(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         patches = grid.scatter(x[:, None, grid.num_prefix_tokens:])[:, 0]  # [B, H*W, D]
-        maps = self.conv(patches.transpose(1, 2).unflatten(2, grid.size))  # [B, D, H, W]
+        maps = patches.transpose(1, 2).unflatten(2, grid.size)  # [B, D, H, W]
+        maps = self.conv(maps.contiguous())  # opacus computes wrong gradients if the input is not contiguous
         patches = maps.flatten(2).transpose(1, 2)  # [B, H*W, D]
         return grid.pad_tokens(grid.gather(patches[:, None])[:, 0])  # [B, N, D]

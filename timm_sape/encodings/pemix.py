@@ -1,22 +1,27 @@
 """PEmixer (Li et al., 'Tackling the Abstraction and Reasoning Corpus with Vision Transformers', 2024; ViTARC).
 
-Lets a model weigh content against position channel by channel, whichever encodings of the tokens stand beside it. It
-knows no position itself. Costs two multiplications per token entry.
+Lets a model weigh content against position in each channel, for any encodings that are added to the tokens. It has no
+positions of its own. Costs two multiplications per token entry.
 """
+from typing import Tuple
+
 import torch
 import torch.nn as nn
 
+from ..grid import Grid
 from .base import PositionEncoding
 from .registry import register_encoding
 
 
 @register_encoding('pemix')
 class PositionMixer(PositionEncoding):
-    """Tokens x and the sum of all their position terms, pe, become x * w_x + pe * w_pe, both weights in R^D.
+    """Mixer of tokens and positions (PEmixer).
 
-    Both start as ones, which is plain addition, and have no weight decay. Prefix tokens are weighed like all others.
-    This is the authors' mixer without norms. There is no `auto_pemix`, as it contributes nothing that could be faded
-    in, and nothing to mix without an encoding of the tokens: `pos_enc='pemix+sincos2d'`.
+    Tokens x and the sum of all their position terms, pe, become x * w_x + pe * w_pe, both weights in R^D.
+
+    Both are initialized to ones, which is plain addition, and get no weight decay. They apply to prefix tokens too.
+    This is the authors' mixer without norms. It must be combined with an encoding that is added to the tokens, e.g.
+    `pos_enc='pemix+sincos2d'`. There is no `auto_pemix`, because the mixer adds nothing that a gate could scale.
     """
     per_layer = False
     alone = False
@@ -35,5 +40,5 @@ class PositionMixer(PositionEncoding):
         nn.init.ones_(self.weight_x)
         nn.init.ones_(self.weight_pe)
 
-    def mix(self, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight_x + term * self.weight_pe).to(x.dtype)  # [B, N, D]
+    def mix(self, x: torch.Tensor, term: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight_x, term * self.weight_pe

@@ -1,4 +1,5 @@
-"""The names that users type: `pos_enc='ape+sape2_k'`, `pos_enc='ape+auto_rope2d'`."""
+"""The names of encodings, and the parsing of strings such as `pos_enc='ape+auto_rope2d'`."""
+import ast
 import difflib
 import fnmatch
 import functools
@@ -7,12 +8,13 @@ import json
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
-from .base import PositionEncoding, RotaryEncoding
+from .base import FixedEncoding, PositionEncoding, RotaryEncoding
 from .checks import is_number
 
 __all__ = [
     'create_encoding',
     'encoding_keywords',
+    'encoding_title',
     'encodings_table',
     'get_encoding',
     'is_auto',
@@ -27,51 +29,62 @@ EncodingT = TypeVar('EncodingT', bound=PositionEncoding)
 _encodings: Dict[str, Type[PositionEncoding]] = {}
 _aliases: Dict[str, str] = {}
 
-AUTO = 'auto_'  # before the name of any encoding: multiplied by a learned scalar
-HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # that the model gives
+AUTO = 'auto_'  # prefix of a name: what the encoding contributes is multiplied by a learned scalar, the gate
+HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model, not users
 
 
 def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Type[EncodingT]], Type[EncodingT]]:
-    """Class decorator that makes an encoding known, here or in any other package.
+    """Class decorator that registers an encoding, in this package or any other.
+
+    The first line of the class's docstring is its full name, shown by `timm-sape list`. Descriptions of inherited
+    keywords are copied from the docstrings of its bases into its own, so that `help` describes all keywords.
 
     Args:
-        name: What users type: small letters, digits and `_`.
-        aliases: Further names; models are saved with `name`.
+        name: What users type: lowercase letters, digits and `_`.
+        aliases: Other names for it. Models are always saved with `name`.
 
     Raises:
-        ValueError: If a name is taken or malformed, the class is no `PositionEncoding`, or it shares what it cannot:
-            tokens are embedded once per model, content and values are per layer.
+        ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, or its
+            `per_layer` does not fit its hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k
+            or probabilities run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
 
     def register(cls: Type[EncodingT]) -> Type[EncodingT]:
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
-            raise ValueError(f'Encoding {name!r}: {cls!r} is no subclass of timm_sape.PositionEncoding.')
+            raise ValueError(f'Encoding {name!r}: {cls!r} is not a subclass of timm_sape.PositionEncoding.')
         for per_layer, hooks in (
-                (False, ('embed', 'mix', 'layer_embed')),
-                (True, ('after_block', 'content_bias', 'channels', 'values'))):
+                (False, ('mix', 'layer_embed')),
+                (True, ('content_bias', 'attend', 'channels', 'values'))):
             for hook in hooks:
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
-                        f'Encoding {name!r} overrides {hook!r}, which is called where per_layer={per_layer}.')
+                        f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
+        for method in sorted(getattr(cls, '__abstractmethods__', ())):
+            raise ValueError(
+                f'Encoding {name!r}: {cls.__name__} must define {method}{inspect.signature(getattr(cls, method))}: '
+                f'{inspect.getdoc(getattr(cls, method)).splitlines()[0]}')
         if isinstance(aliases, str):
             raise ValueError(f'Encoding {name!r}: aliases must be a sequence of names, got the string {aliases!r}.')
         names = [name, *aliases]
         for new in names:
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
-                raise ValueError(f'Encoding name {new!r}: use small letters, digits and underscores.')
+                raise ValueError(f'Encoding name {new!r}: use lowercase letters, digits and underscores.')
             if new.startswith(AUTO):
                 raise ValueError(
-                    f'Encoding name {new!r}: {AUTO!r} stands for a gate before any encoding. Leave it out.')
+                    f'Encoding name {new!r}: the prefix {AUTO!r} is reserved for gated encodings. Leave it out.')
             if names.count(new) > 1:
                 raise ValueError(f'Encoding {name!r}: {new!r} is given more than once.')
             if new in _encodings or new in _aliases:
                 owner = _encodings[_aliases.get(new, new)]
+                if (owner.__module__, owner.__qualname__) == (cls.__module__, cls.__qualname__):
+                    continue  # the same class again, as when a cell of a notebook is run twice
                 raise ValueError(
-                    f'Encoding {new!r} is registered already, by {owner.__module__}.{owner.__qualname__}. '
+                    f'Encoding {new!r} is already registered, by {owner.__module__}.{owner.__qualname__}. '
                     'Choose another name.')
         cls.name = name
+        _describe_inherited_keywords(cls)
         _encodings[name] = cls
         _aliases.update({alias: name for alias in aliases})
         return cls
@@ -79,15 +92,32 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
     return register
 
 
+def _describe_inherited_keywords(cls: Type[PositionEncoding]) -> None:
+    """If the class has a docstring, add the descriptions of inherited keywords from the docstrings of its bases."""
+    doc, inherited = inspect.cleandoc(cls.__doc__ or ''), []
+    for keyword in _class_keywords(cls):
+        entry = re.compile(rf'^    {keyword}: .*(?:\n {{8}}.*)*', re.MULTILINE)
+        if not entry.search(doc):
+            found = (entry.search(inspect.cleandoc(base.__doc__ or '')) for base in cls.__mro__[1:])
+            inherited += [match[0] for match in found if match][:1]
+    if doc and inherited:
+        cls.__doc__ = '\n'.join([doc, '', 'Inherited keywords:', *inherited])
+
+
 def list_encodings(filter: str = '', *, aliases: bool = False) -> List[str]:
     """Sorted names of all encodings.
 
     Args:
         filter: Wildcard pattern, e.g. `'sape2*'`.
-        aliases: Include further names of the same encodings, such as `sape2` for `sape2_k`.
+        aliases: Also list aliases, such as `sape2` for `sape2_k`.
     """
     names = sorted([*_encodings, *_aliases] if aliases else _encodings)
     return fnmatch.filter(names, filter) if filter else names
+
+
+def encoding_title(name: str) -> str:
+    """The full name of an encoding, `'Axial 2-D rotary (RoPE-Axial)'`; empty if its class has no docstring."""
+    return (get_encoding(name).__doc__ or '').partition('\n')[0].removesuffix('.')
 
 
 def encodings_table() -> str:
@@ -106,15 +136,15 @@ def encodings_table() -> str:
 
 
 def is_auto(name: str) -> bool:
-    """Whether a name asks for a gate, as `auto_rope2d` does."""
+    """Whether a name is that of a gated encoding, such as `auto_rope2d`."""
     return name.startswith(AUTO)
 
 
 def _resolve(name: str) -> str:
-    """The name that an alias stands for, with or without a gate.
+    """The canonical name for a name or alias. A prefix `auto_` is kept.
 
     Raises:
-        ValueError: If it is unknown, or cannot be gated.
+        ValueError: If the name is unknown, or starts with `auto_` and the encoding cannot be gated.
     """
     plain = name.removeprefix(AUTO)
     plain = _aliases.get(plain, plain)
@@ -124,29 +154,31 @@ def _resolve(name: str) -> str:
         if re.search(r'[\s,;/&|]', name):
             raise ValueError(f"Unknown position encoding {name!r}. Join names with '+', e.g. 'ape+sape2_k'.")
         hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
-        raise ValueError(f'Unknown position encoding {name!r}. {hint}')
+        raise ValueError(
+            f'Unknown position encoding {name!r}. {hint} If it is your own, import its module first; on the command '
+            'line: timm-sape COMMAND --import MODULE.')
     if not is_auto(name):
         return plain
     cls = _encodings[plain]
     if cls.gate_init is None:
-        raise ValueError(f'{name!r}: {plain!r} has no neutral form that a gate could fade in from. Leave auto_ out.')
+        raise ValueError(f'{name!r}: {plain!r} has no neutral form, so it cannot have a gate. Leave auto_ out.')
     if cls.overrides('rotation') and not issubclass(cls, RotaryEncoding):
         raise ValueError(
-            f'{name!r}: the gate of a rotation acts on its angles; derive {cls.__name__} from RotaryEncoding.')
+            f'{name!r}: the gate of a rotation multiplies its angles. Derive {cls.__name__} from RotaryEncoding.')
     return AUTO + plain
 
 
 def get_encoding(name: str) -> Type[PositionEncoding]:
-    """The class behind a name; that of `auto_<name>` is the one of `<name>`.
+    """The class registered under a name. `auto_<name>` has the same class as `<name>`.
 
     Raises:
-        ValueError: If it is unknown, or cannot be gated.
+        ValueError: If the name is unknown, or starts with `auto_` and the encoding cannot be gated.
     """
     return _encodings[_resolve(name).removeprefix(AUTO)]
 
 
 def is_per_layer(name: str) -> bool:
-    """Whether each attention layer has an instance of its own, as every gated rotation has, for a gate per layer."""
+    """Whether each attention layer has an instance of its own. Every gated rotation does, to have a gate per layer."""
     cls = get_encoding(name)
     return cls.per_layer or is_auto(name) and cls.overrides('rotation')
 
@@ -155,14 +187,14 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
     """Build one encoding.
 
     Args:
-        name: Name of the encoding, with `auto_` before it for one with a learned gate.
-        kwargs: What the host model tells (`dim`, `num_heads`, `grid_size`, ..., see `PositionEncoding`), `device`,
-            `dtype`, and the encoding's own keywords; of a gated one also `init`.
+        name: Name of the encoding, with the prefix `auto_` for one with a learned gate.
+        kwargs: What the model passes (`dim`, `num_heads`, `grid_size`, ..., see `PositionEncoding`), `device`, `dtype`,
+            and the encoding's own keywords. A gated encoding also takes `init`, the initial value of its gate.
 
     Raises:
         ValueError: If the name, a keyword or a value is not accepted.
     """
-    _check_keywords(name, kwargs.keys() - (HOST_KEYWORDS - {'gate'}))  # gates are made here
+    _check_keywords(name, kwargs.keys() - (HOST_KEYWORDS - {'gate'}))  # `auto_` sets the gate, not the caller
     cls = get_encoding(name)
     if is_auto(name):
         init = kwargs.pop('init', cls.gate_init)
@@ -171,9 +203,12 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
         if cls.gate_init == 1 and init == 0:
             raise ValueError(
                 f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with the default of '
-                '1 the encoding is neutral at the start already.')
+                '1 the encoding does nothing at the start anyway.')
         kwargs['gate'] = init
-    return cls(**kwargs)
+    encoding = cls(**kwargs)
+    if isinstance(encoding, FixedEncoding) and 'table' not in encoding._buffers:
+        raise ValueError(f'{name!r}: call self.make_table() at the end of the constructor of {cls.__name__}.')
+    return encoding
 
 
 def encoding_keywords(name: str) -> Dict[str, Any]:
@@ -183,7 +218,7 @@ def encoding_keywords(name: str) -> Dict[str, Any]:
     return {**defaults, **_class_keywords(cls)}
 
 
-@functools.cache  # signatures took half of the time that a small model is made in
+@functools.cache  # without it, reading signatures takes half the time of building a small model
 def _class_keywords(base: Type[PositionEncoding]) -> Dict[str, Any]:
     defaults: Dict[str, Any] = {}
     for cls in reversed(base.__mro__):
@@ -204,18 +239,18 @@ def parse_pos_enc(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
 ) -> Dict[str, Dict[str, Any]]:
-    """Split `'sape2+ape'` into its parts, in their one canonical order and with aliases resolved.
+    """Split a string such as `'sape2+ape'` into its parts, with aliases resolved.
 
     Args:
         pos_enc: Names joined by `+`, or `'nope'`.
-        pos_enc_kwargs: Keywords of each part, keyed by its name.
+        pos_enc_kwargs: Keywords of each part, by its name.
 
     Returns:
-        Keywords by name, sorted by name. `'+'.join` of it is the string that a model is saved with.
+        Keywords of each part by its canonical name, sorted by name. A model is saved with `'+'.join` of these names.
 
     Raises:
-        ValueError: On unknown, repeated, empty or conflicting parts, on keywords for an absent part or that the part
-            does not accept, or that are not plain JSON.
+        ValueError: If a part is unknown, repeated, empty or in conflict with another, or if keywords are for a part
+            that `pos_enc` does not have, are not accepted by their part, or are not plain JSON.
     """
     if not isinstance(pos_enc, str):
         raise ValueError(f"pos_enc must be a string such as 'ape+sape2_k', got {pos_enc!r}.")
@@ -232,9 +267,9 @@ def parse_pos_enc(
         part = _resolve(name)
         if part not in keywords:
             others = [other for other in keywords if other.removeprefix(AUTO) == part.removeprefix(AUTO)]
-            hint = f' Write {others[0]!r}, or name {part!r} there.' if others else ''
+            hint = f' Write {others[0]!r}, or put {part!r} into pos_enc.' if others else ''
             raise ValueError(
-                f'pos_enc_kwargs has keywords for {name!r}, which is no part of pos_enc={pos_enc!r}.{hint}')
+                f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.{hint}')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
@@ -250,26 +285,31 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
             raise ValueError(f'pos_enc={pos_enc!r} names {name!r} more than once.')
     if 'nope' in plain and len(plain) > 1:
         raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
-    if {'ape', 'lape'} <= set(plain):
-        raise ValueError(
-            f"pos_enc={pos_enc!r}: 'lape' is 'ape' carried from layer to layer, not added once. Keep one of them.")
-    for hook, what in (('rotation', 'rotations'), ('mix', 'ways to mix tokens and positions')):
-        names = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides(hook)]
-        if len(names) > 1:
-            raise ValueError(f'pos_enc={pos_enc!r} has two {what}, {" and ".join(names)}. Keep one of them.')
+    for name, cls in zip(resolved, map(_encodings.get, plain)):
+        for other in cls.excludes.keys() & set(plain):
+            raise ValueError(f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}.')
+    rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides('rotation')]
+    if len(rotations) > 1:
+        raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
     classes = [_encodings[name] for name in plain]
-    if any(cls.overrides('mix') for cls in classes) and not any(cls.overrides('embed') for cls in classes):
+    terms = [cls for cls in classes if cls.overrides('embed') and not cls.per_layer]
+    if any(cls.overrides('mix') for cls in classes) and not terms:
         raise ValueError(
-            f'pos_enc={pos_enc!r} mixes tokens with positions but has none for the tokens. '
+            f'pos_enc={pos_enc!r} mixes tokens with their position terms, but no part adds such a term. '
             "Add one, e.g. 'pemix+sincos2d'.")
 
 
 def plain_keywords(pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Dict[str, Dict[str, Any]]:
-    """The keywords of each part as plain JSON.
+    """The keywords of each part, as they are after a round trip through JSON.
 
     Raises:
-        ValueError: If they are something else.
+        ValueError: If they are not plain JSON, or not a mapping of mappings.
     """
+    if isinstance(pos_enc_kwargs, str):
+        meant = _meant_by(pos_enc_kwargs) or {'sape2_k': {'preset': 'equations'}}
+        raise ValueError(
+            f'pos_enc_kwargs must map parts to their keywords, got the text {pos_enc_kwargs!r}. On a command line, '
+            f'quote it and the names in it: --model-kwargs "pos_enc_kwargs={meant}".')
     given = _plain_json(pos_enc_kwargs or {})
     if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
         raise ValueError(
@@ -278,8 +318,23 @@ def plain_keywords(pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) ->
     return given
 
 
+def _meant_by(text: str) -> Optional[Dict[str, Dict[str, Any]]]:
+    """The keywords in a text that is JSON, or that a shell has stripped of its quotes. None if it makes no sense."""
+    constants = {'true': 'True', 'false': 'False', 'null': 'None', 'True': 'True', 'False': 'False', 'None': 'None'}
+
+    def quote(match: re.Match) -> str:
+        word = match[0]
+        return word if word[0] in '\'"' else constants.get(word, repr(word))
+
+    try:
+        meant = ast.literal_eval(re.sub(r'"[^"]*"|\'[^\']*\'|(?<![\w.])[A-Za-z_]\w*', quote, text))
+    except (SyntaxError, ValueError):
+        return None
+    return meant if isinstance(meant, dict) and all(isinstance(v, dict) for v in meant.values()) else None
+
+
 def _plain_json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as e:
-        raise ValueError(f'pos_enc_kwargs must be plain JSON, to survive saving, got {value!r}: {e}.') from None
+        raise ValueError(f'pos_enc_kwargs must be plain JSON, so that it can be saved, got {value!r}: {e}.') from None

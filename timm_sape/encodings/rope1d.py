@@ -1,7 +1,7 @@
 """Rotary position encoding (Su et al., 'RoFormer', 2021) along the raster.
 
-Nothing about it is 2-D: neighbours in a column are W positions apart, however near they are in the image. Costs two
-multiplications per entry of q and k.
+Nothing about it is 2-D: neighbours in a column are W positions apart, although they are adjacent in the image. Costs
+two multiplications per entry of q and k.
 """
 import torch
 
@@ -12,16 +12,19 @@ from .registry import register_encoding
 
 @register_encoding('rope1d')
 class RotaryEncoding1d(FixedRotaryEncoding, CoordinateEncoding):
-    """RoPE: pair k < d/2 of patch n of the raster turns by n * 10000^(-2k/d). Prefix tokens are not counted.
+    """Rotary along the raster (RoPE).
+
+    Pair k < d/2 of patch n of the raster is rotated by n * 10000^(-2k/d). Prefix tokens are not counted.
 
     Args:
-        resolution: On a grid of N patches other than the N0 trained on, 'extrapolate' goes on counting, 'rescale'
-            squeezes or stretches n to n * N0/N.
+        resolution: What happens on a grid of N patches other than the N0 of training. 'extrapolate': n goes up to
+            N - 1. 'rescale': n is squeezed or stretched to n * N0/N.
 
     Raises:
-        ValueError: If it is neither, or the head dim is odd.
+        ValueError: If `resolution` is neither, or the head dim is odd.
     """
     relative = True
+    sees_mirror = True
     resolution = 'the raster index goes on, or `rescale`'
     paper = 'https://arxiv.org/abs/2104.09864'
 

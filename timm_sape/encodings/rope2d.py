@@ -1,6 +1,6 @@
 """Axial 2-D rotary position encoding (Heo et al., 'Rotary Position Embedding for Vision Transformer', ECCV 2024).
 
-2-D in that one half of the channels turns with x and the other with y. Costs two multiplications per entry of q and k.
+2-D in that half of the channels rotate with x and half with y. Costs two multiplications per entry of q and k.
 """
 import torch
 
@@ -11,12 +11,15 @@ from .registry import register_encoding
 
 @register_encoding('rope2d')
 class AxialRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
-    """RoPE-Axial: channel pair t < d/4 turns by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
+    """Axial 2-D rotary (RoPE-Axial).
+
+    Channel pair t < d/4 is rotated by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
 
     Raises:
         ValueError: If the head dim is not a multiple of 4.
     """
     relative = True
+    sees_mirror = True
     resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2403.13298'
 

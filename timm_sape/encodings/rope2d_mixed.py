@@ -1,6 +1,7 @@
 """Mixed 2-D rotary position encoding (Heo et al., 'Rotary Position Embedding for Vision Transformer', ECCV 2024).
 
-2-D in that each pair of channels turns with a learned mixture of x and y, so that diagonal directions are within reach.
+2-D in that each pair of channels rotates with a learned mixture of x and y, which can be a diagonal direction. Costs
+two multiplications per entry of q and k.
 """
 import torch
 import torch.nn as nn
@@ -13,10 +14,13 @@ from .registry import register_encoding
 
 @register_encoding('rope2d_mixed')
 class MixedRotaryEncoding(RotaryEncoding, CoordinateEncoding):
-    """RoPE-Mixed: pair t of head h turns by x * freqs[0, h, t] + y * freqs[1, h, t], learned in each layer.
+    """Mixed 2-D rotary (RoPE-Mixed).
 
-    The frequencies start as 10^(-4t/d) in a random direction per head, and in the one at right angles to it. Angles are
-    computed in float32 at least. The frequencies have no weight decay.
+    Pair t of head h is rotated by x * freqs[0, h, t] + y * freqs[1, h, t]; each layer learns its own freqs.
+
+    They are initialized to 10^(-4t/d), t < d/4, in a random direction per head for the first d/4 pairs, and in the
+    direction at right angles to it for the others. Angles are computed in at least float32. The frequencies get no
+    weight decay.
 
     Raises:
         ValueError: If the head dim is not a multiple of 4.

@@ -1,7 +1,7 @@
-"""Rotary position encoding of DINOv3 (Siméoni et al., 2025), as timm's `RotaryEmbeddingDinoV3` has it.
+"""Rotary position encoding of DINOv3 (Siméoni et al., 2025), as in timm's `RotaryEmbeddingDinoV3`.
 
-Axial, with positions relative to the image rather than counted in patches. 2-D in that one half of the channels turns
-with y and the other with x. Costs two multiplications per entry of q and k.
+Axial, with positions relative to the image rather than counted in patches. 2-D in that half of the channels rotate with
+y and half with x. Costs two multiplications per entry of q and k.
 """
 import math
 from typing import Optional
@@ -16,31 +16,36 @@ from .registry import register_encoding
 
 @register_encoding('rope_dinov3')
 class NormalizedRotaryEncoding(FixedRotaryEncoding):
-    """DINOv3's RoPE: pair k < d/4 turns by 2 pi y / base^(4k/d), pair d/4 + k by 2 pi x / base^(4k/d).
+    """Axial rotary of DINOv3.
 
-    Pair t is the channels t and t + d/2. y is 2 (i + 1/2) / H - 1 for row i, x likewise, so both lie between -1 and 1.
+    Pair k < d/4 is rotated by 2 pi y / base^(4k/d), pair d/4 + k by 2 pi x / base^(4k/d).
 
-    In training they can be changed at random, by a shift, then a jitter, then a rescaling, drawn anew for each forward
-    pass, for all images and layers together. (`auto_rope_dinov3` has a gate and so a rotation in each layer, and draws
-    in each.) The generator is torch's default one on the model's device, where timm takes that of the CPU.
+    Pair t consists of the channels t and t + d/2. y is 2 (i + 1/2) / H - 1 for row i, and x likewise, so both lie
+    between -1 and 1.
 
-    Angles are those of timm's `RotaryEmbeddingDinoV3`, computed here since that hands out their sines and cosines, and
-    a gate acts on the angles.
+    In training, positions can be augmented at random: first a shift, then a jitter, then a rescaling. Each forward pass
+    draws once for all images and layers. (`auto_rope_dinov3` draws in each layer, because each layer has its own gate
+    and so its own rotation.) The numbers come from torch's default generator on the model's device; timm draws on the
+    CPU.
+
+    Angles are equal to those of timm's `RotaryEmbeddingDinoV3`. They are computed here because timm's module returns
+    only sines and cosines, and a gate must multiply the angles.
 
     Args:
-        base: Periods go from 1 to nearly this. More than 0.
-        normalize: What i is divided by: 'separate' for H along y and W along x, 'max' or 'min' for the larger or the
-            smaller of the two along both axes, which keeps proportions; one axis then does not end at 1.
-        shift: Add to each axis up to so much, positive or negative. 0 or more; None for no shift.
-        jitter: Multiply each axis by a factor from 1/jitter to jitter, whose logarithm is drawn. 1 or more; None for
-            no jitter.
-        rescale: Multiply both axes by one such factor. 1 or more; None for no rescaling.
+        base: Periods range from 1 to nearly this, in units of half the image. More than 0.
+        normalize: What i + 1/2 is divided by. 'separate': H along y and W along x. 'max' or 'min': the larger or the
+            smaller of the two along both axes, which keeps the aspect ratio, but then one axis does not end at 1.
+        shift: Largest shift, drawn uniformly for each axis, positive or negative. 0 or more; None for no shift.
+        jitter: Largest factor, drawn for each axis between 1/jitter and jitter, uniformly in the logarithm. 1 or more;
+            None for no jitter.
+        rescale: Largest factor for both axes together, drawn in the same way. 1 or more; None for no rescaling.
 
     Raises:
         ValueError: If a value is none of these, or the head dim is not a multiple of 4.
     """
     rotate_half = True
     relative = True
+    sees_mirror = True
     resolution = 'nothing to do: positions go from -1 to 1'
     paper = 'https://arxiv.org/abs/2508.10104'
 
@@ -73,15 +78,15 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
 
     @property
     def augments(self) -> bool:
-        """Whether positions change at random in training."""
+        """Whether positions are augmented at random in training."""
         return any(limit is not None for limit in (self.shift, self.jitter, self.rescale))
 
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return self._turn(self._positions(grid, device, dtype))
 
-    def rotation(self, grid: Grid) -> torch.Tensor:
+    def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         if not self.training or not self.augments:
-            return super().rotation(grid)
+            return super().rotation_of_grid(grid)
         position = self._augmented(self._positions(grid, self.table.device, self.table.dtype))
         return rotation_table(self.gated(self._turn(position)), self.rotate_half)
 
@@ -108,7 +113,7 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
         return position
 
     def _turn(self, position: torch.Tensor) -> torch.Tensor:
-        """Positions `[H*W, 2]` to angles `[H*W, d/2]`."""
+        """From positions `[H*W, 2]` to angles in radians `[H*W, d/2]`."""
         k = torch.arange(self.head_dim // 4, device=position.device, dtype=position.dtype)
         periods = self.base ** (4 * k / self.head_dim)  # [d/4]
         return (2 * math.pi * position[:, :, None] / periods).flatten(1)

@@ -1,7 +1,7 @@
 """Relative position bias of Swin (Liu et al., 'Swin Transformer', ICCV 2021).
 
 One learned number for each offset between two patches and each head. 2-D in that an offset is a pair (dy, dx). Costs
-one look-up of N x N numbers per head and layer, whatever the batch.
+one look-up of N x N numbers per head and layer, whatever the batch size.
 """
 from typing import Tuple
 
@@ -17,13 +17,15 @@ from .registry import register_encoding
 
 @register_encoding('rpb')
 class RelativePositionBias(ResizedEncoding):
-    """Swin's table: logits get table[p_i - p_j], with a row for each offset from (1-H, 1-W) to (H-1, W-1).
+    """Relative position bias of Swin.
 
-    The rows stand in the order of timm's `RelPosBias`, dy first. They start as a truncated normal distribution with std
-    .02 and have no weight decay. timm's layer serves windows: it takes one prefix token at most, whose pairs have
-    numbers of their own, and one size of grid. Here any number of prefix tokens has no bias, and on another grid the
-    table is resampled as the map of (2H-1) x (2W-1) numbers that it is: bicubic, without antialiasing, as Swin's
-    fine-tuning does. Offset 0 stays in its middle. Computed in float32 at least.
+    Logits get table[p_i - p_j], with a row for each offset from (1-H, 1-W) to (H-1, W-1).
+
+    Rows are in the order of timm's `RelPosBias`, dy first. They are initialized from a truncated normal distribution
+    with std .02 and get no weight decay. timm's layer is made for windows: it supports one grid size and at most one
+    prefix token, whose pairs have numbers of their own. Here there can be any number of prefix tokens, and their bias
+    is 0. On another grid the table is resampled as a map of (2H-1) x (2W-1) numbers, bicubic and without antialiasing,
+    as in Swin's fine-tuning. Offset 0 stays in the middle. Computed in at least float32.
     """
     relative = True
     adds = 'L * (2 * H - 1) * (2 * W - 1) * h'
@@ -54,15 +56,15 @@ class RelativePositionBias(ResizedEncoding):
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
         (table,) = ops.upcast(self.resized('table', grid))
-        return grid.pad_prefix(between_patches(table, grid))  # [h, N, N]
+        return grid.between_tokens(between_patches(table, grid))  # [(B,) h, N, N]
 
 
 def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """From offsets to pairs of patches.
+    """From one value per offset to one value per pair of patches.
 
     Args:
-        values: Of each offset p_i - p_j, from (1-H, 1-W) to (H-1, W-1) row by row, `[(2H-1)*(2W-1), h]`.
-        grid: The whole grid.
+        values: Value of each offset p_i - p_j, from (1-H, 1-W) to (H-1, W-1) row by row, `[(2H-1)*(2W-1), h]`.
+        grid: The grid; dropped patches are included.
 
     Returns:
         `[h, H*W, H*W]`.
@@ -71,6 +73,6 @@ def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
     dy = y[:, None] - y + grid.height - 1  # [H, H]
     dx = x[:, None] - x + grid.width - 1  # [W, W]
     index = dy[:, None, :, None] * (2 * grid.width - 1) + dx[None, :, None, :]  # [H, W, H, W]
-    # values[index] would do, but its gradient is 30 times slower
+    # values[index] does the same, but its gradient is 30 times slower.
     pairs = values.T.index_select(1, index.flatten())
     return pairs.reshape(-1, grid.num_patches, grid.num_patches)

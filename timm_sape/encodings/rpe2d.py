@@ -1,7 +1,7 @@
 """2D-RPE of ViTARC (Li et al., 'Tackling the Abstraction and Reasoning Corpus with Vision Transformers', 2024).
 
-ALiBi with the Manhattan distance, and two slopes per head: a gentle one for the patches that come before in the raster
-and a steeper one for those that come after. 2-D in the distance; which slope it is goes by the raster. Costs one
+ALiBi with the Manhattan distance and two slopes per head: a gentle one for keys before the query in the raster and a
+steeper one for keys after it. 2-D through the distance; the choice of the slope is 1-D, by the raster. Costs one
 addition per logit.
 """
 from typing import List
@@ -12,26 +12,30 @@ from ..grid import Grid
 from .offset_bias import OffsetBiasEncoding, per_head, slopes_for_any_heads
 from .registry import register_encoding
 
-STARTS = 2 ** -1, 2 ** -0.5  # left and right slope of the first head
+STARTS = 2 ** -1, 2 ** -0.5  # r_left and r_right of the first head
 
 
 @register_encoding('rpe2d')
 class RelativePositionEncoding2d(OffsetBiasEncoding):
-    """2D-RPE: the logit of patch i for patch j gets -r_left * distance, or -r_right * distance if j > i in the raster.
+    """Manhattan distance with two slopes (2D-RPE).
 
-    The slopes of head i = 0 ... h-1 are r_left = 2^-1 * 2^(-8i/h) and r_right = 2^-0.5 * 2^(-8i/h). The paper's text
-    has no sign; its code subtracts, as ALiBi does. The code also sets the special tokens at a large distance from all
-    others; here prefix tokens have a bias of 0.
+    The logit of query i and key j gets -r_left * distance, or -r_right * distance if j > i in the raster.
+
+    Distances are in patches. The slopes of head n = 0 ... h-1 are r_left = 2^-1 * 2^(-8n/h) and
+    r_right = 2^-0.5 * 2^(-8n/h). The paper's text has no minus sign, but its code subtracts, as ALiBi does. The code
+    also puts the special tokens at a large distance from all others; here prefix tokens have a bias of 0.
 
     Args:
-        slopes: 'paper' for the slopes above, or 'code' for those of the authors' code, which halve from head to head
-            however many there are (the same for 8 heads), with ALiBi's rule where that is no power of two.
-        diagonal: Multiply distances by 2^0.25 towards patches that are to the right and in another row, for another two
-            slopes per head: the code's 'Four-diag-slope-Alibi'. (It names these directions top and down right.)
+        slopes: 'paper' for the slopes above. 'code' for those of the authors' code, which halve from head to head,
+            whatever h is (for 8 heads both are the same), with ALiBi's rule if h is not a power of two.
+        diagonal: Multiply the distance by 2^0.25 if the key is to the right and in another row, which makes two more
+            slopes per head. This is the code's 'Four-diag-slope-Alibi', which calls these directions top and down
+            right.
 
     Raises:
         ValueError: If a value is none of these.
     """
+    sees_mirror = True
     paper = 'https://arxiv.org/abs/2410.06405'
 
     def __init__(self, *, slopes: str = 'paper', diagonal: bool = False, **host) -> None:

@@ -1,10 +1,11 @@
-"""SaPE2 with squared distances, so that any attention kernel computes it: an extension of ours, not in the paper.
+"""SaPE2 with squared distances, so that any attention kernel can compute it. Our extension, not in the paper.
 
-The codes are SaPE2's (see `sape2`). Their squared distance is a product, |c_i|^2 + |c_n|^2 - 2 c_i.c_n, and so the bias
-is W + H + 2 further channels of q and k: no N x N tensor is made for it, and attention stays fused. 2-D as SaPE2 is,
-and blind to what SaPE2 is blind to, hence `ape+sape2sq_k`. Being squared, small distances weigh less, large ones more.
+The codes are SaPE2's (see `sape2`). Their squared distance is |c_i|^2 + |c_n|^2 - 2 c_i.c_n, which is a product of
+vectors, so the bias takes W + H + 2 further channels of q and k. No N x N tensor is made and attention stays fused. It
+is 2-D in the way SaPE2 is and cannot see what SaPE2 cannot see, hence `ape+sape2sq_k`. Squaring gives less weight to
+small distances and more to large ones.
 
-Cost: the codes, N x W and N x H, and attention with a head dim of d + W + H + 2, or + 4 in half precision.
+Cost: the codes, N x W and N x H, and attention with a head dim of d + W + H + 2, or d + W + H + 4 in half precision.
 """
 from typing import Tuple
 
@@ -15,17 +16,21 @@ from ..grid import Grid
 from .registry import register_encoding
 from .sape2 import SemanticAwareEncoding
 
-LEAST_GAIN = 1e-3  # smaller ones multiply the channels, which costs them digits that no longer matter
+# Gains from this size on are split evenly between q and k. Smaller ones multiply the channels of q, which rounds the
+# bias more, but so small a bias hardly matters.
+LEAST_GAIN = 1e-3
 
 
 class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
-    """Logits get bias_scale * |c_i - c_n|^2 between patches, summed over both axes, with c the codes of SaPE2.
+    """Logits between patches get bias_scale * |c_i - c_n|^2, summed over both axes, where c are the codes of SaPE2.
 
-    Keywords, tables, presets and the rule for other grids are SaPE2's: there codes are scaled by sqrt(W0/W), with which
-    the mean of squared distances over a row stays what it was, too. Everything is computed in float32 at least, but for
-    the product itself, which is the attention's own. Three things keep the difference of large products right in half
-    precision: codes are centred over the patches; the norms are those of the rounded codes, so that what is computed is
-    the distance between these, with no error where it is small; and norms have two channels, for what rounding leaves.
+    Keywords, tables, presets and the rule for other grids are SaPE2's. On another grid that rule scales codes by
+    sqrt(W0/W), which keeps the mean of squared distances over a row.
+
+    Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
+    difference of large terms. Three things keep it accurate in half precision. Codes are centred over the patches. The
+    norms are computed from the rounded codes, so the result is the exact distance between these, which has no error
+    where distances are zero. And each norm has two channels, the second for what rounding leaves of it.
     """
     family = 'sape2sq'
 
@@ -38,17 +43,12 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         with ops.no_autocast(q):
-            codes = torch.cat(ops.axis_codes(
-                q, k, self.table_x, self.table_y, grid,
-                mode=self.mode,
-                gate_scale=self.gate_scale,
-                ref_grid_size=self.rescaling(grid),
-            ), dim=-1)  # [B, h, N-P, W+H]
+            codes = torch.cat(self.codes(q, k, grid), dim=-1)  # [B, h, N-P, W+H]
             codes = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance
             gain = codes.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(codes.dtype)
             gain = self.gated(gain).view(-1, 1, 1)  # [h|1, 1, 1]
-            # Both sides carry the root of its size, so that both are rounded alike. As a factor of one side it is 1 or
-            # -1, and has its gradient there.
+            # Both sides are multiplied by the square root of the gain's size, so that both are rounded alike. The side
+            # of q has gain / size, which is 1 or -1 unless the gain is tiny, and carries the gradient of the gain.
             size = gain.detach().abs().clamp(min=LEAST_GAIN)
             codes = _rounded(codes * (2 * size / scale).sqrt(), q.dtype)
             norms = codes.square().sum(dim=-1, keepdim=True) / 2

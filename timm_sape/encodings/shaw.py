@@ -1,9 +1,8 @@
 """Relative position representations (Shaw et al., 'Self-Attention with Relative Position Representations', 2018).
 
-A learned vector for each offset, up to a distance at which offsets are clipped, is added to the key. Ours makes it 2-D,
-with a table for dy and one for dx, whose vectors add; the original is that of a sequence, here the raster. Costs one
-product of the queries with the tables and one look-up of N x N numbers per head; no vector is ever laid out for each of
-the N x N pairs.
+A learned vector for each offset is added to the key; large offsets are clipped. Ours is 2-D: it has a table for dy and
+one for dx, and adds their vectors. The original is for sequences, which here means the raster. Costs one product of the
+queries with the tables and one look-up of N x N numbers per head. The vectors are never expanded to all N x N pairs.
 """
 import torch
 import torch.nn as nn
@@ -17,16 +16,19 @@ from .registry import register_encoding
 
 @register_encoding('shaw')
 class RelativePositionRepresentations(PositionEncoding):
-    """Logits get q_i.(table_y[clip(y_j - y_i)] + table_x[clip(x_j - x_i)]) / sqrt(d), clipped to -clip ... clip.
+    """Relative vectors of Shaw.
 
-    The heads share a table, each layer has its own. Tables start as a normal distribution with std 1/sqrt(d) and have
-    no weight decay. Keys alone have such vectors; those for values, which the paper finds to add little, are left out.
-    Computed in float32 at least.
+    Logits get q_i.(table_y[clip(y_j - y_i)] + table_x[clip(x_j - x_i)]) / sqrt(d), offsets clipped to -clip ... clip.
+
+    The heads of a layer share the tables. Tables are initialized from a normal distribution with std 1/sqrt(d) and get
+    no weight decay. Only keys have such vectors; the paper finds that those for values add little, so there are none.
+    Computed in at least float32.
 
     Args:
-        clip: Largest distance that counts, 1 or more. 2 is the best per axis in an independent comparison on CIFAR.
-        distance: 'axis' as above, or 'raster' for one table and the distance along the raster, as in a text: on another
-            grid it means another offset.
+        clip: Largest distance that is told apart, in patches, 1 or more. Per axis, 2 was best in an independent
+            comparison on CIFAR.
+        distance: 'axis' as above. 'raster': one table, and distances along the raster as in a text; on another grid the
+            same distance is then another offset.
 
     Raises:
         ValueError: If a value is none of these.
@@ -63,13 +65,23 @@ class RelativePositionRepresentations(PositionEncoding):
                 along_y = self._along(q, self.table_y, y, grid.height)[..., :, None]  # [B, h, N-P, H, 1]
                 along_x = self._along(q, self.table_x, x, grid.width)[..., None, :]  # [B, h, N-P, 1, W]
                 bias = (along_y + along_x).flatten(-2)
-            if grid.keep_indices is not None:  # all patches were keys so far
+            if grid.keep_indices is not None:  # up to here, keys are all patches of the grid
                 kept = grid.keep_indices[:, None, None, :].expand(*bias.shape[:-1], -1)
                 bias = bias.gather(-1, kept)
             return grid.pad_prefix(bias)  # [B, h, N, N]
 
     def _along(self, q: torch.Tensor, table: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
-        """The bias between the queries, which are at `place`, and each of `size` places in a line."""
+        """The bias between each query and each of `size` places in a line.
+
+        Args:
+            q: Queries of patches, `[B, h, N-P, d]`.
+            table: `[2*clip+1, d]`.
+            place: Place of each query in the line, int64 `[(B, 1,) N-P]`.
+            size: Number of places.
+
+        Returns:
+            `[B, h, N-P, size]`.
+        """
         q, table = ops.upcast(q, table)
         z = (q * self.head_dim ** -0.5) @ table.T  # [B, h, N-P, 2*clip+1]
         offset = torch.arange(size, device=q.device) - place[..., None]  # [(B, 1,) N-P, size]

@@ -1,10 +1,8 @@
 """Sinusoidal position encoding (Vaswani et al., 'Attention Is All You Need', 2017) along the raster.
 
-Nothing about it is 2-D: neighbours in a column are W positions apart, however near they are in the image. Costs one
-addition per token entry.
+Nothing about it is 2-D: neighbours in a column are W positions apart, although they are adjacent in the image. Costs
+one addition per token entry.
 """
-from typing import Optional, Tuple
-
 import torch
 
 from ..grid import Grid
@@ -14,16 +12,18 @@ from .registry import register_encoding
 
 @register_encoding('sincos1d')
 class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
-    """Patch n of the raster gets sin(n * w_k) in channel 2k and cos(n * w_k) in channel 2k + 1, w_k = 10000^(-2k/D).
+    """Sinusoidal along the raster.
 
-    Prefix tokens are not counted and get nothing.
+    Patch n of the raster gets sin(n * w_k) in channel 2k and cos(n * w_k) in channel 2k + 1, w_k = 10000^(-2k/D).
+
+    Prefix tokens are not counted, and nothing is added to them.
 
     Args:
-        resolution: On a grid of N patches other than the N0 trained on, 'extrapolate' goes on counting, 'rescale'
-            squeezes or stretches n to n * N0/N.
+        resolution: What happens on a grid of N patches other than the N0 of training. 'extrapolate': n goes up to
+            N - 1. 'rescale': n is squeezed or stretched to n * N0/N.
 
     Raises:
-        ValueError: If it is neither, or the embed dim is odd.
+        ValueError: If `resolution` is neither, or the embed dim is odd.
     """
     resolution = 'the raster index goes on, or `rescale`'
     paper = 'https://arxiv.org/abs/1706.03762'
@@ -43,10 +43,5 @@ class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
         angles = index[:, None] * 10000 ** (-2 * k / self.dim)  # [H*W, D/2]
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)  # [H*W, D]
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        return None, grid.pad_tokens(self.table_for(grid))  # [N, D]
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]

@@ -1,9 +1,7 @@
-"""Sinusoidal position encoding of x and y, as masked autoencoders have it (He et al., 2022).
+"""Sinusoidal position encoding of x and y, as in masked autoencoders (He et al., 2022).
 
-2-D in that one half of the channels encodes x and the other y. Costs one addition per token entry.
+2-D in that half of the channels encode x and half y. Costs one addition per token entry.
 """
-from typing import Optional, Tuple
-
 import torch
 
 from ..grid import Grid
@@ -13,9 +11,11 @@ from .registry import register_encoding
 
 @register_encoding('sincos2d')
 class SinusoidalPositionEncoding2d(FixedEncoding, CoordinateEncoding):
-    """The patch at (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)], D/4 channels each, w_k = 10000^(-k/(D/4)).
+    """Sinusoidal in x and y.
 
-    Prefix tokens get nothing.
+    The patch at (y, x) gets [sin(x w), cos(x w), sin(y w), cos(y w)], D/4 channels each, w_k = 10000^(-4k/D).
+
+    Nothing is added to prefix tokens.
 
     Raises:
         ValueError: If the embed dim is not a multiple of 4.
@@ -36,10 +36,5 @@ class SinusoidalPositionEncoding2d(FixedEncoding, CoordinateEncoding):
         y, x = (c[:, None] * frequencies for c in self.coordinates(grid, device, dtype).unbind(-1))  # [H*W, D/4]
         return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)  # [H*W, D]
 
-    def embed(
-            self,
-            x: torch.Tensor,
-            grid: Grid,
-            pos_embed: Optional[torch.Tensor],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
-        return None, grid.pad_tokens(self.table_for(grid))  # [N, D]
+    def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]

@@ -1,8 +1,8 @@
 """Relative position bias of T5 (Raffel et al., 'Exploring the Limits of Transfer Learning', JMLR 2020).
 
-A learned number for each bucket of distances and each head, the same in all layers. Near distances have buckets of
-their own, far ones share them. Ours makes it 2-D, with a table for dy and one for dx, whose numbers add; the original
-is that of a sequence, here the raster. Costs one look-up of N x N numbers per head and forward pass.
+A learned number for each bucket of distances and each head, the same in all layers. Each small distance has a bucket of
+its own, large ones share buckets. Ours is 2-D: it has a table for dy and one for dx, and adds their numbers. The
+original is for sequences, which here means the raster. Costs one look-up of N x N numbers per head and forward pass.
 """
 import math
 
@@ -14,29 +14,32 @@ from ..grid import Grid
 from .base import PositionEncoding
 from .registry import register_encoding
 
-NUM_BUCKETS = 32  # half of them for each sign, half of those for one distance each
-# Least distance of each further bucket: the first integer that is not below 8 * (128 / 8)^(k / 8) = sqrt(64 * 2^k). No
-# logarithm is taken, which might be rounded to either side of an integer.
+NUM_BUCKETS = 32  # 16 for each sign, of which the first 8 are for a single distance each
+# Smallest distance in each of the other buckets: the first integer that is not below
+# 8 * (128 / 8)^(k / 8) = sqrt(64 * 2^k). In integers, because a rounded logarithm could fall on either side of one.
 THRESHOLDS = tuple(math.isqrt(64 * 2 ** k - 1) + 1 for k in range(8))
 
 
 @register_encoding('t5')
 class BucketedRelativePositionBias(PositionEncoding):
-    """Logits get table_y[bucket(y_j - y_i)] + table_x[bucket(x_j - x_i)].
+    """Relative bias of T5, in x and y.
 
-    Of the 32 buckets, 16 are for distances forward (j behind i), 16 for the others. In each half 0 to 7 have one each,
-    a distance m of 8 and more has 8 + floor(8 * log(m / 8) / log(128 / 8)), 15 at most: 12, 16, 23, 32, 46, 64 and 91
-    begin a new one. (Forward there is no distance 0, so that bucket stays unused, as in T5.)
+    Logits get table_y[bucket(y_j - y_i)] + table_x[bucket(x_j - x_i)].
 
-    Tables start as a normal distribution with std 1/sqrt(D), as in the T5 of Hugging Face's transformers, and have no
-    weight decay. Computed in float32 at least.
+    Of the 32 buckets, 16 are for positive offsets (j after i) and 16 for all others. In each half, the distances 0 to 7
+    have a bucket each. A distance m >= 8 has bucket 8 + floor(8 * log(m / 8) / log(128 / 8)), at most 15, so new
+    buckets begin at 8, 12, 16, 23, 32, 46, 64 and 91. (No positive offset has distance 0, so that bucket is unused, as
+    in T5.)
+
+    Tables are initialized from a normal distribution with std 1/sqrt(D), as in the T5 of Hugging Face's transformers,
+    and get no weight decay. Computed in at least float32.
 
     Args:
-        distance: 'axis' as above, or 'raster' for one table and the distance along the raster, as in a text: on another
-            grid it means another offset.
+        distance: 'axis' as above. 'raster': one table, and distances along the raster as in a text; on another grid the
+            same distance is then another offset.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If `distance` is neither.
     """
     per_layer = False
     relative = True
@@ -59,15 +62,15 @@ class BucketedRelativePositionBias(PositionEncoding):
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
         if self.distance == 'raster':
-            return grid.pad_prefix(_along(self.table, grid.num_patches))  # [h, N, N]
+            return grid.between_tokens(_along(self.table, grid.num_patches))  # [(B,) h, N, N]
         along_y = _along(self.table_y, grid.height)[:, :, None, :, None]  # [h, H, 1, H, 1]
         along_x = _along(self.table_x, grid.width)[:, None, :, None, :]  # [h, 1, W, 1, W]
         bias = (along_y + along_x).reshape(-1, grid.num_patches, grid.num_patches)
-        return grid.pad_prefix(bias)  # [h, N, N]
+        return grid.between_tokens(bias)  # [(B,) h, N, N]
 
 
 def _along(table: torch.Tensor, size: int) -> torch.Tensor:
-    """The bias between `size` places in a line, `[h, size, size]`."""
+    """The bias between all pairs of `size` places in a line, from a table `[buckets, h]`, `[h, size, size]`."""
     (table,) = ops.upcast(table)
     place = torch.arange(size, device=table.device)
     values = table.T.index_select(1, bucket(torch.arange(1 - size, size, device=table.device)))  # [h, 2*size-1]
@@ -76,7 +79,7 @@ def _along(table: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def bucket(offset: torch.Tensor) -> torch.Tensor:
-    """The bucket of each offset j - i, both integers."""
+    """The bucket of each offset j - i. Integers of any shape to integers of the same shape, 0 to 31."""
     distance = offset.abs()
     index = distance.clamp(max=THRESHOLDS[0])
     for threshold in THRESHOLDS[1:]:

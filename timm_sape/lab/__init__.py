@@ -1,4 +1,5 @@
-"""The laboratory: experiments, benchmarks, data sets and comparisons.
+"""Experiments, benchmarks, data sets and comparisons.
 
-Only the command line and scripts import it. `import timm_sape` loads none of it.
+Only the command line and scripts import this package; `import timm_sape` does not. It needs the packages of
+`pip install 'timm-sape[lab]'`.
 """

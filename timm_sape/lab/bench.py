@@ -1,7 +1,7 @@
-"""What an encoding costs: time, memory and parameters of a whole model beside those of APE, measured in the same run.
+"""Measure what encodings cost: time, memory and parameters of whole models, relative to APE in the same run.
 
-Each model is checked before it is timed. The models take turns with the APE model, step by step, so that what else the
-machine does falls on both.
+Each model is checked before it is timed. It alternates with the APE model step by step, so that other load on the
+machine affects both.
 """
 import ctypes
 import gc
@@ -30,13 +30,13 @@ SETTINGS = {  # ViT-S
 }
 DEFAULT_SETTINGS = ('32/4', '224/16')
 BASELINE = 'ape'
-# Of float32 and of bfloat16 autocast against float64, relative to the largest entry. Autocast rounds in each of twelve
-# layers: on a CPU `ape` is off by 2.9e-2 at 224/16, and no encoding by more than 3.3e-2.
+# Largest accepted error of float32 (False) and bfloat16 autocast (True) against float64, relative to the largest entry.
+# Autocast rounds in each of twelve layers: on a CPU the error of `ape` at 224/16 is 2.9e-2, and the largest is 3.3e-2.
 TOLERANCE = {False: 1e-3, True: 5e-2}
 
 
 def default_pos_encs() -> List[str]:
-    """Each encoding alone, or with `ape` if it means nothing alone."""
+    """All encodings, each alone, or with `ape` if it cannot be used alone."""
     return [name if get_encoding(name).alone else f'ape+{name}' for name in list_encodings()]
 
 
@@ -50,11 +50,15 @@ def _autocast(device: torch.device, amp: bool) -> ContextManager:
 
 
 def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bool) -> float:
-    """Largest deviation of logits and gradients from float64 with explicit attention, which the tests hold to the
-    equations of each encoding, relative to the largest entry. With `amp` that of autocast, and float32 is checked, too.
+    """Compare logits and gradients with float64 and explicit attention, which the tests compare with the equations.
+
+    With `amp`, float32 is checked first, then autocast.
+
+    Returns:
+        The largest deviation, relative to the largest entry.
 
     Raises:
-        RuntimeError: If it is more than rounding.
+        RuntimeError: If the deviation is more than rounding.
     """
     if amp:
         _check(pos_enc, setting, device, model, amp=False)
@@ -67,9 +71,9 @@ def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bo
     size = fast.patch_embed.img_size
     x = torch.randn(2, 3, *size, device=device, generator=torch.Generator(device).manual_seed(0))
     cudnn = torch.backends.cudnn
-    before, cudnn.allow_tf32 = cudnn.allow_tf32, False  # the error is to be ours, not that of the patch embedding
+    before, cudnn.allow_tf32 = cudnn.allow_tf32, False  # TF32 in the patch embedding would count as our error
     try:
-        with using_backend(None):  # what TIMM_SAPE_BACKEND says is for the one that is measured
+        with using_backend(None):  # TIMM_SAPE_BACKEND is for the measured model
             expected = exact(x.double())
         with _autocast(device, amp):
             outs = fast(x), expected
@@ -78,7 +82,7 @@ def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bo
     finally:
         cudnn.allow_tf32 = before
     pairs = [(p.grad, q.grad) for p, q in zip(fast.parameters(), exact.parameters()) if q.grad is not None]
-    # a gradient that is zero but for rounding is held against the others
+    # a gradient that is zero except for rounding is compared with the size of the others
     least = 1e-3 * max(b.abs().max().item() for _, b in pairs)
     worst = 0.0
     for a, b in [outs, *pairs]:
@@ -91,7 +95,7 @@ def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bo
 
 
 class _Runner:
-    """Forward passes and training steps of one model."""
+    """Run forward passes and training steps of one model."""
 
     def __init__(self, model: VisionTransformerPosEnc, batch_size: int, amp: bool) -> None:
         self.model = model
@@ -117,10 +121,10 @@ class _Runner:
     def saved_bytes(self) -> int:
         self.model.train()
         with _autocast(self.device, self.amp):
-            return _saved_bytes(lambda: self.model(self.x), list(self.model.parameters()))
+            return saved_bytes(lambda: self.model(self.x), list(self.model.parameters()))
 
 
-def _seconds(fn: Callable[[], None], device: torch.device) -> float:
+def timed(fn: Callable[[], None], device: torch.device) -> float:
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -134,8 +138,8 @@ def _proc_status(field: str) -> float:
     return int(re.search(rf'{field}:\s+(\d+) kB', Path('/proc/self/status').read_text())[1]) / 1024
 
 
-def _peak_megabytes(fn: Callable[[], None], device: torch.device) -> Optional[float]:
-    """Memory that `fn` needs on top of what is there, None where the system does not tell."""
+def peak_megabytes(fn: Callable[[], None], device: torch.device) -> Optional[float]:
+    """Measure the memory that `fn` needs on top of what is in use. None if the system does not tell."""
     if device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -144,8 +148,8 @@ def _peak_megabytes(fn: Callable[[], None], device: torch.device) -> Optional[fl
         return (torch.cuda.max_memory_allocated(device) - before) / 2 ** 20
     try:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, or the step would find it there
-        Path('/proc/self/clear_refs').write_text('5')  # the peak starts from the present size
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system, or the step would reuse it uncounted
+        Path('/proc/self/clear_refs').write_text('5')  # reset the peak to the present size
         before = _proc_status('VmRSS')
         fn()
         return _proc_status('VmHWM') - before
@@ -154,14 +158,14 @@ def _peak_megabytes(fn: Callable[[], None], device: torch.device) -> Optional[fl
         return None
 
 
-def _saved_bytes(function: Callable[[], object], known: Sequence[torch.Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass, each storage once, without those of `known`."""
+def saved_bytes(function: Callable[[], object], known: Sequence[torch.Tensor]) -> int:
+    """Count the bytes that autograd keeps for the backward pass: each storage once, without those of `known`."""
     storages = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage  # kept, or its place would be taken by the next one
-        # not the tensor: a node that keeps its own output keeps itself, and with it all that led there
+        storages[storage.data_ptr()] = storage  # kept, or the next storage could get the same address
+        # Returns None, not the tensor: a node that saves its own output would keep itself alive, with the whole graph.
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         function()
@@ -177,25 +181,25 @@ def bench_encodings(
         batch_size: int = 8,
         repeats: int = 5,
         amp: bool = False,
-        model: str = 'vit_small_nope',
+        model: str = 'vit_small_pos_enc',
 ) -> Iterator[Dict[str, object]]:
-    """Measure whole models against the APE model. Prints a line for each row on stderr.
+    """Measure whole models relative to the APE model. Prints a line per row on stderr.
 
     Args:
-        pos_encs: What to measure.
-        settings: Keys of `SETTINGS`: image size / patch size.
-        device: Where.
+        pos_encs: Encodings to measure.
+        settings: Keys of `SETTINGS`, image size / patch size.
+        device: Where the models run.
         batch_size: Images in a step.
-        repeats: Steps of each model; the medians count.
-        amp: bfloat16 autocast.
+        repeats: Steps of each model. The medians are reported.
+        amp: Use bfloat16 autocast.
         model: Entrypoint whose `pos_enc` is replaced.
 
     Yields:
-        One row for each setting and encoding: parameters added, seconds, and ratios to APE of forward pass, training
-        step, peak memory of the step, and what is kept for its backward pass.
+        One row per setting and encoding: parameters added, seconds, and ratios to APE for the forward pass, the
+        training step, its peak memory, and the memory kept for its backward pass.
 
     Raises:
-        RuntimeError: If a model is off by more than rounding.
+        RuntimeError: If a model deviates from float64 by more than rounding.
     """
     device = torch.device(device)
     for setting in settings:
@@ -212,11 +216,11 @@ def bench_encodings(
             }
             for what in ('forward', 'step'):
                 ours, theirs = getattr(runner, what), getattr(base, what)
-                ours(), theirs()  # the first time is different
-                times = [(_seconds(ours, device), _seconds(theirs, device)) for _ in range(repeats)]
+                ours(), theirs()  # warm-up
+                times = [(timed(ours, device), timed(theirs, device)) for _ in range(repeats)]
                 row[f'{what}_s'] = round(statistics.median(a for a, _ in times), 4)
                 row[f'{what}_ratio'] = round(statistics.median(a / b for a, b in times), 3)
-            peaks = [_peak_megabytes(r.step, device) for r in (runner, base)]
+            peaks = [peak_megabytes(r.step, device) for r in (runner, base)]
             known = None not in peaks and peaks[1] > 0
             row['step_peak_mb'] = round(peaks[0]) if known else None
             row['step_peak_ratio'] = round(peaks[0] / peaks[1], 3) if known else None
@@ -230,7 +234,7 @@ def bench_encodings(
 
 
 def cost_table(rows: Sequence[Dict[str, object]]) -> str:
-    """Rows of `bench_encodings`, or as they come out of a CSV file, as a Markdown table, one line for each encoding."""
+    """Format rows of `bench_encodings`, or of a CSV file with them, as a Markdown table with one line per encoding."""
     settings = list(dict.fromkeys(row['setting'] for row in rows))
     head = [f'{s}: {what}' for s in settings for what in ('parameters', 'forward', 'step', 'memory')]
     table = [f'| encoding | {" | ".join(head)} |', '|---|' + '---|' * len(head)]

@@ -1,7 +1,7 @@
-"""What SaPE2's attention costs by each backend, beside plain attention and the code printed in the paper's Appendix D.
+"""Measure what SaPE2's attention costs with each backend, with plain attention, and by the steps of Appendix D.
 
-The operator alone over N, and whole models beside APE. Each backend is checked against float64 before it is timed; all
-take turns with plain attention, so that what else the machine does falls on both.
+The operator alone is measured over N, whole models relative to APE. Each backend is checked against float64 before it
+is timed. All alternate with plain attention, so that other load on the machine affects all.
 """
 import gc
 import statistics
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from ..analysis.figures import new_figure
-from .bench import _peak_megabytes, _saved_bytes, _seconds, bench_encodings
+from .bench import bench_encodings, peak_megabytes, saved_bytes, timed
 from ..functional import sape2_attention
 from ..ops.backend import choose_backend, using_backend
 
 __all__ = ['SIZES', 'appendix_attention', 'batch_and_heads', 'bench_models', 'bench_operator', 'plot_memory']
 
-SIZES = {  # N: batch and heads, so many that a step takes seconds at most; the grid is square, the head dim 64
+SIZES = {  # N: batch and heads, chosen so that a step takes seconds at most. The grid is square.
     64: (32, 6),
     196: (8, 6),
     576: (2, 6),
@@ -27,7 +27,7 @@ SIZES = {  # N: batch and heads, so many that a step takes seconds at most; the 
     4096: (1, 3),
 }
 HEAD_DIM = 64
-LARGEST_CHECKED = 1024  # float64 with everything stored takes too long beyond
+LARGEST_CHECKED = 1024  # beyond this, the float64 reference takes too long
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 
@@ -39,14 +39,15 @@ def appendix_attention(
         table_y: torch.Tensor,
         grid_size: Tuple[int, int],
 ) -> torch.Tensor:
-    """Appendix D of the SaPE2 paper step by step, mode 'k', everything stored as there.
+    """Compute attention in the steps of Appendix D of the SaPE2 paper, storing everything.
 
-    Corrected where it would not run: the positions that index are integers, and H may differ from W.
+    The printed code does not run. Corrected here: indices are integers, and H may differ from W. And what it multiplies
+    is the keys, so that it computes what the others do, mode 'k'; printed are the queries, which cost the same.
 
     Args:
         q: Queries without prefix tokens, `[B, h, N, d]`.
-        k: Keys, likewise.
-        v: Values, likewise.
+        k: Keys, `[B, h, N, d]`.
+        v: Values, `[B, h, N, d]`.
         table_x: `[W+1, d]`.
         table_y: `[H+1, d]`.
         grid_size: (H, W).
@@ -71,8 +72,11 @@ def appendix_attention(
 
 
 def batch_and_heads(n: int, device: torch.device) -> Tuple[int, int]:
-    """Of `SIZES`, on a GPU 32 times as many images, or as many as Appendix D fits into 16 GiB with: some 80 bytes for
-    each logit. With fewer it would be the launching of kernels that is timed."""
+    """Look up batch and heads in `SIZES`.
+
+    On a GPU the batch is 32 times larger, or what Appendix D can process in 16 GiB, at about 80 bytes per logit. With a
+    smaller batch, launching kernels would take most of the time.
+    """
     batch, heads = SIZES[n]
     return min(32 * batch, 2 ** 34 // (80 * heads * n ** 2)) if device.type == 'cuda' else batch, heads
 
@@ -96,7 +100,7 @@ def _inputs(batch: int, heads: int, side: int, device: torch.device, dtype: torc
     def draw(*shape):
         return torch.randn(*shape, device=device, generator=generator)
 
-    # strided as in a model: parts of one projection
+    # the strides of a model, where q, k and v are parts of one projection
     q, k, v = draw(batch, side * side, 3, heads, HEAD_DIM).to(dtype).permute(2, 0, 3, 1, 4)
     tables = [draw(side + 1, HEAD_DIM).to(dtype) * 0.1 for _ in range(2)]
     return [t.detach().requires_grad_() for t in (q, k, v, *tables)]
@@ -109,7 +113,7 @@ def _gradients(function: Callable, inputs: Sequence[torch.Tensor]) -> Sequence[t
 
 
 def _error(function: Callable, exact: Callable, inputs: Sequence[torch.Tensor]) -> float:
-    """Largest deviation of output and gradients from float64, relative to the largest entry of each."""
+    """Compute the largest deviation of output and gradients from float64, relative to the largest entry of each."""
     inputs = [t.detach()[:1, :1] if t.ndim == 4 else t.detach() for t in inputs]
     weights = torch.linspace(-1, 1, HEAD_DIM, device=inputs[0].device)
     found = _gradients(lambda *x: function(*x) * weights.to(x[0].dtype), [t.clone().requires_grad_() for t in inputs])
@@ -124,25 +128,28 @@ def bench_operator(
         repeats: int = 9,
         dtype: torch.dtype = torch.float32,
 ) -> Iterator[Dict[str, object]]:
-    """Measure SaPE2's attention, forward, and forward and backward, over N. Prints a line for each row on stderr.
+    """Measure the forward and the forward and backward pass of SaPE2's attention over N.
+
+    Prints a line per row on stderr.
 
     Args:
-        backends: What to measure, beside plain attention and Appendix D; left out, with a note, where one cannot do it.
+        backends: What to measure, besides plain attention and Appendix D. A backend that does not support some N is
+            left out there, with a message.
         sizes: Keys of `SIZES`.
-        device: Where.
-        repeats: Runs of each; the medians count.
+        device: Where to run.
+        repeats: Runs of each implementation. The medians are reported.
         dtype: Of q, k and v.
 
     Yields:
-        One row for each N and implementation: ratios to plain attention and to Appendix D, peak memory of forward and
-        backward above the inputs, and what is kept between them.
+        One row per N and implementation: ratios to plain attention and to Appendix D, peak memory of forward and
+        backward pass in addition to the inputs, and memory kept between the two.
 
     Raises:
         ValueError: If a backend cannot run here at all.
-        RuntimeError: If a backend is off by more than rounding.
+        RuntimeError: If a backend deviates from float64 by more than rounding.
     """
     device = torch.device(device)
-    for name in backends:  # one that can do nothing is not left out without a word
+    for name in backends:  # raises if a backend supports nothing here
         choose_backend(name, torch.empty(1, 1, 1, HEAD_DIM, device=device, dtype=dtype), (1, 1))
     for n in sizes:
         batch, heads = batch_and_heads(n, device)
@@ -175,8 +182,8 @@ def bench_operator(
         for what, step in (('forward', forward), ('both', both)):
             for repeat in range(repeats + 1):
                 for name, function in functions.items():
-                    seconds = _seconds(lambda: step(function), device)
-                    if repeat:  # the first time is different
+                    seconds = timed(lambda: step(function), device)
+                    if repeat:  # the first run is the warm-up
                         times[what][name].append(seconds)
         for name, function in functions.items():
             row = {'n': n, 'batch': batch, 'heads': heads, 'backend': name}
@@ -187,9 +194,9 @@ def bench_operator(
                     ratio = statistics.median(a / b for a, b in zip(taken[name], taken[base]))
                     row[f'{what}_vs_{base}'] = round(ratio, 3)
             gc.collect()
-            peak = _peak_megabytes(lambda: both(function), device)
+            peak = peak_megabytes(lambda: both(function), device)
             row['peak_mb'] = None if peak is None else round(peak, 1)
-            row['saved_mb'] = round(_saved_bytes(lambda: function(*inputs), inputs) / 2 ** 20, 2)
+            row['saved_mb'] = round(saved_bytes(lambda: function(*inputs), inputs) / 2 ** 20, 2)
             print(
                 f'N={n:<5} {name:<10} forward x{row["forward_vs_plain"]}  forward+backward x{row["both_vs_plain"]}  '
                 f'peak {row["peak_mb"]} MB  saved {row["saved_mb"]} MB', file=sys.stderr)
@@ -197,12 +204,12 @@ def bench_operator(
 
 
 def bench_models(backends: Sequence[str], settings: Sequence[str], **kwargs) -> Iterator[Dict[str, object]]:
-    """Measure whole models against the APE model: SaPE2 by each backend, and `sape2sq`, which has but one way.
+    """Measure whole models relative to the APE model: SaPE2 with each backend, and `sape2sq`, which needs none.
 
     Args:
-        backends: Of SaPE2's attention.
+        backends: Backends of SaPE2's attention.
         settings: Keys of `bench.SETTINGS`.
-        kwargs: Further arguments of `bench_encodings`.
+        kwargs: More arguments for `bench_encodings`.
 
     Yields:
         The rows of `bench_encodings`, each with its backend.
@@ -216,10 +223,14 @@ def bench_models(backends: Sequence[str], settings: Sequence[str], **kwargs) -> 
 
 
 def plot_memory(rows: Sequence[Dict[str, object]], path: Path) -> None:
-    """Peak memory over N as a picture, a line for each implementation.
+    """Draw peak memory over N, a line per implementation.
+
+    Args:
+        rows: From `bench_operator`.
+        path: Its suffix sets the format.
 
     Raises:
-        ImportError: If matplotlib is not there.
+        ImportError: If matplotlib is not installed.
     """
     figure = new_figure(6, 4)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Several models on one data set."""
+"""Compare models on one data set."""
 from typing import Any, Dict, List, Optional, Sequence
 
 from torch.utils.data import Dataset
@@ -33,31 +33,32 @@ def compare(
     """Evaluate models on the same images, each at its own size and with its own preprocessing, as validate.py does.
 
     Args:
-        models: As for `load_model`; the first is the baseline that the others are tested against.
-        data: Labelled images, as `open_dataset` returns them. Their transform is replaced.
+        models: Names as for `load_model`. The first is the baseline that the others are tested against.
+        data: Labelled images from `open_dataset`. Their transform is replaced.
         batch_size: Images in a batch.
-        num_images: How many images to draw, the same ones for all; None for all.
-        workers: Processes that load them.
-        seed: Of the draw.
+        num_images: How many images to draw, the same for all models. None uses all.
+        workers: Processes that load images.
+        seed: Seed of the draw.
         device: Where the models run.
-        amp: bfloat16 autocast.
+        amp: Use bfloat16 autocast.
         progress: Show progress bars on stderr.
 
     Returns:
-        One row for each model: `model`; `height` and `width` in pixels; `num_images`; `top1` and `top5` with their 95 %
-        Wilson intervals `..._low` to `..._high`, and `ece`, the expected calibration error, in percent; `nll`, the
-        negative log-likelihood in nats; `wins` and `losses`, images that only this model or only the baseline gets
-        right; `mcnemar_p`, the p-value of McNemar's exact test on these two; with more than two models `holm_p`, the
-        same corrected by Holm for the number of tests; `parameters`; `images_per_second` of the model alone. What
-        compares with the baseline is None for the baseline.
+        One row per model, with these columns. `model`. `height` and `width`: in pixels. `num_images`. `top1` and
+        `top5`: in percent, with 95 % Wilson intervals `..._low` to `..._high`. `nll`: negative log-likelihood, in nats.
+        `ece`: expected calibration error, in percent. `wins` and `losses`: images that only this model, or only the
+        baseline, gets right. `mcnemar_p`: p-value of McNemar's exact test on these. `holm_p`: the same, corrected for
+        the number of tests, if there are more than two models. `parameters`. `images_per_second`: of the model alone.
+        Comparisons with the baseline are None in its own row.
 
     Raises:
-        ValueError: If a model cannot be loaded, before anything is evaluated, or the images do not fit the models.
+        ValueError: If a model cannot be loaded, or the images do not fit the models. Models are loaded once before
+            anything is evaluated.
     """
     models = list(dict.fromkeys(models))
     if not models:
         raise ValueError('There is nothing to compare. Name at least one model.')
-    for spec in models:  # what cannot be loaded is to fail before the work, not after half of it
+    for spec in models:  # fail before the work, not halfway
         if not hasattr(getattr(load_model(spec), 'patch_embed', None), 'img_size'):
             raise ValueError(f'{spec} has no patches. Only Vision Transformers can be compared.')
     rows, baseline = [], None
@@ -97,7 +98,7 @@ def compare(
 
 
 def comparison_table(rows: Sequence[Dict[str, Any]]) -> str:
-    """Rows of `compare` as a Markdown table."""
+    """Format rows of `compare` as a Markdown table."""
     def p_value(p: Optional[float]) -> str:
         return '' if p is None else f'{p:.3f}' if p >= 0.001 else f'{p:.1e}'
 

@@ -1,11 +1,10 @@
-"""Predictions of a model on labelled images, and what can be said of them."""
-import math
+"""Run a model on labelled images and compute accuracy, calibration and tests from its predictions."""
 import time
-from statistics import NormalDist
 from typing import Iterable, List, NamedTuple, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
+from scipy.stats import binomtest
 from tqdm import tqdm
 
 from ..analysis.inputs import check_classes
@@ -27,13 +26,13 @@ __all__ = [
 
 
 class Predictions(NamedTuple):
-    """What a model says of n images, and how fast.
+    """Predictions for n images.
 
     Attributes:
         logits: float32, `[n, classes]`, on the CPU.
         labels: int64, `[n]`.
-        seconds: What the model took for the batches that count for the speed.
-        images_per_second: Speed on these batches.
+        seconds: Time spent in the model, without its first batch.
+        images_per_second: Speed over the same batches.
     """
     logits: torch.Tensor
     labels: torch.Tensor
@@ -42,14 +41,14 @@ class Predictions(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """A share of images, from 0 to 1, with its confidence interval."""
+    """A share of images from 0 to 1, with its confidence interval."""
     value: float
     low: float
     high: float
 
 
 class McNemar(NamedTuple):
-    """Images that only one of two models gets right, and the p-value of that."""
+    """How many images only one of two models gets right, and the p-value of the test."""
     only_first: int
     only_second: int
     p: float
@@ -62,21 +61,21 @@ def predict(
         amp: bool = False,
         progress: str = '',
 ) -> Predictions:
-    """Logits of all images, and the speed of the model.
+    """Compute the logits of all images and measure the speed of the model.
 
-    The model alone is timed, from images that are on the device to logits that are. Its first batch, in which memory
-    is taken and kernels are chosen, does not count if there are more.
+    Only the model is timed, not loading or copying. The first batch is not counted unless it is the only one, because
+    memory is allocated and kernels are chosen during it.
 
     Args:
-        model: Maps images `[B, C, height, width]` to logits `[B, classes]`. It is moved to the device, in eval mode.
-        loader: Batches of images and labels, as `load_images` makes them.
+        model: Maps images `[B, C, height, width]` to logits `[B, classes]`. It is moved to the device and set to eval.
+        loader: Batches of images and labels, as from `load_images`.
         device: Where the model runs.
-        amp: bfloat16 autocast.
-        progress: Words before a progress bar on stderr, which appears after two seconds; empty for none.
+        amp: Use bfloat16 autocast.
+        progress: Label of the progress bar on stderr, which appears after two seconds. Empty for no bar.
 
     Raises:
-        ValueError: If there are no images, an image has no label or one that the model does not know, logits are not
-            finite, or a batch needs more memory than there is.
+        ValueError: If there are no images, a label is missing or out of range, logits are not finite, or a batch does
+            not fit into memory.
     """
     if getattr(model, 'num_classes', None) == 0:
         raise ValueError('The model has no classes, only features. Create it with num_classes of the data.')
@@ -113,19 +112,15 @@ def _now(device: torch.device) -> float:
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
-    """Refuse logits and labels that no statistic can be made of.
-
-    Raises:
-        ValueError: If they do not belong together, or say nothing.
-    """
+    """Raise ValueError for logits and labels from which nothing can be computed."""
     if logits.ndim != 2 or labels.ndim != 1 or len(logits) != len(labels) or not logits.numel():
         raise ValueError(
             f'Logits must be [n, classes] and labels [n], n and classes at least 1, got {list(logits.shape)} and '
             f'{list(labels.shape)}.')
     if labels.min() < 0:
         raise ValueError(
-            'The images have no labels, so nothing can be said about accuracy. Name a folder with one sub-folder of '
-            'images per class, or a data set with labels.')
+            'The images have no labels, so accuracy cannot be computed. Name a folder with one sub-folder of images '
+            'per class, or a data set with labels.')
     check_classes(labels, logits.shape[1])
     if not logits.isfinite().all():
         raise ValueError(
@@ -133,18 +128,18 @@ def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> torch.Tensor:
-    """Whether each label is among the k largest logits.
+    """Check whether each label is among the k largest logits.
 
     Args:
         logits: `[n, classes]`.
         labels: Integers from 0 to classes - 1, `[n]`.
-        k: How many; with no more classes than that, all are right.
+        k: If there are no more than k classes, every image counts as correct.
 
     Returns:
         bool, `[n]`.
 
     Raises:
-        ValueError: If logits and labels do not belong together.
+        ValueError: If logits and labels do not match.
     """
     _check(logits, labels)
     best = logits.topk(min(k, logits.shape[1])).indices  # [n, k]
@@ -152,16 +147,16 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
 
 
 def accuracy(logits: torch.Tensor, labels: torch.Tensor, k: int = 1, confidence: float = 0.95) -> Accuracy:
-    """Top-k accuracy with its Wilson score interval.
+    """Compute top-k accuracy with its Wilson interval.
 
     Args:
         logits: `[n, classes]`.
         labels: Integers from 0 to classes - 1, `[n]`.
-        k: As for `top_k_correct`.
+        k: See `top_k_correct`.
         confidence: Of the interval, between 0 and 1.
 
     Raises:
-        ValueError: As `top_k_correct` and `wilson_interval`.
+        ValueError: If logits and labels do not match, or confidence is out of range.
     """
     correct = top_k_correct(logits, labels, k)
     successes, n = int(correct.sum()), len(correct)
@@ -169,11 +164,9 @@ def accuracy(logits: torch.Tensor, labels: torch.Tensor, k: int = 1, confidence:
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Tuple[float, float]:
-    """The score interval of a share (Wilson, 'Probable inference, the law of succession, and statistical inference',
-    JASA 1927).
+    """Compute the Wilson score interval of a share.
 
-    All shares p that are within z standard errors of what was seen, |successes/n - p| <= z * sqrt(p * (1 - p) / n).
-    Unlike the textbook's plus and minus, it stays within 0 and 1, and has a width where all or none are right.
+    Unlike the textbook's plus and minus, it stays within 0 and 1, and has a width even if all or none succeed.
 
     Args:
         successes: From 0 to n.
@@ -181,27 +174,22 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Tuple[f
         confidence: Between 0 and 1.
 
     Raises:
-        ValueError: If a value is none of these.
+        ValueError: If an argument is out of range.
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f'successes must be from 0 to n, and n at least 1, got {successes} of {n}.')
     if not 0 < confidence < 1:
         raise ValueError(f'confidence must be between 0 and 1, such as 0.95, got {confidence}.')
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share, spread = successes / n, z * z / n
-    center = (share + spread / 2) / (1 + spread)
-    half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
-    # none and all are exact bounds, which rounding would miss
-    low, high = 0.0 if successes == 0 else center - half, 1.0 if successes == n else center + half
-    return low, high
+    low, high = binomtest(successes, n).proportion_ci(confidence, method='wilson')
+    return float(low), float(high)
 
 
 def mcnemar(first: torch.Tensor, second: torch.Tensor) -> McNemar:
-    """McNemar's exact test of whether two models that saw the same images are equally often right.
+    """Test whether two models are right equally often on the same images, by McNemar's exact test.
 
     Args:
-        first: Whether one model is right, bool, `[n]`.
-        second: Whether the other is, on the same images in the same order.
+        first: Whether the first model is right, bool, `[n]`.
+        second: Whether the second model is right, for the same images in the same order.
 
     Raises:
         ValueError: If the shapes differ.
@@ -214,46 +202,35 @@ def mcnemar(first: torch.Tensor, second: torch.Tensor) -> McNemar:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Two-sided p-value of McNemar's exact test (McNemar, 'Note on the sampling error of the difference between
-    correlated proportions or percentages', Psychometrika 1947).
+    """Compute the two-sided p-value of McNemar's exact test.
 
-    Images that both models get right, or both wrong, say nothing. If the models were equal, each of the others would
-    be won by either with probability 1/2: p is twice the probability of so few wins, or fewer, for the loser, and at
-    most 1.
+    Images that both models get right, or both wrong, do not count. If the models are equally good, each of the other
+    images is won by either model with probability 1/2, so this is a binomial test.
 
     Args:
-        only_first: Images that only the first model gets right, 0 or more.
-        only_second: Images that only the second one gets right, 0 or more.
-
-    Returns:
-        From 0 to 1, right to eight digits for up to a million images; 0 below the smallest number that there is.
+        only_first: Images that only the first model gets right.
+        only_second: Images that only the second model gets right.
 
     Raises:
         ValueError: If a count is negative.
     """
     if min(only_first, only_second) < 0:
         raise ValueError(f'Counts must be 0 or more, got {only_first} and {only_second}.')
-    n, least = only_first + only_second, min(only_first, only_second)
-    # The sum over k <= least of C(n, k), in units of its last term: powers of 2 overflow, and the terms fall off fast.
-    total, term = 0.0, 1.0
-    for k in range(least, -1, -1):
-        total += term
-        term *= k / (n - k + 1)
-        if term < 1e-17 * total:
-            break
-    log_last = math.lgamma(n + 1) - math.lgamma(least + 1) - math.lgamma(n - least + 1) - n * math.log(2)
-    return math.exp(min(0.0, math.log(2) + log_last + math.log(total)))
+    n = only_first + only_second
+    return float(binomtest(min(only_first, only_second), n).pvalue) if n else 1.0
 
 
 def holm(p_values: Sequence[float]) -> List[float]:
-    """p-values of several tests, adjusted so that the chance of any false alarm among them stays below the level
-    (Holm, 'A simple sequentially rejective multiple test procedure', Scandinavian Journal of Statistics 1979).
+    """Adjust the p-values of several tests, so that the chance of any false positive stays below the level.
+
+    This is the step-down method of Holm, 'A simple sequentially rejective multiple test procedure' (1979). SciPy has
+    only corrections of the false discovery rate.
 
     Args:
         p_values: From 0 to 1, in any order.
 
     Returns:
-        Adjusted ones in the same order, none smaller than before.
+        The adjusted p-values in the same order.
     """
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -263,11 +240,11 @@ def holm(p_values: Sequence[float]) -> List[float]:
 
 
 def expected_calibration_error(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> float:
-    """How far confidence is from accuracy (Guo et al., 'On Calibration of Modern Neural Networks', ICML 2017).
+    """Compute the expected calibration error (Guo et al., 'On Calibration of Modern Neural Networks', ICML 2017).
 
-    Images are sorted into bins of equal width by the probability of the class that the model chooses, bin m with
-    (m - 1)/bins < probability <= m/bins. The distances between the mean probability and the accuracy of each bin are
-    averaged, weighted by the number of its images.
+    Images are sorted into bins of equal width by the probability of the predicted class: bin m holds
+    (m - 1)/bins < probability <= m/bins. The result is the gap between mean probability and accuracy, averaged over
+    bins with the number of images as weights.
 
     Args:
         logits: `[n, classes]`.
@@ -275,10 +252,10 @@ def expected_calibration_error(logits: torch.Tensor, labels: torch.Tensor, bins:
         bins: At least 1; 15 in the paper.
 
     Returns:
-        From 0 to 1, 0 for a calibrated model.
+        From 0 to 1; 0 for a calibrated model.
 
     Raises:
-        ValueError: If logits and labels do not belong together, or there are no bins.
+        ValueError: If logits and labels do not match, or bins is less than 1.
     """
     if bins < 1:
         raise ValueError(f'bins must be at least 1, got {bins}.')
@@ -290,14 +267,14 @@ def expected_calibration_error(logits: torch.Tensor, labels: torch.Tensor, bins:
 
 
 def negative_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean of -log(probability of the label), in nats.
+    """Compute the mean of -log(probability of the label), in nats.
 
     Args:
         logits: `[n, classes]`.
         labels: Integers from 0 to classes - 1, `[n]`.
 
     Raises:
-        ValueError: If logits and labels do not belong together.
+        ValueError: If logits and labels do not match.
     """
     _check(logits, labels)
     return F.cross_entropy(logits.double(), labels).item()

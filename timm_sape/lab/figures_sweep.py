@@ -1,4 +1,4 @@
-"""The figure of a resolution sweep."""
+"""Draw a resolution sweep."""
 import math
 from pathlib import Path
 from typing import Any, Dict, Sequence
@@ -9,17 +9,17 @@ __all__ = ['plot_sweep']
 
 
 def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
-    """Top-1 accuracy over image size, a line for each model and policy, with its 95 % interval as a band.
+    """Draw top-1 accuracy over image size, a line per model and policy, with its 95 % interval as a band.
 
-    A colour stands for a model; dashed lines are those that `rescale`. Where all sizes are square, the axis is their
-    side in pixels. Else they stand side by side, by their number of patches, as no one number tells them apart.
+    Each model has a colour; lines with the policy `rescale` are dashed. If all sizes are square, the axis shows their
+    side in pixels. Otherwise sizes stand side by side, ordered by their number of patches.
 
     Args:
-        rows: As `sweep` returns them.
-        path: Its suffix tells the format, `.png`, `.svg` or `.pdf`.
+        rows: From `sweep`.
+        path: Its suffix sets the format, `.png`, `.svg` or `.pdf`.
 
     Raises:
-        ImportError: If matplotlib is not there.
+        ImportError: If matplotlib is not installed.
     """
     sizes = sorted({(row['height'] * row['width'], row['height'], row['width']) for row in rows})
     square = all(height == width for _, height, width in sizes)
@@ -47,11 +47,11 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
         xlabel='image size (px)' if square else 'image size, height x width (px)',
         ylabel='top-1 accuracy (%), 95 % interval')
     axes.grid(alpha=0.3)
-    # below the axes, where no name is too long and no line is hidden
+    # below the axes, where the legend hides no line and names may be long
     figure.legend(loc='outside lower left', fontsize='small', ncols=columns, handlelength=4)
     figure.savefig(path, dpi=150)
 
 
 def _short(model: str, most: int = 90) -> str:
-    """The end of a long path, which is what tells models apart."""
+    """Keep the end of a long path, where models differ."""
     return model if len(model) <= most else f'...{model[-most:]}'

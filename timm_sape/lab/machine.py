@@ -1,4 +1,4 @@
-"""What figures were measured on, and with which versions."""
+"""Describe the machine and the versions that results were measured with."""
 import platform
 import re
 import subprocess
@@ -13,7 +13,7 @@ __all__ = ['about', 'commit', 'hardware']
 
 
 def hardware(device: torch.device) -> str:
-    """What the figures were measured on, in one line."""
+    """Describe the processor or GPU in one line."""
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
     cpuinfo = Path('/proc/cpuinfo')
@@ -22,19 +22,19 @@ def hardware(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """Of the checkout that this package runs from, '' if it is none; with '-dirty' if files were changed."""
+    """The commit of the checkout that this package runs from, with '-dirty' if files were changed; '' without one."""
     root = Path(timm_sape.__file__).resolve().parents[1]
     if not (root / '.git').exists():
         return ''
     command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=7']
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # no git
+    except FileNotFoundError:  # git is not installed
         return ''
 
 
 def about(device: torch.device) -> str:
-    """What figures were measured on and with, in one line."""
+    """Describe hardware, versions and commit in one line."""
     checkout = commit()
     versions = f'torch {torch.__version__}, timm {timm.__version__}, timm-sape {timm_sape.__version__}'
     return f'{hardware(device)}; {versions}' + (f', commit {checkout}' if checkout else '')

@@ -1,11 +1,11 @@
-"""CIFAR-10-Position, and RandAugment that moves nothing (Bruintjes and van Gemert, 'Learning to Adapt to Position Bias
-in Vision Transformer Classifiers', Secs. 5.1, 5.2 and App. G; code at github.com/rjbruin/position-shap). Also balanced
-subsets of CIFAR-10, as folders of images.
+"""CIFAR-10-Position, a RandAugment that keeps positions, and balanced subsets of CIFAR-10.
 
-In CIFAR-10-Position half of the classes can be told only by where the object is: eight of sixteen are (class, corner).
+The first two are from Bruintjes and van Gemert, 'Learning to Adapt to Position Bias in Vision Transformer Classifiers',
+Secs. 5.1, 5.2 and App. G (code at github.com/rjbruin/position-shap). In CIFAR-10-Position, half of the sixteen classes
+depend on where the object is: eight of them are pairs (class, corner).
 
-Where the authors' code differs: it draws the corner, and so the label, anew whenever an image is read, in the test set
-too. Here both are fixed by a seed, so that two runs see the same data, and a folder of files can hold it.
+The authors' code draws the corner, and so the label, whenever an image is read, even in the test set. Here a seed fixes
+both, so that two runs see the same data, and the data set can be written to files.
 """
 import functools
 import hashlib
@@ -37,47 +37,47 @@ __all__ = [
     'write_subset',
 ]
 
-# In the order of their names, in which readers of folders number classes.
+# Sorted by name, as readers of folders number classes.
 CORNERS = ('bottom-left', 'bottom-right', 'top-left', 'top-right')
 
-# Those of timm's operations that move pixels.
+# The operations of timm that move pixels.
 GEOMETRIC_OPS = frozenset(
     ('Rotate', 'ShearX', 'ShearY', 'TranslateX', 'TranslateY', 'TranslateXRel', 'TranslateYRel'))
 
 _ORDERS = tuple(itertools.permutations(range(len(CORNERS))))
-# In a folder that we wrote: how it was made.
+# The file in a folder that we wrote which says how it was made.
 _RECORDS = {'CIFAR-10-Position': 'cifar10_position.json', 'CIFAR-10 subset': 'cifar10_subset.json'}
 
 
 def shrink_to_corner(image: Image.Image, corner: str) -> Image.Image:
-    """Halve an image and put it into a corner of a black frame of its former size.
+    """Halve an image and paste it into a corner of a black frame of the original size.
 
-    Bilinear and, as in the authors' code, not antialiased: a pixel is taken between the centres of four, so it is their
-    mean. It is rounded to the nearest of 256 levels, where the authors round down. (Pillow's `BILINEAR` is antialiased
-    and blurs more.) Of an odd side the last row or column is left out.
+    The interpolation is bilinear without antialiasing, as in the authors' code: each pixel is the mean of four. It is
+    rounded to the nearest integer; the authors round down. (Pillow's `BILINEAR` uses antialiasing and blurs more.) If a
+    side is odd, the last row or column is dropped.
 
     As a transform: `functools.partial(shrink_to_corner, corner='top-left')`.
 
     Args:
-        image: Of mode RGB or L, 2 x 2 pixels at least.
+        image: Of mode RGB or L, at least 2 x 2 pixels.
         corner: One of `CORNERS`.
 
     Returns:
         An image of the same size and mode.
 
     Raises:
-        ValueError: If the image or the corner is none of these.
+        ValueError: If the image or the corner is not valid.
     """
     if corner not in CORNERS:
-        raise ValueError(f'unknown corner {corner!r}; choose of {", ".join(CORNERS)}')
+        raise ValueError(f'unknown corner {corner!r}; choose from {", ".join(CORNERS)}')
     if not isinstance(image, Image.Image):
         raise ValueError(
-            f'shrink_to_corner wants a PIL image, got {type(image).__name__}; leave the transform of the data set out')
+            f'shrink_to_corner needs a PIL image, got {type(image).__name__}; use a data set without a transform')
     if image.mode not in ('RGB', 'L'):
-        raise ValueError(f"shrink_to_corner wants mode RGB or L, got {image.mode}; use image.convert('RGB') first")
+        raise ValueError(f"shrink_to_corner needs mode RGB or L, got {image.mode}; use image.convert('RGB') first")
     width, height = image.width // 2, image.height // 2
     if min(width, height) < 1:
-        raise ValueError(f'an image of {image.width} x {image.height} pixels has no half; give 2 x 2 at least')
+        raise ValueError(f'an image of {image.width} x {image.height} pixels cannot be halved; use at least 2 x 2')
     small = image.crop((0, 0, 2 * width, 2 * height)).reduce(2)
     frame = Image.new(image.mode, image.size)
     left = image.width - width if corner.endswith('right') else 0
@@ -87,9 +87,9 @@ def shrink_to_corner(image: Image.Image, corner: str) -> Image.Image:
 
 
 def _corner_number(seed: int, index: int) -> int:
-    """Where image `index` goes: each four in a row take the four corners, in an order drawn for them.
+    """Choose the corner of image `index`. Every four consecutive images use all four corners, in a random order.
 
-    A hash and no generator, as those of the libraries may change with their versions.
+    The order comes from a hash, because random generators of libraries may change between versions.
     """
     block, place = divmod(index, len(CORNERS))
     drawn = int(hashlib.sha256(f'{seed} {block}'.encode()).hexdigest(), 16)
@@ -97,31 +97,32 @@ def _corner_number(seed: int, index: int) -> int:
 
 
 class CIFAR10Position(Dataset):
-    """CIFAR-10-Position: each image at half its size in a corner, two classes split by corner, so 16 classes.
+    """CIFAR-10-Position: each image at half its size in a corner. Two classes are split by corner, which makes 16.
 
-    The corner depends on the seed and the index alone. Images 4 * b to 4 * b + 3 take the four corners, so corners are
-    equally frequent: in the whole to one image; in a class to two, where its images stand together as in folders; else
-    up to chance (in CIFAR-10's own order, 1250 +- 27 of a class in each).
+    The corner depends only on the seed and the index. Images 4 * b to 4 * b + 3 use the four corners, so the corners
+    are equally frequent: exactly (up to one image) in the whole data set; up to two images in a class whose images are
+    consecutive, as in folders; and up to chance otherwise (1250 +- 27 images of a class per corner in the original
+    order of CIFAR-10).
 
-    Labels: the ten classes in their order, each of the two replaced by four in the order of `CORNERS`. With the
-    default, 0 to 3 are 'airplane bottom-left', 'airplane bottom-right', 'airplane top-left', 'airplane top-right', 4 to
-    7 those of 'automobile', 8 is 'bird' and 15 'truck'. If the ten are in the order of their names, so are the 16, and
-    a folder of them is read with these labels.
+    Labels are the ten classes in order, with each of the two classes replaced by four, in the order of `CORNERS`. By
+    default, 0 to 3 are 'airplane bottom-left', 'airplane bottom-right', 'airplane top-left' and 'airplane top-right', 4
+    to 7 are the same for 'automobile', 8 is 'bird' and 15 is 'truck'. If the ten names are sorted, so are the 16, and a
+    folder of them is read with the same labels.
 
     Args:
-        dataset: Pairs of a PIL image and a label from 0 to 9, by index: torchvision's `CIFAR10`, `ImageFolder`, ...
-        position_classes: The two classes that are split, names or labels.
+        dataset: Pairs of a PIL image and a label from 0 to 9, by index, such as torchvision's `CIFAR10`.
+        position_classes: Names or labels of the two classes to split.
         seed: 0 or more.
-        class_names: Of the ten classes; default: what the data set has as `classes`.
-        transform: Applied to the image in its corner. timm's `create_loader` sets it.
+        class_names: Names of the ten classes. Default: attribute `classes` of the data set.
+        transform: Applied after the image is put into its corner. timm's `create_loader` sets it.
 
     Attributes:
         classes: Names of the 16 classes.
         position_labels: The eight labels that depend on the corner.
 
     Raises:
-        ValueError: If there are not ten class names, or not two position classes among them, or the seed is none; on
-            access, if an image is no PIL image or a label is out of range.
+        ValueError: If there are not ten class names, or two position classes among them, or the seed is not valid. On
+            access, if an image is not a PIL image or a label is out of range.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class CIFAR10Position(Dataset):
                 'Choose another source.')
         for given in position_classes:
             if given not in names and not (is_integer(given, 0) and given < 10):
-                raise ValueError(f'unknown position class {given!r}; choose of {", ".join(names)}, or of 0 to 9')
+                raise ValueError(f'unknown position class {given!r}; choose from {", ".join(names)}, or from 0 to 9')
         split = [names.index(given) if given in names else given for given in position_classes]
         if len(split) != 2 or split[0] == split[1]:
             raise ValueError(f'position_classes must be two different classes, got {list(position_classes)}')
@@ -155,7 +156,7 @@ class CIFAR10Position(Dataset):
         self.position_classes: Tuple[str, ...] = tuple(names[label] for label in split)
         self.classes = []
         self.position_labels: Tuple[int, ...] = ()
-        self._labels = []  # for each of the ten, those of its corners
+        self._labels = []  # per original class, the label of each corner
         for name in names:
             start = len(self.classes)
             if name in self.position_classes:
@@ -170,7 +171,7 @@ class CIFAR10Position(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Tuple[Union[Image.Image, torch.Tensor], int]:
-        index = range(len(self))[index]  # a negative one counts from the end
+        index = range(len(self))[index]  # allows negative indices, and raises IndexError
         image, label = self.dataset[index]
         if not 0 <= label < 10:
             raise ValueError(f'image {index} has label {label}, but labels of CIFAR-10 go from 0 to 9; renumber them')
@@ -182,35 +183,36 @@ class CIFAR10Position(Dataset):
 
 
 def load_cifar10_splits(root: Union[str, os.PathLike]) -> Dict[str, Dataset]:
-    """CIFAR-10, or ten classes of other images, from a directory.
+    """Open CIFAR-10, or folders of other images.
 
     Args:
-        root: Has `cifar-10-batches-py` in it, as torchvision's `CIFAR10` stores it, or `train` and one or more of
-            `test`, `val`, `validation`, each with a folder for each class.
+        root: Contains `cifar-10-batches-py`, as torchvision's `CIFAR10` stores it; or `train` and at least one of
+            `test`, `val`, `validation`, each with a folder per class.
 
     Returns:
-        The data set of each split, without transforms, by the name of its folder; `train` and `test` for torchvision's.
+        The data set of each split, by the name of its folder, without transforms. For torchvision's CIFAR-10, the names
+        are `train` and `test`.
 
     Raises:
-        ValueError: If there is neither, or it is damaged.
+        ValueError: If the directory contains neither, or the data are damaged.
     """
     root = Path(root)
     batches = root / CIFAR10.base_folder
     if batches.is_dir():
         try:
             return {split: CIFAR10(root, train=split == 'train') for split in ('train', 'test')}
-        except RuntimeError as e:  # a checksum
+        except RuntimeError as e:  # a wrong checksum
             raise ValueError(
                 f'{batches} is not complete; delete it, then fetch it with torchvision.datasets.CIFAR10({str(root)!r}, '
                 'download=True)') from e
     splits = [split for split in ('train', 'test', 'val', 'validation') if (root / split).is_dir()]
     if len(splits) < 2 or splits[0] != 'train':
         raise ValueError(
-            f'{root} has neither {CIFAR10.base_folder} nor train/ and test/ (or val/) in it; name a directory that has')
+            f'{root} has neither {CIFAR10.base_folder} nor train/ and test/ (or val/); name a directory that does')
     try:
         return {split: ImageFolder(root / split) for split in splits}
-    except FileNotFoundError as e:  # no class, or one without images
-        raise ValueError(f'{root} is no folder of images, SPLIT/CLASS/IMAGE: {e}') from e
+    except FileNotFoundError as e:  # there is no class, or a class has no images
+        raise ValueError(f'{root} is not a folder of images, SPLIT/CLASS/IMAGE: {e}') from e
 
 
 def write_position_dataset(
@@ -220,33 +222,34 @@ def write_position_dataset(
         force: bool = False,
         progress: Optional[Callable[[int, int], None]] = None,
 ) -> Dict[str, Dict[str, int]]:
-    """Write data sets as PNG files, `<folder>/<split>/<class>/<index>.png`, which timm and torchvision read as folders.
+    """Write data sets as PNG files, `<folder>/<split>/<class>/<index>.png`, which timm and torchvision can read.
 
-    All is written aside, in the directory that the folder is in, and renamed when it is complete: after an interrupt
-    the folder is as it was before. Beside the splits, `cifar10_position.json` says how they were made.
+    The files are written to a temporary directory beside the folder and renamed when complete, so an interrupt leaves
+    the folder as it was. `cifar10_position.json` in the folder says how the data were made.
 
     Args:
-        splits: By name, such as 'train' and 'test', without transforms.
-        folder: Made if missing, with its parents.
-        force: Replace a folder that this function wrote. Any other is left alone.
-        progress: Called after each image with the number done and that of all.
+        splits: Data sets by name, such as 'train' and 'test', without transforms.
+        folder: Created if missing, with its parents.
+        force: Replace a folder that this function wrote. Other folders are never replaced.
+        progress: Called after each image with the number of images done, and of all images.
 
     Returns:
-        For each split, how many images each class has.
+        Number of images per class, for each split.
 
     Raises:
-        ValueError: If there is no split, or one has a transform, or the splits differ in how they were made, or one
-            lacks a class (readers of folders would number the others differently), or the folder may not be replaced.
+        ValueError: If there is no split, a split has a transform, the splits have different settings, a split has no
+            image of some class (readers of folders would number the others differently), or the folder must not be
+            replaced.
     """
     first = next(iter(splits.values()), None)
     if first is None:
-        raise ValueError("there is nothing to write; give splits, such as {'train': CIFAR10Position(...)}")
+        raise ValueError("there is nothing to write; pass splits, such as {'train': CIFAR10Position(...)}")
     how = dict(classes=first.classes, position_classes=first.position_classes, seed=first.seed)
     for split, dataset in splits.items():
         if dataset.transform is not None:
-            raise ValueError(f'{split!r} has a transform, which files cannot hold; make it without one')
+            raise ValueError(f'{split!r} has a transform, which cannot be stored in files; create it without one')
         if dict(classes=dataset.classes, position_classes=dataset.position_classes, seed=dataset.seed) != how:
-            raise ValueError(f'{split!r} has other classes or another seed than the split before it; make them alike')
+            raise ValueError(f'{split!r} has other classes or another seed than the split before it; use the same')
     return _write_folders('CIFAR-10-Position', splits, how, folder, force, progress)
 
 
@@ -258,28 +261,28 @@ def write_subset(
         force: bool = False,
         progress: Optional[Callable[[int, int], None]] = None,
 ) -> Dict[str, Dict[str, int]]:
-    """Write the first images of each class as PNG files, as `write_position_dataset` does.
+    """Write the first images of each class as PNG files, in the same way as `write_position_dataset`.
 
     Args:
-        splits: By name, as `load_cifar10_splits` returns them.
-        per_class: For each split that is to be written, how many images of each class, 1 or more.
-        folder: Made if missing, with its parents.
-        force: Replace a folder that this function wrote. Any other is left alone.
-        progress: Called after each image with the number done and that of all.
+        splits: Data sets by name, from `load_cifar10_splits`.
+        per_class: How many images of each class to write, for each split.
+        folder: Created if missing, with its parents.
+        force: Replace a folder that this function wrote. Other folders are never replaced.
+        progress: Called after each image with the number of images done, and of all images.
 
     Returns:
-        For each split, how many images each class has.
+        Number of images per class, for each split.
 
     Raises:
-        ValueError: If a class has too few images, there is no such split, splits have other classes than the first, or
-            the folder may not be replaced.
+        ValueError: If a class has too few images, a split does not exist, splits have different classes, or the folder
+            must not be replaced.
     """
     subsets, classes = {}, None
     for split, count in per_class.items():
         if split not in splits:
-            raise ValueError(f'there is no split {split!r}; choose of {", ".join(splits)}')
+            raise ValueError(f'there is no split {split!r}; choose from {", ".join(splits)}')
         if not is_integer(count, 1):
-            raise ValueError(f'the images of a class must be 1 or more, got {count!r} for {split!r}')
+            raise ValueError(f'the number of images per class must be 1 or more, got {count!r} for {split!r}')
         dataset = splits[split]
         classes = dataset.classes if classes is None else classes
         if dataset.classes != classes:
@@ -304,7 +307,7 @@ def _write_folders(
         force: bool,
         progress: Optional[Callable[[int, int], None]],
 ) -> Dict[str, Dict[str, int]]:
-    folder = Path(folder).resolve()  # where a link leads to
+    folder = Path(folder).resolve()  # a link itself is not replaced
     _check_replaceable(what, folder, force)
     counts, classes = {}, how['classes']
     done, total = 0, sum(map(len, splits.values()))
@@ -329,12 +332,12 @@ def _write_folders(
                     f'{split!r} has no image of {missing[0]!r}, so that readers of folders would number its classes '
                     'differently; give a source with more images, or another seed')
         (new / _RECORDS[what]).write_text(json.dumps({**how, 'splits': list(splits)}, indent=1) + '\n')
-        _check_replaceable(what, folder, force)  # it may have been filled meanwhile
+        _check_replaceable(what, folder, force)  # again, because it may have been filled in the meantime
         try:
             if folder.exists():
                 os.replace(folder, old)
             os.replace(new, folder)
-        except BaseException:  # an interrupt too
+        except BaseException:  # including an interrupt
             if old.exists() and not folder.exists():
                 os.replace(old, folder)
             raise
@@ -342,7 +345,7 @@ def _write_folders(
 
 
 def _check_replaceable(what: str, folder: Path, force: bool) -> None:
-    """An empty folder, or one that has nothing in it but what we wrote."""
+    """Raise ValueError unless the folder is empty, or contains only what we wrote."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -351,9 +354,9 @@ def _check_replaceable(what: str, folder: Path, force: bool) -> None:
     if not names:
         return
     if record not in names:
-        raise ValueError(f'nothing written: {folder} is not empty and is no {what}; name another directory')
+        raise ValueError(f'nothing written: {folder} is not empty and is not a {what}; name another directory')
     if not force:
-        raise ValueError(f'nothing written: {folder} is there; --force (force=True) replaces it')
+        raise ValueError(f'nothing written: {folder} exists; --force (force=True) replaces it')
     try:
         written = json.loads((folder / record).read_text())
         ours = {record, *(f'{split}/{name}' for split in written['splits'] for name in written['classes'])}
@@ -362,7 +365,7 @@ def _check_replaceable(what: str, folder: Path, force: bool) -> None:
     for path in sorted(path.relative_to(folder) for path in folder.rglob('*') if not path.is_dir()):
         is_image = str(path.parent) in ours and re.fullmatch(r'\d{5,}\.png', path.name)
         if not is_image and str(path) not in ours:
-            raise ValueError(f'nothing written: {folder} would be replaced whole; move {path} out of it first')
+            raise ValueError(f'nothing written: {folder} would be replaced as a whole; move {path} out of it first')
 
 
 def _one_bit_at_least(level_fn: Callable, level: float, hparams: Dict) -> Tuple[int]:
@@ -370,25 +373,26 @@ def _one_bit_at_least(level_fn: Callable, level: float, hparams: Dict) -> Tuple[
 
 
 def position_preserving_rand_augment(config_str: str = 'rand-m9-mstd0.5-inc1') -> RandAugment:
-    """timm's RandAugment without the operations that move pixels, `GEOMETRIC_OPS`.
+    """Create timm's RandAugment without the operations that move pixels, `GEOMETRIC_OPS`.
 
-    All else is timm's: how many operations an image gets, their magnitude and probability, and weights, which keep
-    their ratios. The default is what the authors use: AutoContrast, Equalize, Invert, PosterizeIncreasing,
-    SolarizeIncreasing, SolarizeAdd, ColorIncreasing, ContrastIncreasing, BrightnessIncreasing, SharpnessIncreasing.
-    One thing differs: where timm posterizes to no bit, one stays. No bit is a black image, and an error in Pillow 13.
+    Everything else is as in timm: the number of operations per image, their magnitude and probability, and the ratios
+    of their weights. The default has the operations that the authors use: AutoContrast, Equalize, Invert,
+    PosterizeIncreasing, SolarizeIncreasing, SolarizeAdd, ColorIncreasing, ContrastIncreasing, BrightnessIncreasing and
+    SharpnessIncreasing. There is one difference: timm may posterize to 0 bits, which gives a black image, and an error
+    in Pillow 13. Here at least one bit is kept.
 
-    This is for training scripts of your own. train.py's `--aa` takes a string, and of timm's sets only `3a` moves
-    nothing: `rand-m9-mstd0.5-inc1-t3a` has SolarizeIncreasing, Desaturate and GaussianBlur, and AutoAugment's `3a`
-    Solarize, Desaturate and GaussianBlurRand; beside either, train.py's `--color-jitter` stays on. The default set,
-    `tweights`, `t3aw`, any name that timm does not know (it takes the default set and says nothing), AugMix and the
-    other policies of AutoAugment rotate and shear. Nor does train.py by itself keep anything in its place; these
-    options do: `--scale 1 1 --ratio 1 1 --hflip 0 --crop-pct 1`.
+    Use this in your own training scripts. `--aa` of train.py takes only a string, and among the sets of timm only `3a`
+    moves nothing: `rand-m9-mstd0.5-inc1-t3a` has SolarizeIncreasing, Desaturate and GaussianBlur, and the policy `3a`
+    of AutoAugment has Solarize, Desaturate and GaussianBlurRand. With both, `--color-jitter` of train.py stays active.
+    The default set, `tweights`, `t3aw`, AugMix and the other policies of AutoAugment rotate and shear, and so does any
+    name that timm does not know, because timm silently uses the default set. The other transforms of train.py move
+    pixels, too; turn them off with `--scale 1 1 --ratio 1 1 --hflip 0 --crop-pct 1`.
 
     Args:
         config_str: As for timm's `rand_augment_transform`.
 
     Returns:
-        A transform of PIL images, which draws from `numpy.random` and `random`, as timm's does.
+        A transform of PIL images. It draws from `numpy.random` and `random`, as timm's does.
 
     Raises:
         ValueError: If timm cannot read the string.
@@ -397,7 +401,7 @@ def position_preserving_rand_augment(config_str: str = 'rand-m9-mstd0.5-inc1') -
         augment = rand_augment_transform(config_str)
     except (AssertionError, ValueError) as e:
         raise ValueError(
-            f"{config_str!r} is no RandAugment that timm knows ({e}); write it like 'rand-m9-mstd0.5-inc1'") from e
+            f"{config_str!r} is not a RandAugment of timm ({e}); write it like 'rand-m9-mstd0.5-inc1'") from e
     kept = [i for i, op in enumerate(augment.ops) if op.name not in GEOMETRIC_OPS]
     for op in augment.ops:
         if op.name.startswith('Posterize'):

@@ -1,4 +1,4 @@
-"""Accuracy of models when what they see moves."""
+"""Accuracy of models on shifted images."""
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -16,21 +16,20 @@ FILLS = ('reflect', 'replicate', 'circular', 'constant')  # modes of torch.nn.fu
 
 
 def shift_images(images: torch.Tensor, down: int, right: int, fill: str = 'reflect') -> torch.Tensor:
-    """Move images by whole pixels.
+    """Shift images by whole pixels.
 
     Args:
         images: `[B, C, height, width]`.
-        down: Pixels; negative numbers move up.
-        right: Pixels; negative numbers move to the left.
-        fill: What comes in at the other side, a mode of `torch.nn.functional.pad`: 'reflect' mirrors the image,
-            'replicate' repeats its border, 'circular' brings what has gone out (nothing is lost), 'constant' is 0, the
-            mean colour of normalised images.
+        down: Pixels; negative to shift up.
+        right: Pixels; negative to shift left.
+        fill: What fills the empty side, a mode of `torch.nn.functional.pad`. 'reflect' mirrors the image, 'replicate'
+            repeats its border, 'circular' wraps around, 'constant' is 0, the mean colour of normalized images.
 
     Returns:
-        As `images`.
+        `[B, C, height, width]`.
 
     Raises:
-        ValueError: If there is no such fill, or the image would leave its frame.
+        ValueError: If the fill is unknown, or a shift is as large as the image.
     """
     _check_fill(fill)
     height, width = images.shape[-2:]
@@ -59,28 +58,28 @@ def shift_sweep(
         amp: bool = False,
         progress: bool = True,
 ) -> List[Dict[str, Any]]:
-    """Evaluate each model on images that are moved up, down, to the left and to the right.
+    """Evaluate each model on images shifted up, down, left and right.
 
     Args:
-        models: As for `load_model`.
-        data: Labelled images, as `open_dataset` returns them. Their transform is replaced.
-        shifts: How far, in pixels, 0 or more.
-        fill: What comes in, as for `shift_images`.
+        models: Names as for `load_model`.
+        data: Labelled images from `open_dataset`. Their transform is replaced.
+        shifts: Distances in pixels, 0 or more.
+        fill: See `shift_images`.
         batch_size: Images in a batch.
-        num_images: How many images to draw, the same ones for all; None for all.
-        workers: Processes that load them.
-        seed: Of the draw.
+        num_images: How many images to draw, the same for all models. None uses all.
+        workers: Processes that load images.
+        seed: Seed of the draw.
         device: Where the models run.
-        amp: bfloat16 autocast.
+        amp: Use bfloat16 autocast.
         progress: Show progress bars on stderr.
 
     Returns:
-        One row for each model and shift: `model`; `shift` in pixels; `fill`; `num_images`; `top1`, the mean of the four
-        directions, in percent; `same`, how often the class that the model chooses is that of the image in its place, in
-        percent. A shift of 0 is one of its rows only if it is asked for.
+        One row per model and shift, with these columns. `model`. `shift`: in pixels. `fill`. `num_images`. `top1`: mean
+        of the four directions, in percent. `same`: how often the predicted class is that of the unshifted image, in
+        percent. There is a row for a shift of 0 only if it is in `shifts`.
 
     Raises:
-        ValueError: If a model cannot be loaded, the images do not fit it, or a shift or the fill is none.
+        ValueError: If a model cannot be loaded, the images do not fit it, or a shift or the fill is not valid.
     """
     if not models or not shifts:
         raise ValueError('There must be at least one model and one shift.')
@@ -90,7 +89,7 @@ def shift_sweep(
     ways = {shift: list(dict.fromkeys([(shift, 0), (-shift, 0), (0, shift), (0, -shift)])) for shift in shifts}
     moves = list(dict.fromkeys([(0, 0), *(move for four in ways.values() for move in four)]))
     models = list(dict.fromkeys(models))
-    for spec in models:  # what cannot be loaded is to fail before the work
+    for spec in models:  # fail before the work
         load_model(spec)
     rows = []
     for spec in models:
@@ -116,7 +115,7 @@ def shift_sweep(
 
 
 class _Moved(nn.Module):
-    """Logits of all moves of each image, side by side, so that each image is read once."""
+    """Concatenate the logits of all shifts of each image, so that each image is read once."""
 
     def __init__(self, model: nn.Module, moves: Sequence[Tuple[int, int]], fill: str) -> None:
         super().__init__()
@@ -130,7 +129,7 @@ class _Moved(nn.Module):
 
 
 def shift_table(rows: Sequence[Dict[str, Any]]) -> str:
-    """Rows of `shift_sweep` as a Markdown table."""
+    """Format rows of `shift_sweep` as a Markdown table."""
     return markdown([{
         'model': row['model'],
         'shift (px)': row['shift'],

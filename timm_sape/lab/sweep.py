@@ -1,4 +1,4 @@
-"""Accuracy and speed of models at other image sizes than their own."""
+"""Accuracy and speed of models at different image sizes."""
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from timm.layers import to_2tuple
@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 from ..analysis.inputs import load_images, load_model, preprocessing
 from ..encodings import encoding_keywords
-from ..vit_pos_enc import VisionTransformerPosEnc
+from ..host import PosEncModel
 from .evaluate import accuracy, predict
 from .tables import markdown
 
@@ -19,7 +19,7 @@ Size = Tuple[int, int]
 
 
 class _Variant(NamedTuple):
-    """A model with one of the rules for other sizes that it can follow, and the arguments that make it follow it."""
+    """A model with one rule for other sizes, and the arguments of create_model that select the rule."""
     model: str
     policy: str
     kwargs: Dict[str, Any]
@@ -39,43 +39,43 @@ def sweep(
         crop_mode: str = 'squash',
         progress: bool = True,
 ) -> List[Dict[str, Any]]:
-    """Evaluate each model at each size, by every rule for other sizes that it has.
+    """Evaluate each model at each size, with each of its rules for other sizes.
 
-    A model is built anew for each size, so that its weights are adapted from what they were trained as: tables are
+    A model is created again for each size, so that its weights are always adapted from the trained ones: tables are
     resampled, positions scaled, and so on. Encodings with the keyword `resolution` have two rules, `extrapolate` and
-    `rescale`, and are evaluated by both (several of them in one model by the same). `rescale` needs the trained grid.
-    Where the file does not tell it, it is that of the size which the model has if none is asked for.
+    `rescale`, and are evaluated with both (if a model has several such encodings, all use the same rule). `rescale`
+    needs the trained grid. If the file does not contain it, the grid at the default size of the model is used.
 
-    Each size shows the same part of each image. timm's transform `center`, with which models are mostly evaluated,
-    fits the image around the size and cuts off what juts out, which is another part of it for each aspect ratio. So
-    the default here is timm's `squash`: height and width are resized each by its own factor to size / crop_pct, with
-    the model's crop_pct, and the central size is cut out. That is always the same central crop_pct of the height and of
-    the width, but for rounding to whole pixels; where the image has another aspect ratio than the size, it is
-    distorted. At square sizes of square images this is what timm's validate.py does; `center` is for the figures of
-    validate.py on other images, at square sizes, all of which show the central square.
+    All sizes show the same part of each image. timm's usual transform, `center`, does not: it resizes the image to
+    cover the size and crops the rest, so the visible part depends on the aspect ratio. The default here is timm's
+    `squash`. It resizes height and width independently to size / crop_pct, with crop_pct of the model, and crops the
+    center. So every size shows the central crop_pct of the height and of the width, up to rounding to whole pixels, and
+    the image is distorted if its aspect ratio is not that of the size. For square images and sizes, this is the same as
+    in timm's validate.py. Use `center` to reproduce results of validate.py on other images, at square sizes, all of
+    which show the central square.
 
     Args:
-        models: As for `load_model`.
-        data: Labelled images, as `open_dataset` returns them. Their transform is replaced.
+        models: Names as for `load_model`.
+        data: Labelled images from `open_dataset`. Their transform is replaced.
         sizes: Image sizes in pixels, or (height, width).
         batch_size: Images in a batch.
-        num_images: How many images to draw, the same ones for all; None for all.
-        workers: Processes that load them.
-        seed: Of the draw.
+        num_images: How many images to draw, the same for all models. None uses all.
+        workers: Processes that load images.
+        seed: Seed of the draw.
         device: Where the models run.
-        amp: bfloat16 autocast.
-        crop_mode: 'squash' or 'center', as above.
+        amp: Use bfloat16 autocast.
+        crop_mode: 'squash' or 'center', see above.
         progress: Show progress bars on stderr.
 
     Returns:
-        One row for each model, policy and size: `model`; `policy`, the value of `resolution`, 'own' if our encodings
-        have one rule alone, 'timm' for models of timm; `height` and `width` in pixels; `patches`; `num_images`;
-        `top1`, its 95 % Wilson interval `top1_low` to `top1_high`, and `top5`, all in percent; `images_per_second` of
-        the model alone.
+        One row per model, policy and size, with these columns. `model`. `policy`: the value of `resolution`; 'own' if
+        the encodings have a single rule; 'timm' for models of timm. `height` and `width`: in pixels. `patches`.
+        `num_images`. `top1`, with its 95 % Wilson interval `top1_low` to `top1_high`, and `top5`: in percent.
+        `images_per_second`: of the model alone.
 
     Raises:
-        ValueError: If a patch size does not divide a size, a model cannot be loaded, or the images do not fit the
-            models; where that can be known, before anything is evaluated.
+        ValueError: If the patch size does not divide a size, a model cannot be loaded, or the images do not fit the
+            models. Sizes and models are checked before anything is evaluated.
     """
     if not models or not sizes:
         raise ValueError('A sweep needs at least one model and one size.')
@@ -116,23 +116,23 @@ def sweep(
 
 
 def _variants(spec: str, sizes: Sequence[Size]) -> List[_Variant]:
-    """The rules that a model can follow, each tried at one size: what cannot be loaded is to fail before the work.
+    """List the rules of a model, and load it once with each, to fail before the work.
 
     Raises:
-        ValueError: If the model has no patches, or they do not divide a size.
+        ValueError: If the model has no patches, or the patch size does not divide a size.
     """
     model = load_model(spec)
-    patch_embed = getattr(model, 'patch_embed', None)
+    patch_embed = getattr(model, 'patch_embed', getattr(model, 'embeds', None))  # the latter in NaFlexVit
     if not hasattr(patch_embed, 'feat_ratio'):
         raise ValueError(f'{spec} has no patches. A sweep is for Vision Transformers.')
     for size in sizes:
         _check_size(spec, size, patch_embed.feat_ratio(as_scalar=False))
 
-    if not isinstance(model, VisionTransformerPosEnc):
+    if not isinstance(model, PosEncModel):
         variants = [_Variant(spec, 'timm', {})]
     else:
         names = [name for name in model.pos_enc.split('+') if 'resolution' in encoding_keywords(name)]
-        ref_grid_size = model.ref_grid_size or patch_embed.grid_size
+        ref_grid_size = model.ref_grid_size or model.grid_size
         variants = [_Variant(spec, 'own', {})] if not names else []
         for resolution in RESOLUTIONS if names else ():
             keywords = {name: {**model.pos_enc_kwargs.get(name, {}), 'resolution': resolution} for name in names}
@@ -147,7 +147,7 @@ def _variants(spec: str, sizes: Sequence[Size]) -> List[_Variant]:
 
 
 def _check_size(spec: str, size: Size, patch: Size) -> None:
-    # timm's own models would leave out the rest of the image
+    # timm's own models would silently ignore the remaining pixels
     if all(s >= p and s % p == 0 for s, p in zip(size, patch)):
         return
     below = tuple(max(s // p, 1) * p for s, p in zip(size, patch))
@@ -158,7 +158,7 @@ def _check_size(spec: str, size: Size, patch: Size) -> None:
 
 
 def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:
-    """Rows of `sweep` as a Markdown table."""
+    """Format rows of `sweep` as a Markdown table."""
     return markdown([{
         'model': row['model'],
         'policy': row['policy'],

@@ -1,4 +1,4 @@
-"""Rows of plain values as CSV and as Markdown."""
+"""Write rows of plain values as CSV and as Markdown."""
 import csv
 from pathlib import Path
 from typing import Dict, Sequence
@@ -6,17 +6,25 @@ from typing import Dict, Sequence
 __all__ = ['markdown', 'write_csv']
 
 
-def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str) -> None:
-    """One row a line, behind a comment line that says what, where and when."""
+def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str = '') -> None:
+    """Write a header and one line per row.
+
+    Args:
+        rows: Plain values by column. All rows have the same columns.
+        path: The file.
+        notes: What was measured, where and with which versions. Becomes a last column, `notes`, the same in every row.
+            A comment line above the header would break `pandas.read_csv` and spreadsheets, and a second file would get
+            lost when the table is mailed. A column survives that, and also filtering and joining tables.
+    """
+    rows = [{**row, 'notes': notes} for row in rows] if notes else rows
     with open(path, 'w', newline='') as f:
-        f.write(f'# {notes}\n')
         writer = csv.DictWriter(f, fieldnames=list(rows[0]), lineterminator='\n')
         writer.writeheader()
         writer.writerows(rows)
 
 
 def markdown(rows: Sequence[Dict[str, object]]) -> str:
-    """Rows as a Markdown table, a column for each key; None is an empty cell."""
+    """Format rows as a Markdown table with one column per key. None becomes an empty cell."""
     cells = [list(rows[0]), *(['' if cell is None else str(cell) for cell in row.values()] for row in rows)]
     lines = [' | '.join(line) for line in cells]
     return '\n'.join(f'| {line} |' for line in (lines[0], ' | '.join('---' for _ in rows[0]), *lines[1:]))

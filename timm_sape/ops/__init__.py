@@ -1,23 +1,36 @@
-"""Computations behind the encodings. They know tensors and grids, but no encoding and no model."""
+"""Computations behind the encodings. They know tensors and grids, but no encoding and no model.
+
+| file | what |
+|---|---|
+| `attention` | attention with a bias or mask, any encoding's |
+| `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose who computes it |
+| `backend` | which implementations can run: reference, torch or triton |
+| `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
+| `torch_codes`, `torch_distances`, `torch_contextual` | operators that store nothing N x N, on any device |
+| `triton_codes`, `triton_distances` | the same as Triton kernels for NVIDIA GPUs; imported only when used |
+| `codes`, `distances` | what the torch and the triton operators share: shapes, autograd, FLOP counts |
+| `double_backward` | second derivatives of the operators |
+| `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
+| `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
+"""
 from .attention import attend, merge_masks, probabilities
-from .backend import choose_backend
-from .codes import recomputed_axis_codes
-from .contextual import axis_codes, contextual_bias, no_autocast, pairwise_distance, upcast
-from .contextual_op import recomputed_contextual_bias
-from .distances import distance_attention, distance_bias
+from .backend import BACKENDS, using_backend
+from .cope import contextual_bias
+from .precision import no_autocast, upcast
+from .reference import pairwise_distance
+from .sape2 import axis_codes, sape2_attention, sape2_bias
 
 __all__ = [
+    'BACKENDS',
     'attend',
     'axis_codes',
-    'choose_backend',
     'contextual_bias',
-    'distance_attention',
-    'distance_bias',
     'merge_masks',
     'no_autocast',
     'pairwise_distance',
     'probabilities',
-    'recomputed_axis_codes',
-    'recomputed_contextual_bias',
+    'sape2_attention',
+    'sape2_bias',
     'upcast',
+    'using_backend',
 ]

@@ -6,7 +6,8 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from .contextual import no_autocast
+from .precision import no_autocast
+from .transforms import is_transformed
 
 __all__ = ['attend', 'merge_masks', 'probabilities']
 
@@ -25,7 +26,7 @@ def merge_masks(
         attn_mask: Additive, or bool with True where attention is allowed; broadcastable likewise.
         is_causal: Mask out all later tokens.
         num_tokens: N.
-        device: Where the causal mask is wanted.
+        device: Device of the causal mask, unless there is an `attn_mask`, whose device it then has.
 
     Returns:
         Additive if a bias or an additive mask is given, else bool, else None.
@@ -38,6 +39,7 @@ def merge_masks(
             f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
             'Use attn_mask.bool() for a mask of zeros and ones.')
     if is_causal:
+        device = device if attn_mask is None else attn_mask.device
         causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
         if attn_mask is None:
             attn_mask = causal
@@ -60,37 +62,43 @@ def attend(
         *,
         scale: float,
         dropout_p: float = 0.0,
+        fused: bool = True,
 ) -> torch.Tensor:
     """softmax(scale * q.k + mask) v by PyTorch's scaled_dot_product_attention.
 
-    q and k may have more channels than v. PyTorch's fused kernels want as many, so v is padded.
+    q and k may have more channels than v. PyTorch's fused kernels need equal numbers, so v is padded.
 
-    Where an additive mask is wider than q, the whole runs in its dtype, also under autocast: a bias that was computed
-    in float32 would lose to rounding what it is there for.
+    Where an additive mask is wider than q, everything runs in its dtype, also under autocast. Otherwise rounding would
+    undo a bias that was computed in float32.
 
     Args:
         q: `[B, h, N, d+C]`.
         k: `[B, h, N, d+C]`.
         v: `[B, h, N, d]`.
-        mask: As `merge_masks` gives it.
+        mask: As `merge_masks` returns it.
         scale: Factor of q.k.
-        dropout_p: Dropout of the probabilities.
+        dropout_p: Dropout rate of the probabilities.
+        fused: False for an explicit softmax, as timm's attention has it after `set_fused_attn(False)`.
 
     Returns:
         `[B, h, N, d]` in the dtype of v.
     """
+    additive = mask is not None and mask.dtype != torch.bool
+    # Fused kernels have no forward mode. Under vmap they do not see that an additive mask needs a gradient.
+    if not fused or is_transformed():
+        return F.dropout(probabilities(q, k, mask, scale=scale), dropout_p).to(v.dtype) @ v
     if q.shape[-1] != v.shape[-1]:
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         return attend(q, k, padded, mask, scale=scale, dropout_p=dropout_p)[..., :v.shape[-1]]
-    if mask is None or mask.dtype == torch.bool:
+    if not additive:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     dtype = torch.promote_types(q.dtype, mask.dtype)
     with no_autocast(q):
         out = F.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask.to(dtype), dropout_p=dropout_p, scale=scale)
     if torch.onnx.is_in_onnx_export():
-        # The exporter runs the graph several times, with gradients and without. So it may find another kernel, whose
-        # result is laid out in another way than what the views of it were recorded for. In ONNX the copy is nothing.
+        # The exporter runs the graph several times, with and without gradients. Each run may choose another kernel, so
+        # the result may have other strides than were recorded for its views. In ONNX the copy costs nothing.
         out = out.clone(memory_format=torch.contiguous_format)
     return out.to(v.dtype)
 
@@ -102,12 +110,12 @@ def probabilities(
         *,
         scale: float,
 ) -> torch.Tensor:
-    """softmax(scale * q.k + mask), the explicit first half of `attend`, under the same rule for wider masks.
+    """softmax(scale * q.k + mask), the first half of `attend`, with the same rule for wider masks.
 
     Returns:
         `[B, h, N, N]`, in the dtype of the logits.
     """
-    # A power of two changes no digit of q: channels that are a high and a low part stay what they are.
+    # Multiplying by a power of two is exact. So channels that hold the high and the low part of a number stay exact.
     exact = 2.0 ** round(math.log2(scale))
     additive = mask is not None and mask.dtype != torch.bool
     dtype = torch.promote_types(q.dtype, mask.dtype) if additive else q.dtype

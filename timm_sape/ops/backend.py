@@ -8,9 +8,10 @@ from typing import Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-from .limits import LIMITS, MIN_CAPABILITY, shared_memory
+from .transforms import is_transformed
+from .triton_limits import LIMITS, MIN_CAPABILITY, limits_of, shared_memory
 
-__all__ = ['BACKENDS', 'choose_backend', 'is_transformed', 'using_backend']
+__all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
 BACKENDS = ('reference', 'torch', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
@@ -25,7 +26,7 @@ def _from_environment() -> Optional[str]:
 
 @contextmanager
 def using_backend(backend: Optional[str]) -> Iterator[None]:
-    """Set `TIMM_SAPE_BACKEND` for a while; None takes it away."""
+    """Set `TIMM_SAPE_BACKEND` within a `with` block; None unsets it."""
     before = os.environ.pop(VARIABLE, None)
     try:
         if backend is not None:
@@ -44,15 +45,15 @@ def _log_once(backend: str, why: str) -> None:
 
 @functools.lru_cache(maxsize=None)
 def _gpu(index: int) -> Tuple[str, int]:
-    """Why Triton does not run on a GPU, empty if it does, and the KiB that a program has to itself there."""
+    """Why Triton does not run on a GPU, empty if it does, and how many KiB of shared memory a program may use there."""
     properties = torch.cuda.get_device_properties(index)
     capability = properties.major + properties.minor / 10
     if capability < MIN_CAPABILITY:
-        return f'Triton wants compute capability {MIN_CAPABILITY}, and this GPU has {capability}', 0
+        return f'Triton needs compute capability {MIN_CAPABILITY}, and this GPU has {capability}', 0
     try:
         from triton.runtime import driver
         driver.active.get_current_device()
-    except Exception as e:  # it compiles a part of itself, which slim containers have no compiler for
+    except Exception as e:  # it compiles a part of itself, and slim containers have no compiler
         return f'Triton does not start ({e})', 0
     return '', properties.shared_memory_per_block_optin // 1024
 
@@ -65,40 +66,32 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
     if device_type == 'cuda' and torch.version.hip is None:
         return _gpu(torch.cuda.current_device() if index is None else index)
     if device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1':
-        return '', shared_memory(LIMITS[False][1])
+        return '', shared_memory(LIMITS[16].code)
     return (
-        'its kernels do not run on this device: they want an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
+        'its kernels do not run on this device: they need an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
         'Python starts'), 0
 
 
-def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work. Custom operators take no part in the former, and
-    behind them the latter finds derivatives of zero, without a word. (Where Dynamo traces, it is right or raises.)"""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
 def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_reference: str) -> str:
-    """Why a backend cannot do it, empty if it can."""
+    """Why a backend cannot be used, empty if it can."""
     if backend == 'reference':
         return ''
     if needs_reference:
-        return f'only the reference has {needs_reference}'
+        return f'only the reference supports {needs_reference}'
     if backend == 'triton':
         why, memory = _triton_on(q.device.type, q.device.index)
         if why:
             return why
         if q.dtype == torch.float64 and q.device.type == 'cuda':
             return 'on a GPU its kernels do not take float64'
-        head_dim, code = LIMITS[q.dtype.itemsize > 2]
+        head_dim, code = limits_of(q.dtype)
         widest = max(code_widths)
         if q.shape[-1] > head_dim or widest > code:
             return f'in {q.dtype} its kernels take a head dim of {head_dim} and codes of {code} entries at most'
-        wanted = shared_memory(widest)
-        if wanted > memory:
+        needed = shared_memory(widest)
+        if needed > memory:
             return (
-                f'for codes of {widest} entries its kernels want {wanted} KiB of shared memory, and this GPU has '
+                f'for codes of {widest} entries its kernels need {needed} KiB of shared memory, and this GPU has '
                 f'{memory}')
     return ''
 
@@ -109,22 +102,22 @@ def choose_backend(
         code_widths: Sequence[int],
         only_reference: Mapping[str, bool] = {},
 ) -> str:
-    """The argument decides, before the variable `TIMM_SAPE_BACKEND`, before what suits device and shape.
+    """The argument decides, then the variable `TIMM_SAPE_BACKEND`, then what is fastest for device and shape.
 
-    A graph that is exported has none of our operators in it: there it is the reference, whatever was asked for.
+    Exported graphs must not contain our operators, so there it is the reference, whatever was requested.
 
     Args:
         requested: One of `BACKENDS`, None to choose.
         q: Queries.
-        code_widths: Entries of the codes along x and y, or of the tables but for one, whichever are more.
-        only_reference: What the reference alone can do, in words, and whether it is needed.
+        code_widths: For x and for y the entries of the codes, or those of the table minus 1 if that is more.
+        only_reference: What the reference alone supports, in words, and whether it is needed.
 
     Raises:
-        ValueError: If the backend is unknown, or asked for and cannot do it.
+        ValueError: If the backend is unknown, or requested and cannot be used.
     """
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return 'reference'
-    only_reference = {**only_reference, 'torch.func and forward-mode derivatives': is_transformed()}
+    only_reference = {**only_reference, 'torch.func and forward mode': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
     by = 'backend=' if requested is not None else VARIABLE
     requested = requested if requested is not None else _from_environment()
@@ -135,13 +128,13 @@ def choose_backend(
         if refusal:
             raise ValueError(
                 f"backend {requested!r} ({by}) cannot be used: {refusal}. Use 'reference', or leave it out.")
-        backend, why = requested, f'asked for by {by.rstrip("=")}'
+        backend, why = requested, f'requested by {by.rstrip("=")}'
     elif needs_reference:
-        backend, why = 'reference', f'only it has {needs_reference}'
+        backend, why = 'reference', f'only it supports {needs_reference}'
     elif q.device.type == 'cuda' and not _refusal('triton', q, code_widths, ''):
-        backend, why = 'triton', 'the quickest on an NVIDIA GPU'
+        backend, why = 'triton', 'the fastest on an NVIDIA GPU'
     else:
-        backend, why = 'torch', f'the quickest on {q.device.type}'
+        backend, why = 'torch', f'the fastest on {q.device.type}'
     if not torch.compiler.is_compiling():
         _log_once(backend, why)
     return backend

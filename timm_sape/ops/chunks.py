@@ -1,4 +1,4 @@
-"""Working through heads a few at a time, so that what is at hand of them at one time fits the caches."""
+"""Work through heads a few at a time, so that the numbers in use fit the caches."""
 from typing import Iterator, Tuple
 
 import torch
@@ -9,12 +9,12 @@ CHUNK = 2 ** 18  # numbers for each thread, 1 MB in float32
 
 
 def chunk_size() -> int:
-    """How many numbers are worked on at one time, by all threads together."""
+    """How many numbers are in use at one time, by all threads together."""
     return CHUNK * torch.get_num_threads()
 
 
 def chunks(batch: int, num_heads: int, size: int) -> Iterator[Tuple[slice, slice]]:
-    """Slices of `[B, h]`: as many heads as have `chunk_size()` numbers together, one at least.
+    """Slices of `[B, h]`, each of as many heads as have `chunk_size()` numbers together, or of one.
 
     Args:
         batch: B.

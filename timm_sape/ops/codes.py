@@ -1,166 +1,48 @@
-"""SaPE2's codes with a backward pass that keeps nothing but q, k and the tables.
-
-Plain autograd would store gates, positions, cells and weights: some 40 bytes for each of the N * (W + H) entries of
-every head and layer. They are cheap to compute again.
-"""
-from typing import List, Optional, Tuple, Union
+"""What the operators for SaPE2's codes, in PyTorch and in Triton, share: arguments, shapes, autograd, FLOP counts."""
+from functools import partial
+from typing import Callable, Tuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ..grid import Grid
-from .chunks import chunks
-from .contextual import _suffix_sum, axis_codes, without_autocast
+from .double_backward import differentiable_gradients
+from .reference import axis_codes
 
-__all__ = ['empty_codes', 'recomputed_axis_codes', 'register_pair', 'sources_of', 'wide']
-
-
-def _gates(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
-    return (q @ k.transpose(-2, -1)).mul_(gate_scale).sigmoid_()  # [..., C, C]
-
-
-def _positions(gates: torch.Tensor, shrink: float) -> torch.Tensor:
-    pos = _suffix_sum(gates)
-    return pos if shrink == 1 else pos * shrink
-
-
-def _cells(pos: torch.Tensor, npos: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The cells that positions lie in, and how far in."""
-    cell = pos.long().clamp_(0, npos - 2)  # NaN becomes some integer, and comes out as NaN all the same
-    return cell, pos.clamp(max=npos - 1).sub_(cell.to(pos.dtype))
-
-
-def _lines(x: torch.Tensor, height: int, width: int, along_y: bool) -> torch.Tensor:
-    """`[B, h, H*W, C]` to rows `[B, h, H, W, C]` or columns `[B, h, W, H, C]`."""
-    x = x.unflatten(2, (height, width))
-    return x.transpose(2, 3) if along_y else x
-
-
-def _patches(x: torch.Tensor, along_y: bool) -> torch.Tensor:
-    """The inverse of `_lines`."""
-    return (x.transpose(2, 3) if along_y else x).flatten(2, 3)
-
-
-def _values(sources, tables, sizes) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """What lies at the integer positions along x and along y, for each source, `[B, h, H*W, npos]`."""
-    return [(source @ tables.T).split(sizes, dim=-1) for source in sources]
-
-
-def _axis_forward(q, k, values, height, width, along_y, gate_scale, shrink) -> torch.Tensor:
-    q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
-    cell, weight = _cells(_positions(_gates(q, k, gate_scale), shrink), values[0].shape[-1])
-    codes = []
-    for z in values:
-        z = _lines(z, height, width, along_y)  # [B, h, lines, C, npos]
-        codes.append(z.gather(-1, cell).lerp_(z[..., 1:].gather(-1, cell), weight))
-    codes = codes[0] if len(codes) == 1 else torch.cat(codes, dim=-1)
-    return _patches(codes if shrink == 1 else codes * shrink ** 0.5, along_y)
-
-
-def _axis_backward(
-        grad, q, k, values, grad_q, grad_k, height, width, along_y, gate_scale, shrink,
-) -> List[torch.Tensor]:
-    """Adds the part of the gates to the gradients of q and k, `[B, h, H*W, d]`; returns those of the values."""
-    lines_q, lines_k = (_lines(t, height, width, along_y) for t in (grad_q, grad_k))
-    q, k = (_lines(t, height, width, along_y).contiguous() for t in (q, k))
-    npos = values[0].shape[-1]
-    gates = _gates(q, k, gate_scale)
-    pos = _positions(gates, shrink)
-    cell, weight = _cells(pos, npos)
-    grad = _lines(grad, height, width, along_y)
-    grad = grad if shrink == 1 else grad * shrink ** 0.5
-    grad_values, grad_pos = [], torch.zeros_like(pos)
-    for z, g in zip(values, grad.chunk(len(values), dim=-1)):
-        z = _lines(z, height, width, along_y)
-        grad_pos += g * (z[..., 1:].gather(-1, cell).sub_(z.gather(-1, cell)))
-        upper = g * weight
-        grad_z = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
-        grad_z = grad_z.scatter_add_(-1, cell, g - upper).scatter_add_(-1, cell + 1, upper)
-        grad_values.append(_patches(grad_z, along_y))
-    grad_pos.masked_fill_(pos > npos - 1, 0)
-    grad_gates = grad_pos.cumsum(-1)  # the gate of patch j counts in all positions up to j
-    grad_logits = torch.ops.aten.sigmoid_backward(grad_gates, gates).mul_(shrink * gate_scale)
-    lines_q += grad_logits @ k
-    lines_k += grad_logits.transpose(-2, -1) @ q
-    return grad_values
+__all__ = ['empty_codes', 'register_pair', 'sources_of']
 
 
 def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """The tensors that the embeddings are multiplied with."""
     return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
 
 
-def wide(*tensors: torch.Tensor) -> List[torch.Tensor]:
-    return [t.to(torch.promote_types(t.dtype, torch.float32)).contiguous() for t in tensors]
-
-
 def empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the codes along x and along y, `[B, h, H*W, Cx]` and `[B, h, H*W, Cy]`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     shape, n = q.shape[:-1], len(mode)
     return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
 
 
-@torch.library.custom_op('timm_sape::axis_codes', mutates_args=())
-@without_autocast
-def _axis_codes(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
-    codes_x, codes_y = empty_codes(q, height, width, mode)
-    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
-        q_, k_ = wide(q[chunk], k[chunk])
-        values_x, values_y = zip(*_values(sources_of(mode, q_, k_), tables, sizes))
-        codes_x[chunk] = _axis_forward(q_, k_, values_x, height, width, False, gate_scale, shrink_x)
-        codes_y[chunk] = _axis_forward(q_, k_, values_y, height, width, True, gate_scale, shrink_y)
-    return codes_x, codes_y
+def _flops(q_shape, table_x_shape, table_y_shape, height: int, width: int, mode: str) -> Tuple[int, int]:
+    """FLOPs of the gates, and of the products of the sources with the tables."""
+    batch, num_heads, num_patches, dim = q_shape
+    once = 2 * batch * num_heads * num_patches * dim
+    return once * (height + width), once * len(mode) * (table_x_shape[0] + table_y_shape[0])
 
 
-@torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
-@without_autocast
-def _axis_codes_backward(
-        grad_x: torch.Tensor,
-        grad_y: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
-    grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
-    grad_tables = torch.zeros_like(tables)
-    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
-        q_, k_, grad_x_, grad_y_ = wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
-        part_q, part_k = torch.zeros_like(q_), torch.zeros_like(k_)
-        sources = sources_of(mode, q_, k_)
-        values_x, values_y = zip(*_values(sources, tables, sizes))
-        grads_x = _axis_backward(
-            grad_x_, q_, k_, values_x, part_q, part_k, height, width, False, gate_scale, shrink_x)
-        grads_y = _axis_backward(
-            grad_y_, q_, k_, values_y, part_q, part_k, height, width, True, gate_scale, shrink_y)
-        for source, part, *grad_values in zip(sources, sources_of(mode, part_q, part_k), grads_x, grads_y):
-            grad_values = torch.cat(grad_values, dim=-1).flatten(0, -2)
-            part.view(-1, part.shape[-1]).addmm_(grad_values, tables)
-            grad_tables.addmm_(grad_values.T, source.flatten(0, -2))
-        grad_q[chunk], grad_k[chunk] = part_q, part_k
-    parts = zip(grad_tables.split(sizes), (table_x, table_y))
-    return grad_q, grad_k, *(grad.to(table.dtype, copy=True) for grad, table in parts)
+def _reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_x, table_y):
+    ref_grid_size = round(shrink_y * height), round(shrink_x * width)
+    return axis_codes(
+        q, k, table_x, table_y, Grid(height, width), mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
 
 
-def register_pair(forward, backward) -> None:
-    """Join two operators of `axis_codes`, the latter the backward pass of the former, which keeps its inputs alone."""
+def register_pair(forward: Callable, backward: Callable) -> None:
+    """Register shapes, autograd and FLOP counts of two operators for the codes: the forward and the backward pass.
+
+    Both get q and k of the patches, `[B, h, H*W, d]`, the tables, and then height, width, mode, gate_scale, shrink_x
+    and shrink_y. Only the tensors are kept for the backward pass.
+    """
     @forward.register_fake
     def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
         return empty_codes(q, height, width, mode)
@@ -174,44 +56,22 @@ def register_pair(forward, backward) -> None:
         ctx.args = inputs[4:]
 
     def formula(ctx, grad_x, grad_y):
-        return (*backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args), *(None for _ in ctx.args))
+        if torch.is_grad_enabled():  # the caller will differentiate the result again
+            grads = differentiable_gradients(partial(_reference, *ctx.args), ctx.saved_tensors, (grad_x, grad_y))
+        else:
+            grads = backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args)
+        return (*grads, *(None for _ in ctx.args))
 
     forward.register_autograd(formula, setup_context=setup_context)
 
+    @register_flop_formula(forward._opoverload.overloadpacket)
+    def _(q_shape, k_shape, table_x_shape, table_y_shape, height, width, mode, *args, out_shape=None, **kwargs) -> int:
+        return sum(_flops(q_shape, table_x_shape, table_y_shape, height, width, mode))
 
-register_pair(_axis_codes, _axis_codes_backward)
-
-
-def recomputed_axis_codes(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        grid: Grid,
-        *,
-        mode: str,
-        gate_scale: Union[float, torch.Tensor],
-        ref_grid_size: Optional[Tuple[int, int]] = None,
-        backend: str = 'torch',
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`axis_codes`, arguments and result, by an operator of its own wherever that can do it.
-
-    It cannot where patches are dropped, gates have a learned scale, or sizes are symbolic.
-
-    Args:
-        backend: 'torch', or 'triton' where `choose_backend` has found that it runs.
-    """
-    special = grid.keep_indices is not None or isinstance(gate_scale, torch.Tensor)
-    if special or type(grid.height) is not int or type(grid.width) is not int:
-        return axis_codes(
-            q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
-    p, (height, width) = grid.num_prefix_tokens, grid.size
-    ref_height, ref_width = ref_grid_size or grid.size
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    table_x, table_y = (t.to(dtype) if t.dtype.itemsize > dtype.itemsize else t for t in (table_x, table_y))
-    operator = _axis_codes
-    if backend == 'triton':
-        from .codes_triton import triton_axis_codes as operator
-    return operator(
-        q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
-        ref_width / width, ref_height / height)
+    @register_flop_formula(backward._opoverload.overloadpacket)
+    def _(
+            grad_x_shape, grad_y_shape, q_shape, k_shape, table_x_shape, table_y_shape, height, width, mode, *args,
+            out_shape=None, **kwargs,
+    ) -> int:
+        # each product once more, and two products for its gradients
+        return 3 * sum(_flops(q_shape, table_x_shape, table_y_shape, height, width, mode))

@@ -1,340 +1,43 @@
-"""Attention with a bias of distances between codes, without storing anything N x N: a block of queries at a time.
-
-The squared distance of two codes is a product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with s = |w|^2,
-so one matrix product gives a block of them. Of small distances, those between patches of one region, it loses the
-digits: what comes out as a small part of s_i is computed once more, from the difference.
-
-The backward pass computes the blocks anew. With G the gradient of a distance D and R = G / D, that of the codes is
-rowsum(R + R^T) w - (R + R^T) w. Small distances make R large and what is left of the two terms small: such pairs are
-taken out, and summed as r * (w_i - w_j), or, where they are many, all is in float64. Other devices than the CPU do not
-look for them, and take them to be many.
-"""
-import math
-from typing import Iterator, NamedTuple, Optional, Tuple, Union
+"""What the operators for attention with distances, in PyTorch and in Triton, share: reference and FLOP counts."""
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
 
-from ..grid import Grid
-from .attention import attend, merge_masks
-from .chunks import chunk_size, chunks
-from .contextual import pairwise_distance, without_autocast
+from .attention import attend
+from .reference import pairwise_distance
 
-__all__ = ['distance_attention', 'distance_bias']
-
-NEAR = 2 ** -6  # squared distances below this part of s are computed from differences
+__all__ = ['distance_attention', 'register_flops']
 
 
-class _Codes(NamedTuple):
-    """Codes in the form that the blocks want: `[2, B, h, N, ...]`, x before y, or of some heads, `[2n, N, ...]`, first
-    all along x. Those of prefix tokens are zeros."""
-    raw: torch.Tensor  # for differences, which nothing else is exact for
-    left: torch.Tensor  # for products, centred
-    right: torch.Tensor  # centred codes, 1, ...
-    near: torch.Tensor  # squared distances up to this want a second look, `[..., N, 1]`
-    noise: torch.Tensor  # squared distances up to this are 0, `[..., N, 1]`
-
-    def of(self, chunk: Tuple[slice, slice]) -> '_Codes':
-        """Those of some heads."""
-        return _Codes(*(t[(slice(None), *chunk)].flatten(0, 2) for t in self))
+def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
+    """What the operators compute, in plain PyTorch, differentiable any number of times."""
+    num_prefix_tokens = q.shape[2] - codes_x.shape[2]
+    distances = pairwise_distance(codes_x) + pairwise_distance(codes_y)
+    bias = bias_scale.to(distances.dtype).view(-1, 1, 1) * F.pad(distances, 2 * (num_prefix_tokens, 0))
+    # fused kernels cannot be differentiated twice
+    return attend(q, k, v, bias, scale=scale, fused=False)
 
 
-# No pairs, 'many', or for each where in `[2n, R, N]` it is, and its two tokens in `[2n, N]`, all counted in one.
-_Near = Union[None, str, Tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+def register_flops(forward: Callable, backward: Callable) -> None:
+    """Tell torch's FLOP counter about two operators: the forward and the backward pass.
 
-
-def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _Codes:
-    """Of codes `[B, h, N-P, C]`; the narrower ones are filled up with zeros, which changes no distance."""
-    width, num_prefix_tokens = max(codes_x.shape[-1], codes_y.shape[-1]), num_tokens - codes_x.shape[-2]
-    codes = torch.stack([F.pad(c, (0, width - c.shape[-1], num_prefix_tokens, 0)) for c in (codes_x, codes_y)])
-    w = codes - codes[..., num_prefix_tokens:, :].mean(dim=-2, keepdim=True)  # saves digits of products
-    w[..., :num_prefix_tokens, :] = 0
-    s = w.square().sum(dim=-1, keepdim=True)
-    noise = (64 * torch.finfo(codes.dtype).eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
-    near = torch.maximum(NEAR * s, 4 * noise)
-    one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # widths that are quick
-    one[..., :num_prefix_tokens, :] = 0
-    right = torch.cat([w, one, s, fill], dim=-1)
-    return _Codes(codes, torch.cat([w.mul_(-2), s, one, fill], dim=-1), right, near, noise)
-
-
-class _Workspace:
-    """Memory of one call for the blocks of pairs. Were each block to allocate its own, the C library would hand it back
-    to the system and fetch it anew, block by block, which takes longer than what is done with it."""
-
-    def __init__(self, count: int):
-        self.count = count
-        self.memory = None
-
-    def __call__(self, codes: _Codes, rows: slice) -> Tuple[torch.Tensor, ...]:
-        """One `[2n, R, N]` and `count` times `[n, R, N]`; the first block is the largest."""
-        heads, num_tokens, _ = codes.raw.shape
-        shape = 2 + self.count, heads // 2, rows.stop - rows.start, num_tokens
-        if self.memory is None:
-            self.memory = codes.raw.new_empty(math.prod(shape))
-        memory = self.memory[:math.prod(shape)].view(shape)
-        return memory[:2].flatten(0, 1), *memory[2:]
-
-
-def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> _Near:
-    """Write the squared distances from the tokens of a block to all into `[2n, R, N]`, 0 where a prefix token takes
-    part, and return which of them are small."""
-    if codes.raw.device.type != 'cpu':  # a look at what comes out would make a GPU wait
-        _squares_by_difference(codes, rows, num_prefix_tokens, squares)
-        return 'many'
-    torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
-    _fill_unbiased(squares, rows, num_prefix_tokens, float('inf'))
-    limit, near = codes.near[:, rows].flatten(), None
-    lines = (squares.amin(-1).flatten() <= limit).nonzero().squeeze(-1)  # few have small distances
-    if len(lines):
-        w, noise = codes.raw.flatten(0, 1), codes.noise.flatten()
-        _, num_rows, num_tokens = squares.shape
-        small = squares.view(-1, num_tokens).index_select(0, lines) <= limit[lines].unsqueeze(-1)
-        line, column = small.nonzero().unbind(-1)
-        if len(line) * w.shape[-1] > squares.numel():
-            _squares_by_difference(codes, rows, num_prefix_tokens, squares)
-            return 'many'
-        row = lines[line]
-        where, head = row * num_tokens + column, row // num_rows
-        i, j = row + head * (num_tokens - num_rows) + rows.start, column + head * num_tokens
-        near = where, i, j
-        square = (w.index_select(0, i) - w.index_select(0, j)).square_().sum(dim=-1)
-        square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
-        squares.view(-1).index_copy_(0, where, square)
-    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
-    return near
-
-
-def _fill_unbiased(pairs: torch.Tensor, rows: slice, num_prefix_tokens: int, value: float) -> None:
-    """Write to the pairs that have no bias: those with a prefix token, and those of a token with itself."""
-    pairs[:, :max(num_prefix_tokens - rows.start, 0)].fill_(value)
-    pairs[:, :, :num_prefix_tokens].fill_(value)
-    pairs.diagonal(rows.start, 1, 2).fill_(value)
-
-
-def _squares_by_difference(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
-    w, noise = codes.raw, codes.noise
-    torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
-    squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
-    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
-
-
-def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:
-    """So that what is divided by a distance of zero is zero."""
-    if near == 'many':
-        return distances.masked_fill_(distances == 0, float('inf'))
-    _fill_unbiased(distances, rows, num_prefix_tokens, float('inf'))
-    if near is not None:
-        flat, where = distances.view(-1), near[0]
-        flat.index_fill_(0, where[flat[where] == 0], float('inf'))
-    return distances
-
-
-def _rows(num_tokens: int) -> Iterator[slice]:
-    """Blocks of the tokens of one head, or of few small heads."""
-    rows = min(num_tokens, max(16, chunk_size() // num_tokens))
-    for row in range(0, num_tokens, rows):
-        yield slice(row, min(row + rows, num_tokens))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-@torch.library.custom_op('timm_sape::distance_attention', mutates_args=())
-@without_autocast
-def _distance_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> torch.Tensor:
-    batch, num_heads, num_tokens, _ = q.shape
-    num_prefix_tokens = num_tokens - codes_x.shape[-2]
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
-    codes = _prepare(codes_x, codes_y, num_tokens)
-    workspace = _Workspace(0)
-    for chunk in chunks(batch, num_heads, num_tokens ** 2):
-        qs, ks, vs = (_wide(t[chunk]) for t in (q, k, v))  # [b, n, N, d]
-        heads = codes.of(chunk)
-        gains = gain[chunk][..., None, None]
-        for rows in _rows(num_tokens):
-            squares, = workspace(heads, rows)
-            _squares(heads, rows, num_prefix_tokens, squares)
-            dx, dy = squares.sqrt_().chunk(2)
-            bias = dx.add_(dy).view(*gains.shape[:2], *dx.shape[1:]).mul_(gains)
-            out[chunk][:, :, rows] = F.scaled_dot_product_attention(
-                qs[:, :, rows], ks, vs, attn_mask=bias, scale=scale)
-    return out
-
-
-@_distance_attention.register_fake
-def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, near: _Near) -> None:
-    """Add r * (w_i - w_j) of some pairs to `[2n, N, C]`, and take them out of a block of R, `[2n, R, N]`."""
-    where, i, j = near
-    grad, r, w = grad.flatten(0, 1), r.view(-1), w.flatten(0, 1)
-    pull = w.index_select(0, i).sub_(w.index_select(0, j)).mul_(r[where].unsqueeze(-1)).to(grad.dtype)
-    grad.index_put_((i,), pull, accumulate=True).index_put_((j,), -pull, accumulate=True)
-    r.index_fill_(0, where, 0)
-
-
-def _add_gradient(grad: torch.Tensor, r: torch.Tensor, w_and_one: torch.Tensor, rows: slice) -> None:
-    """Add rowsum(R + R^T) w - (R + R^T) w to `[2n, C, N]`, for a block of R, `[2n, R, N]`, and `[2n, N, C + 1]`."""
-    w_and_one = w_and_one.mT
-    w, sizes = w_and_one[:, :-1], [grad.shape[1], 1]  # r times one are the sums
-    rw, row_sum = torch.bmm(w_and_one, r.mT).split(sizes, dim=1)
-    grad[:, :, rows] += row_sum * w[:, :, rows] - rw
-    rw, column_sum = torch.bmm(w_and_one[:, :, rows], r).split(sizes, dim=1)
-    grad += column_sum * w - rw
-
-
-@torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=())
-@without_autocast
-def _distance_attention_backward(
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, num_heads, num_tokens, _ = q.shape
-    num_prefix_tokens = num_tokens - codes_x.shape[-2]
-    gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y)]
-    grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
-    codes = _prepare(codes_x, codes_y, num_tokens)
-    widths = codes_x.shape[-1], codes_y.shape[-1]
-    workspace = _Workspace(3)
-    for chunk in chunks(batch, num_heads, num_tokens ** 2):
-        gs, qs, ks, vs = (_wide(t[chunk]).flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
-        heads = codes.of(chunk)
-        w_and_one = heads.right[..., :max(widths) + 1]
-        precise = near_grad = None
-        gains = gain[chunk].reshape(-1, 1, 1)
-        grad_q = torch.empty_like(qs)
-        # transposed, `[n, d, N]` and `[2n, C, N]`: products are quicker that way round
-        grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, heads.raw))
-        for rows in _rows(num_tokens):
-            distances, logits, p, grad_logits = workspace(heads, rows)
-            near = _squares(heads, rows, num_prefix_tokens, distances)
-            dx, dy = distances.sqrt_().chunk(2)
-            torch.add(dx, dy, out=logits).mul_(gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
-            torch.softmax(logits, dim=-1, out=p)
-            g = gs[:, rows]
-            grad_v.baddbmm_(g.mT, p)
-            grad_p = torch.bmm(g, vs.mT, out=logits)
-            torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_logits)
-            grad_q[:, rows] = torch.bmm(grad_logits, ks)
-            grad_k.baddbmm_(qs[:, rows].mT, grad_logits)
-            divisors = _zeros_to_inf(distances, rows, num_prefix_tokens, near).unflatten(0, (2, -1))
-            r = torch.div(grad_logits, divisors, out=divisors).flatten(0, 1)
-            if near == 'many' and r.device.type != 'mps':  # which has no float64
-                if precise is None:
-                    precise = F.pad(heads.raw.double(), (0, 1), value=1)
-                _add_gradient(grad_w, r.double(), precise, rows)
-            else:
-                if isinstance(near, tuple):
-                    if near_grad is None:  # float64 is summed in order, float32 by atomics
-                        near_grad = torch.zeros_like(heads.raw, dtype=torch.float64)
-                    _add_near_pairs(near_grad, r, heads.raw, near)
-                _add_gradient(grad_w, r, w_and_one, rows)
-        if near_grad is not None:
-            grad_w += near_grad.mT
-        # The distances grow with the codes, so their gradient is that of the codes times the codes.
-        grad_gains = torch.linalg.vecdot(grad_w.mT, w_and_one[..., :-1]).unflatten(0, (2, -1)).sum(dim=(0, 2))
-        grad_w = gains * grad_w.mT[:, num_prefix_tokens:].unflatten(0, (2, -1))
-        found = grad_q.mul_(scale), grad_k.mT.mul_(scale), grad_v.mT, *(g[..., :n] for g, n in zip(grad_w, widths))
-        for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
-            whole = whole[chunk]
-            whole.copy_(part.view(whole.shape))
-    grad_scale = grad_gain.sum(0)
-    if bias_scale.shape[0] == 1:
-        grad_scale = grad_scale.sum(0, keepdim=True)
-    return *grads, grad_scale.to(bias_scale.dtype)
-
-
-@_distance_attention_backward.register_fake
-def _(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y, bias_scale))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad):
-    return (*_distance_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None)
-
-
-_distance_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def distance_bias(codes_x: torch.Tensor, codes_y: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """|x_i - x_j| + |y_i - y_j| between patches, 0 where a prefix token takes part.
-
-    Args:
-        codes_x: Codes of the patches along x, `[B, h, N-P, Cx]`.
-        codes_y: Codes along y, `[B, h, N-P, Cy]`.
-        grid: The grid.
-
-    Returns:
-        `[B, h, N, N]`.
+    Only matrix products count, as everywhere in that counter. The distances between N codes of C entries count as the
+    product of an N x C and a C x N matrix. (The reference uses cdist, which torch counts as 0.)
     """
-    return grid.pad_prefix(pairwise_distance(codes_x) + pairwise_distance(codes_y))
+    @register_flop_formula(forward._opoverload.overloadpacket)
+    def _(q_shape, k_shape, v_shape, codes_x_shape, codes_y_shape, *args, out_shape=None, **kwargs) -> int:
+        return _flops(q_shape, codes_x_shape, codes_y_shape, products=2, distances=1)  # q.k and p.v
+
+    @register_flop_formula(backward._opoverload.overloadpacket)
+    def _(*shapes, out_shape=None, **kwargs) -> int:
+        q_shape, _, _, codes_x_shape, codes_y_shape = shapes[-7:-2]  # bias_scale and scale are the last two
+        # the logits once more, and the gradients of v, p, q and k; the distances once more, and R w and R^T w
+        return _flops(q_shape, codes_x_shape, codes_y_shape, products=5, distances=3)
 
 
-def distance_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        grid: Grid,
-        *,
-        scale: float,
-        attn_mask: Optional[torch.Tensor] = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        backend: str = 'torch',
-) -> torch.Tensor:
-    """softmax(scale * q.k + bias_scale * (|x_i - x_j| + |y_i - y_j|)) v; prefix tokens have no codes and no bias.
-
-    Args:
-        q: Queries, prefix tokens first, `[B, h, N, d]`.
-        k: Keys, likewise.
-        v: Values, likewise.
-        codes_x: Codes of the patches along x, `[B, h, N-P, Cx]`, in float32 or wider.
-        codes_y: Codes along y, `[B, h, N-P, Cy]`.
-        bias_scale: `[1]` or `[h]`.
-        grid: The grid.
-        scale: Factor of q.k.
-        attn_mask: As in `merge_masks`; for the reference alone, and so are the next two.
-        is_causal: Mask out all later tokens.
-        dropout_p: Dropout of the probabilities.
-        backend: As `choose_backend` gives it.
-
-    Returns:
-        `[B, h, N, d]` in the dtype of v, computed in float32 at least.
-    """
-    if backend == 'reference':
-        bias = bias_scale.to(codes_x.dtype).view(-1, 1, 1) * distance_bias(codes_x, codes_y, grid)
-        mask = merge_masks(bias, attn_mask, is_causal, q.shape[2], q.device)
-        return attend(q, k, v, mask, scale=scale, dropout_p=dropout_p)
-    if backend == 'triton':
-        from .distances_triton import triton_distance_attention
-        return triton_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale=scale)
-    return _distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale)
+def _flops(q_shape, codes_x_shape, codes_y_shape, products: int, distances: int) -> int:
+    batch, num_heads, num_tokens, dim = q_shape
+    codes = codes_x_shape[-1] + codes_y_shape[-1]
+    return 2 * batch * num_heads * num_tokens ** 2 * (products * dim + distances * codes)

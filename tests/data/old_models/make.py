@@ -1,7 +1,7 @@
 """Write the models of this folder: `python tests/data/old_models/make.py`, last run at commit 4f13f36.
 
-The files are what a version wrote before the package was rearranged, and `tests/test_old_models.py` loads them with the
-present one. So do not run this again to make a failing test pass: a difference is what the test is there to find.
+A version from before the package was rearranged wrote the files, and `tests/test_old_models.py` loads them with the
+current one. So do not run this again to make a failing test pass: differences are what the test is meant to find.
 
 Only the public API is used. The models share one backbone, so each entry of a backbone is stored once.
 """
@@ -63,7 +63,7 @@ BASES = {
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
-    """Give each parameter large values that depend on its name and shape alone."""
+    """Give each parameter large values that depend only on its name and shape."""
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(p.shape, generator=generator)

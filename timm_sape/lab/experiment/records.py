@@ -1,10 +1,11 @@
-"""What a run's folder says: the rows of its summary.csv, its checkpoints, and how it went."""
+"""Read and write the folder of a run: run.json, the rows of summary.csv, checkpoints, and locks."""
 import csv
 import fcntl
 import json
 import math
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,37 +14,42 @@ from timm.utils import load_checkpoint_metadata
 from .plan import Run
 
 __all__ = [
-    'Record', 'Trained', 'last_checkpoint', 'loading_share', 'lock', 'lock_path', 'not_finite', 'read_summary',
-    'status', 'trained_models', 'write_summary', 'write_text',
+    'ENDED', 'Record', 'Trained', 'last_checkpoint', 'loading_share', 'lock', 'lock_path', 'not_finite', 'read_summary',
+    'trained_models', 'write_summary', 'write_text',
 ]
 
 ENDED = ('finished', 'crashed', 'diverged')
 
 
+@dataclass
 class Record:
-    """How a run went, kept as `run.json` in its folder.
+    """How a run went. It is stored as `run.json` in the folder of the run.
 
     Attributes:
+        label: Label of the model. Empty in folders of earlier versions, which were named by it.
         status: One of `ENDED`, or None.
-        error: Why it is not finished.
-        starts: When, where, with what and on which images it was started, how many seconds it took, and in how much of
-            the time any kernel ran on its GPU, in percent, if it had one; one for each time.
+        error: Why the run did not finish.
+        starts: One entry per start: when, where, with which versions and images, how many seconds it took, and for how
+            much of that time a kernel ran on its GPU, in percent.
     """
+    label: str = ''
+    status: Optional[str] = None
+    error: str = ''
+    starts: List[Dict[str, Any]] = field(default_factory=list)
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / 'run.json'
+    @classmethod
+    def read(cls, folder: Path) -> 'Record':
+        """Read a record. A missing or damaged file, e.g. after a reboot, gives an empty one."""
         try:
-            stored = json.loads(self.path.read_text())
-        except (FileNotFoundError, ValueError):  # a reboot may leave it empty; what counts can be told without it
+            stored = json.loads((folder / 'run.json').read_text())
+        except (FileNotFoundError, ValueError):
             stored = None
         stored = stored if isinstance(stored, dict) else {}
-        self.status: Optional[str] = stored.get('status')
-        self.error: str = stored.get('error') or ''
-        self.starts: List[Dict[str, Any]] = [start for start in stored.get('starts') or () if 'began' in start]
+        starts = [start for start in stored.get('starts') or () if 'began' in start]
+        return cls(stored.get('label') or '', stored.get('status'), stored.get('error') or '', starts)
 
-    def save(self) -> None:
-        stored = {'status': self.status, 'error': self.error, 'starts': self.starts}
-        write_text(self.path, json.dumps(stored, indent=1) + '\n')
+    def save(self, folder: Path) -> None:
+        write_text(folder / 'run.json', json.dumps(vars(self), indent=1) + '\n')
 
     @property
     def seconds(self) -> float:
@@ -51,7 +57,7 @@ class Record:
 
     @property
     def gpu_utilisation(self) -> Optional[float]:
-        """In how much of the time any kernel ran on its GPU, in percent; None if it is not known."""
+        """For how much of the time a kernel ran on the GPU, in percent; None if unknown."""
         known = [start for start in self.starts if 'gpu_utilisation' in start and start.get('seconds')]
         if not known:
             return None
@@ -59,22 +65,22 @@ class Record:
         return round(used / sum(start['seconds'] for start in known), 1)
 
     def seen(self, key: str) -> str:
-        """What the starts say of something, usually all the same."""
+        """The different values that the starts have for a key, usually one."""
         return '; '.join(dict.fromkeys(str(start[key]) for start in self.starts if key in start))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Beside its place, then into it."""
+    """Write a file beside its place, then move it there, so that it is never half-written."""
     beside = path.with_name(f'.{path.name}.{os.getpid()}')
     beside.write_text(text)
     os.replace(beside, path)
 
 
 def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
-    """Rows of summary.csv by epoch, from 0.
+    """Read the rows of summary.csv by epoch, counted from 0.
 
-    When train.py resumes, it repeats the header, and an epoch whose checkpoint was not written; the last row counts.
-    Those do not count that were not written to their end, whose header is gone, or that a reboot has left half.
+    When train.py resumes, it repeats the header and perhaps an epoch; the last row of an epoch counts. Rows that were
+    cut off, e.g. by a reboot, are skipped, and so are rows without a header.
     """
     path = folder / 'summary.csv'
     if not path.exists():
@@ -97,8 +103,11 @@ def _has_numbers(row: Dict[str, str]) -> bool:
 
 
 def loading_share(folder: Path) -> Optional[float]:
-    """How much of the time of a step train.py waits for images, in percent, mean of the last epoch in its log; None if
-    the log does not say."""
+    """Read from train.log how much of a step train.py waits for images, in percent.
+
+    Returns:
+        The mean over the last complete epoch; None if the log does not contain it.
+    """
     path = folder / 'train.log'
     text = path.read_text(errors='replace') if path.exists() else ''
     found = re.findall(r'^Train: .* \(100%\)\].* \((\d+\.\d+)s, .* Data: \S+ \((\d+\.\d+)\)', text, re.MULTILINE)
@@ -112,7 +121,7 @@ def write_summary(folder: Path, rows: Dict[int, Dict[str, str]]) -> None:
 
 
 def not_finite(rows: Dict[int, Dict[str, str]]) -> Optional[str]:
-    """Says so if a loss is not a number."""
+    """Describe the first loss that is not finite; None if all are."""
     for epoch, row in rows.items():
         for key in ('train_loss', 'eval_loss'):
             if not math.isfinite(float(row.get(key, 0))):
@@ -121,26 +130,26 @@ def not_finite(rows: Dict[int, Dict[str, str]]) -> Optional[str]:
 
 
 def last_checkpoint(folder: Path) -> Tuple[Optional[Path], int]:
-    """The newest checkpoint that can be read, and how many epochs it has behind it.
+    """Find the newest readable checkpoint and the number of epochs it was trained for.
 
-    train.py removes `last.pth.tar` before it renames `tmp.pth.tar` to it, so that may be all there is.
+    train.py removes `last.pth.tar` before it renames `tmp.pth.tar` to it, so `tmp.pth.tar` may be the only one.
 
     Raises:
-        RuntimeError: If there are checkpoints, and none can be read. To begin again would lose them.
+        RuntimeError: If there are checkpoints, but none can be read. Starting again would lose them.
     """
     found: Tuple[Optional[Path], int] = (None, 0)
     errors = {}
     for path in sorted(folder.glob('*.pth.tar')):
-        if path.name.startswith('recovery'):  # from the middle of an epoch, the rest of which train.py leaves out
+        if path.name.startswith('recovery'):  # from the middle of an epoch; train.py would skip the rest of it
             continue
         try:
             epochs = load_checkpoint_metadata(str(path))['epoch'] + 1
-        except Exception as e:  # whatever half a file makes torch.load say
+        except Exception as e:  # torch.load raises many kinds for a damaged file
             errors[path.name] = e
             continue
         if epochs > found[1]:
             found = path, epochs
-    errors.pop('tmp.pth.tar', None)  # not written to its end
+    errors.pop('tmp.pth.tar', None)  # train.py was still writing it
     if found[0] is None and errors:
         name, error = next(iter(errors.items()))
         raise RuntimeError(f'no checkpoint can be read, such as {name} ({str(error).splitlines()[0]})')
@@ -148,14 +157,15 @@ def last_checkpoint(folder: Path) -> Tuple[Optional[Path], int]:
 
 
 def lock_path(output: Path, run: Run) -> Path:
-    return output / '.locks' / f'{run.label}-seed{run.seed}'
+    folder = run.folder(output)
+    return output / '.locks' / f'{folder.parent.name}-{folder.name}'
 
 
 def lock(path: Path, how: int = fcntl.LOCK_EX) -> Optional[int]:
-    """A descriptor of the file that holds it, None if another holds it.
+    """Lock a file and return its descriptor; None if another process holds the lock.
 
-    It is held until all have closed the descriptor who got it, training processes too. So a training whose starter was
-    killed keeps what it works on, and nothing is held after a reboot.
+    The lock is held until every process that inherited the descriptor has closed it. So train.py keeps its lock even if
+    the process that started it is killed, and a reboot releases all locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -167,20 +177,6 @@ def lock(path: Path, how: int = fcntl.LOCK_EX) -> Optional[int]:
     return descriptor
 
 
-def status(run: Run, output: Path, record: Record) -> str:
-    """One of `ENDED`, or 'running', 'interrupted', 'waiting'."""
-    lost = record.status == 'finished' and run.epochs - 1 not in read_summary(run.folder(output))  # by a reboot
-    if record.status in ENDED and not lost:
-        return record.status
-    path = lock_path(output, run)
-    if path.exists():
-        descriptor = lock(path, fcntl.LOCK_SH)
-        if descriptor is None:
-            return 'running'
-        os.close(descriptor)
-    return 'interrupted' if record.starts else 'waiting'
-
-
 class Trained(NamedTuple):
     """A finished run of an experiment."""
     label: str
@@ -189,19 +185,20 @@ class Trained(NamedTuple):
 
 
 def trained_models(output: Path, labels: Optional[Sequence[str]] = None) -> List[Trained]:
-    """The models that an experiment has trained to the end, by label and seed.
+    """Find the models that an experiment has finished training, ordered by label and seed.
 
     Args:
-        output: Its folder.
-        labels: Which, in this order; None for all.
+        output: Folder of the experiment.
+        labels: Which models, in this order; None for all.
 
     Raises:
-        ValueError: If there is none, or none of a label.
+        ValueError: If there are none, or none with a given label.
     """
     found = []
     for path in output.glob('*/seed*/last.pth.tar'):
-        if Record(path.parent).status == 'finished':
-            found.append(Trained(path.parent.parent.name, int(path.parent.name[4:]), path))
+        record = Record.read(path.parent)
+        if record.status == 'finished':
+            found.append(Trained(record.label or path.parent.parent.name, int(path.parent.name[4:]), path))
     there = sorted({run.label for run in found})
     if not found:
         raise ValueError(f'{output} has no finished runs, LABEL/seedN/last.pth.tar; name a folder of an experiment')

@@ -1,50 +1,53 @@
-"""What came out of an experiment: a row for each run, a table of the models, and curves."""
+"""Results of an experiment: one row per run, a table of the models, and curves."""
 import math
 import statistics
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 from ...analysis.figures import new_figure
+from ..intervals import difference, spread, unpaired_interval
 from ..tables import markdown
 from .plan import Plan
-from .records import Record, loading_share, read_summary, status
+from .results import read_results
 
-__all__ = [
-    'difference', 'mean_interval', 'notes_of', 'plot_curves', 'rows_of', 'spread', 'summary_table', 'unpaired_interval',
-]
+__all__ = ['notes_of', 'plot_curves', 'rows_of', 'summary_table']
 
 
 def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
-    """One row for each run of the plan, begun or not, model by model.
+    """Make one row per run of the plan, started or not, model by model.
+
+    Args:
+        plan: The plan.
+        output: Folder with the folders of the runs, or with their archive, `runs.jsonl`.
 
     Returns:
-        `model`, its label; `seed`; `recipe`; `status`: finished, crashed, diverged, running, interrupted or waiting;
-        `top1` and `top5` in percent and `train_loss` of the last epoch, None unless finished; `best_top1`, of the epoch
-        that is best on the images that it is tested on, so too high; `epochs` done, of `epochs_planned`; `minutes` of
-        training; `loading`, how much of a step it waited for images, and `gpu_utilisation`, in how much of the time any
-        kernel ran, both in percent, None if not known; `starts`, 1 for a run that was never interrupted; `error`;
-        `entrypoint`, timm's name of the model; `hardware`, `commit`, `torch`, `timm`, `timm_sape`, `python`, of all
-        starts if they differ; `began`.
+        Rows with these columns. `model`: the label. `seed`. `recipe`. `status`: finished, crashed, diverged, running,
+        interrupted or waiting. `top1`, `top5` (percent) and `train_loss`: of the last epoch, None unless finished.
+        `best_top1`: of the best epoch; too high, because it is chosen on the test images. `epochs`: completed, of
+        `epochs_planned`. `minutes`: of training. `loading`: share of a step spent waiting for images, in percent.
+        `gpu_utilisation`: share of the time with a kernel running, in percent. Both are None if unknown. `starts`: 1 if
+        never interrupted. `error`. `entrypoint`: timm's name of the model. `hardware`, `commit`, `torch`, `timm`,
+        `timm_sape`, `python`: of all starts, if they differ. `began`.
     """
     rows = []
-    for run in sorted(plan.runs, key=lambda run: plan.labels.index(run.label)):
-        folder = run.folder(output)
-        record, epochs = Record(folder), read_summary(folder)
-        state = status(run, output, record)
-        last = list(epochs.values())[-1] if state == 'finished' else {}
-        best = [float(row['eval_top1']) for row in epochs.values() if row.get('eval_top1')] if last else []
+    results = zip(plan.runs, read_results(plan.runs, output))
+    for run, result in sorted(results, key=lambda each: plan.labels.index(each[0].label)):
+        record = result.record
+        last = list(result.epochs.values())[-1] if result.status == 'finished' else {}
+        best = [row['eval_top1'] for row in result.epochs.values() if row.get('eval_top1') is not None] if last else []
         rows.append({
             'model': run.label,
             'seed': run.seed,
             'recipe': plan.recipe,
-            'status': state,
-            **{key: _number(last.get(column)) for key, column in (
-                ('top1', 'eval_top1'), ('top5', 'eval_top5'), ('train_loss', 'train_loss'))},
-            'best_top1': round(max(best), 4) if best else None,
-            'epochs': max(epochs, default=-1) + 1,
+            'status': result.status,
+            'top1': _rounded(last.get('eval_top1')),
+            'top5': _rounded(last.get('eval_top5')),
+            'train_loss': _rounded(last.get('train_loss')),
+            'best_top1': _rounded(max(best, default=None)),
+            'epochs': max(result.epochs, default=-1) + 1,
             'epochs_planned': run.epochs,
             'minutes': round(record.seconds / 60, 2),
-            'loading': loading_share(folder),
+            'loading': result.loading,
             'gpu_utilisation': record.gpu_utilisation,
             'starts': len(record.starts),
             'error': record.error,
@@ -55,17 +58,18 @@ def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
     return rows
 
 
-def _number(cell: Optional[str]) -> Optional[float]:
-    return round(float(cell), 4) if cell else None
+def _rounded(value: Optional[float]) -> Optional[float]:
+    return None if value is None else round(float(value), 4)
 
 
 def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
-    """Rows of `rows_of` as a Markdown table, a line for each model, the baseline first, and what went wrong below it.
+    """Format rows of `rows_of` as a Markdown table with one line per model, the baseline first, and list the failures.
 
-    A model has a mean and a standard deviation over its finished runs, and over the seeds that both have finished the
-    mean difference to the baseline with its 95 % interval. What a seed decides, the initial backbone and the order of
-    the images, may hardly matter; then pairs have nothing in common, and the interval that takes the runs for unrelated
-    has twice the degrees of freedom. With few seeds a difference counts as shown where both leave out 0.
+    Each model has the mean and standard deviation over its finished runs, and the mean difference to the baseline over
+    the seeds that both have finished, with its 95 % interval. There are two intervals. The first treats runs of one
+    seed as pairs. But the seed decides only the initial backbone and the order of the images, which may matter little.
+    Then the runs of a pair have nothing in common, and the second interval, for unrelated runs, has twice the degrees
+    of freedom. With few seeds, count a difference as shown only if both intervals exclude 0.
     """
     labels = list(dict.fromkeys([baseline, *(row['model'] for row in rows)]))
     finished = {
@@ -101,92 +105,16 @@ def _of(rows: Sequence[Dict[str, Any]], label: str) -> List[Dict[str, Any]]:
     return [row for row in rows if row['model'] == label]
 
 
-def spread(values: Sequence[Optional[float]], digits: int = 2) -> str:
-    """Mean ± standard deviation, '' of nothing. None is left out."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return ''
-    mean = f'{statistics.mean(values):.{digits}f}'
-    return f'{mean} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else mean
-
-
-def difference(pairs: Sequence[float], digits: int = 2) -> str:
-    """Mean of paired differences with its 95 % interval, '' of nothing."""
-    if not pairs:
-        return ''
-    numbers = [f'{number:+.{digits}f}' for number in mean_interval(pairs)]
-    return numbers[0] if len(pairs) < 2 else '{} [{}, {}]'.format(*numbers)
-
-
 def _seeds(rows: Sequence[Dict[str, Any]]) -> str:
-    """How many are finished, and of how many if not all are."""
+    """How many runs are finished, and the status of the others."""
     states = [row['status'] for row in rows]
     text = str(states.count('finished'))
     others = [state for state in dict.fromkeys(states) if state != 'finished']
     return text + (f' of {len(states)} ({", ".join(f"{states.count(s)} {s}" for s in others)})' if others else '')
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Tuple[float, float, float]:
-    """The mean, and its confidence interval by Student's t.
-
-    Args:
-        values: Independent and about normal. Of one alone the interval is everything.
-        confidence: Between 0 and 1.
-    """
-    mean, dof = statistics.mean(values), len(values) - 1
-    if not dof:
-        return mean, -math.inf, math.inf
-    half = _student(confidence, dof) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
-
-
-def unpaired_interval(
-        values: Sequence[float],
-        others: Sequence[float],
-        confidence: float = 0.95,
-) -> Tuple[float, float]:
-    """The confidence interval of the difference of two means, by Student's t of two samples.
-
-    Args:
-        values: Independent and about normal.
-        others: Likewise, and with the same standard deviation. Where one is ten times the other, the interval of three
-            values each misses in 10 % instead of 5.
-        confidence: Between 0 and 1.
-
-    Returns:
-        Of mean(values) - mean(others). Of one and one alone it is everything.
-    """
-    dof = len(values) + len(others) - 2
-    if not dof:
-        return -math.inf, math.inf
-    mean = statistics.mean(values) - statistics.mean(others)
-    squares = sum((value - statistics.mean(v)) ** 2 for v in (values, others) for value in v)
-    half = _student(confidence, dof) * math.sqrt(squares / dof * (1 / len(values) + 1 / len(others)))
-    return mean - half, mean + half
-
-
-def _student(confidence: float, dof: int) -> float:
-    """The t that |T| stays below with this probability, by bisection of the angle atan(t / sqrt(dof))."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if _within(angle, dof) < confidence else (low, angle)
-    return math.sqrt(dof) * math.tan(low)
-
-
-def _within(angle: float, dof: int) -> float:
-    """P(|T| <= sqrt(dof) * tan(angle)), a finite sum for whole dof (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    odd = dof % 2
-    total, term = 0.0, math.cos(angle) if odd else 1.0
-    for k in range(1, dof // 2 + 1):
-        total += term
-        term *= math.cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd)
-    share = math.sin(angle) * total
-    return (angle + share) * 2 / math.pi if odd else share
-
-
 def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
-    """What was measured where, in one line."""
+    """Say in one line what was measured and where."""
     def seen(key: str) -> str:
         return '; '.join(dict.fromkeys(row[key] for row in rows if row[key])) or 'unknown'
 
@@ -201,26 +129,27 @@ def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
 
 
 def plot_curves(plan: Plan, output: Path, path: Path) -> None:
-    """Top-1 accuracy and training loss over epochs, a line for the mean of each model, with its seeds from lowest to
-    highest as a band. Runs that have crashed or diverged are left out, and epochs that a seed has not come to.
+    """Draw top-1 accuracy and training loss over epochs: the mean of each model, and a band over its seeds.
+
+    Runs that crashed or diverged are left out, and so are epochs that some seed has not reached.
 
     Args:
-        plan: Of the experiment.
-        output: Where its runs are.
-        path: Its suffix tells the format, `.png`, `.svg` or `.pdf`.
+        plan: The plan.
+        output: As for `rows_of`.
+        path: Its suffix sets the format, `.png`, `.svg` or `.pdf`.
 
     Raises:
-        ImportError: If matplotlib is not there.
+        ImportError: If matplotlib is not installed.
     """
-    columns = min(4, max(1, 140 // (max(map(len, plan.labels)) + 11)))  # some 140 letters are as wide
+    columns = min(4, max(1, 140 // (max(map(len, plan.labels)) + 11)))  # about 140 letters fit into a line
     figure = new_figure(10, 4.5 + 0.22 * math.ceil(len(plan.labels) / columns))
+    results = list(zip(plan.runs, read_results(plan.runs, output)))
     panels = {'eval_top1': 'top-1 accuracy (%)', 'train_loss': 'training loss'}
     for axes, (key, what) in zip(figure.subplots(1, 2), panels.items()):
         for i, label in enumerate(plan.labels):
-            folders = [run.folder(output) for run in plan.runs if run.label == label]
             runs = [
-                {epoch + 1: float(row[key]) for epoch, row in read_summary(folder).items() if row.get(key)}
-                for folder in folders if Record(folder).status not in ('crashed', 'diverged')]
+                {epoch + 1: row[key] for epoch, row in result.epochs.items() if row.get(key) is not None}
+                for run, result in results if run.label == label and result.status not in ('crashed', 'diverged')]
             runs = [run for run in runs if run]
             epochs = [epoch for epoch in runs[0] if all(epoch in run for run in runs)] if runs else []
             values = [[run[epoch] for run in runs] for epoch in epochs]

@@ -1,8 +1,7 @@
-"""Runs trainings, several at a time, each where it stopped when it was interrupted.
+"""Run trainings, several at a time, and resume those that were interrupted.
 
-A run belongs to whoever holds the lock of its folder, a place on the machine to whoever holds its. Both locks are
-handed on to train.py: as long as it lives, nobody else begins the same run or takes its place, even if the process that
-started it is gone.
+Each run has a lock, and so has each slot, a place for one training on the machine. train.py inherits both locks. While
+it lives, no other process starts the same run or uses the same slot, even if the process that started it is gone.
 """
 import hashlib
 import os
@@ -24,27 +23,25 @@ import yaml
 import timm_sape
 
 from ..machine import commit, hardware
-from .plan import Run
+from .plan import ARCHIVE, Run
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text
+from .results import changed_option, read_archive, read_results
 
 __all__ = ['Slot', 'Training', 'make_slots', 'refuse_begun_otherwise', 'run_all', 'train_command', 'work']
 
-POLL = 0.5  # seconds between looks at what runs
-GRACE = 10  # seconds that a process has to end when asked to
-GPU_POLL = 10  # seconds between looks at how busy a GPU is
-SMI = 5  # seconds that nvidia-smi has to answer
-# Options that change where and how fast a model is trained. What comes out they change by rounding, and `workers` by
-# other draws of augmentation, no more than another seed would.
-FREE = ('workers', 'device', 'log_interval', 'checkpoint_hist', 'recovery_interval', 'pin_mem')
+POLL = 0.5  # seconds between checks of what is running
+GRACE = 10  # seconds that a process gets to end after SIGTERM
+GPU_POLL = 10  # seconds between measurements of GPU utilisation
+SMI = 5  # seconds that nvidia-smi gets to answer
 
 
 class Slot(NamedTuple):
     """A place on the machine for one training at a time.
 
     Attributes:
-        name: Also of its lock.
-        hardware: In words.
-        env: Environment variables of what runs there.
+        name: Name, also of its lock.
+        hardware: Description of the hardware.
+        env: Environment variables for the training.
     """
     name: str
     hardware: str
@@ -52,15 +49,15 @@ class Slot(NamedTuple):
 
 
 def make_slots(device: str, jobs: Optional[int] = None, threads: Optional[int] = None) -> List[Slot]:
-    """The places that this machine has.
+    """Make the slots of this machine.
 
     Args:
-        device: What train.py is told, 'cpu', 'cuda' or another. On 'cuda' every visible GPU is used.
-        jobs: Trainings at a time, on each GPU if there are several; default: 1, on a CPU cores / threads.
-        threads: Of each training; default: 1 on a CPU, else what torch takes.
+        device: The device that train.py gets, such as 'cpu' or 'cuda'. With 'cuda', all visible GPUs are used.
+        jobs: Trainings at a time, per GPU if there are several. Default: 1; on a CPU, cores / threads.
+        threads: CPU threads per training. Default: 1 on a CPU, else torch's own.
 
     Raises:
-        ValueError: If there is no such device.
+        ValueError: If the device does not exist.
     """
     host = socket.gethostname()
     try:
@@ -72,7 +69,7 @@ def make_slots(device: str, jobs: Optional[int] = None, threads: Optional[int] =
             'the plan trains on cuda, and torch sees no GPU here; `args: {device: cpu}` in it trains on the CPU')
     if kind == 'cpu' or threads is not None:
         threads = threads or 1
-        torch.set_num_threads(threads)  # for the words about the hardware; nothing is computed in this process
+        torch.set_num_threads(threads)  # `hardware` reports it; this process computes nothing
     env = {} if threads is None else {'OMP_NUM_THREADS': str(threads)}
     if kind != 'cuda':
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
@@ -80,17 +77,17 @@ def make_slots(device: str, jobs: Optional[int] = None, threads: Optional[int] =
         return [Slot(f'{host}-{kind}-{i}', hardware(torch.device(device)), env) for i in range(count)]
     visible = os.environ.get('CUDA_VISIBLE_DEVICES')
     names = visible.split(',') if visible else [str(i) for i in range(torch.cuda.device_count())]
-    env['CUDA_DEVICE_ORDER'] = os.environ.get('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')  # that of nvidia-smi
+    env['CUDA_DEVICE_ORDER'] = os.environ.get('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')  # the order of nvidia-smi
     return [
         Slot(f'{host}-cuda{name}-{job}', hardware(torch.device('cuda', i)), {**env, 'CUDA_VISIBLE_DEVICES': name})
         for job in range(jobs or 1) for i, name in enumerate(names)]
 
 
 def gpu_utilisation(gpu: str) -> Optional[int]:
-    """In how much of the last moment any kernel ran on a GPU, in percent, as nvidia-smi says; None if it says nothing.
+    """Ask nvidia-smi for how much of the last moment a kernel ran on a GPU, in percent; None without an answer.
 
     Args:
-        gpu: Its number or UUID, as in `CUDA_VISIBLE_DEVICES`.
+        gpu: Number or UUID, as in `CUDA_VISIBLE_DEVICES`.
     """
     command = ['nvidia-smi', '-i', gpu, '--query-gpu=utilization.gpu', '--format=csv,noheader,nounits']
     try:
@@ -110,10 +107,10 @@ class Training:
     """A process of train.py.
 
     Args:
-        command: What is run.
-        log: Where its output goes, behind what is there.
-        slot: Its place.
-        locks: Descriptors that it shall hold.
+        command: Command line.
+        log: File that its output is appended to.
+        slot: Where it runs.
+        locks: Lock descriptors that it inherits.
     """
 
     def __init__(self, command: Sequence[str], log: Path, slot: Slot, locks: Sequence[int]) -> None:
@@ -122,14 +119,14 @@ class Training:
         self.log_start = log.stat().st_size if log.exists() else 0
         self.began = time.monotonic()
         root = Path(timm_sape.__file__).resolve().parents[1]
-        # This package in a checkout, for train.py; where packages are installed it is found without.
+        # train.py must find this package, which may be a checkout. An installed one is found anyway.
         path = [] if root.name in ('site-packages', 'dist-packages') else [str(root)]
         path += filter(None, [os.environ.get('PYTHONPATH')])
         with open(log, 'ab') as f:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, pass_fds=locks,
                 env={**os.environ, 'PYTHONPATH': os.pathsep.join(path), **slot.env},
-                start_new_session=True)  # Ctrl-C is for us, who end it in order
+                start_new_session=True)  # so that only we get Ctrl-C, and end it properly
 
     @property
     def seconds(self) -> float:
@@ -141,7 +138,7 @@ class Training:
             return f.read().decode(errors='replace')
 
     def end(self) -> None:
-        """End it and the processes that it has started, unless it has ended."""
+        """End the process and its children, if still running."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, number)
@@ -151,27 +148,27 @@ class Training:
                     pass
 
     def release(self) -> None:
-        """Close its locks."""
+        """Close the lock descriptors."""
         for descriptor in self.locks:
             os.close(descriptor)
 
     def error(self) -> str:
-        """Why it has ended, in one line."""
+        """Why the process ended, in one line."""
         code = self.process.returncode
         if code < 0:
             killed = signal.Signals(-code).name
-            return f'killed by {killed}' + (', for want of memory perhaps' if -code == signal.SIGKILL else '')
+            return f'killed by {killed}' + (', perhaps because memory ran out' if -code == signal.SIGKILL else '')
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt)\b|.*: error: ', line)]
         error = (errors or lines or [f'exit code {code}'])[-1][:500]
         if re.match(r"(ImportError|ModuleNotFoundError): .*'timm['.]", error):
             timm = version('timm')
-            return f'train.py and timm {timm} do not fit; take train.py of tag v{timm}: {error}'
+            return f'train.py does not fit timm {timm}; use train.py of tag v{timm}: {error}'
         return error
 
 
 class _Begun(Training):
-    """A run that is under way, and its record."""
+    """A run in progress, with its record."""
 
     def __init__(self, run: Run, record: Record, folder: Path, tell: Callable[[str], None], *args: Any) -> None:
         self.run, self.record, self.folder, self.tell = run, record, folder, tell
@@ -197,7 +194,7 @@ class _Begun(Training):
             self.gpu_seen.append(seen)
 
     def _outcome(self, rows: Dict[int, Dict[str, str]]) -> Tuple[str, str]:
-        """What it has come to, now that it has ended, and why it is not finished."""
+        """Status and error, once the process has ended."""
         try:
             done = last_checkpoint(self.folder)[1]
         except RuntimeError as e:
@@ -218,7 +215,7 @@ class _Begun(Training):
             record.starts[-1]['gpu_utilisation'] = round(sum(self.gpu_seen) / len(self.gpu_seen), 1)
         if rows := read_summary(self.folder):
             write_summary(self.folder, rows)
-        record.save()
+        record.save(self.folder)
         self.release()
         self.tell(f'{self.run.name}: {status or "interrupted"}' + (f', {error}' if error else ''))
 
@@ -228,30 +225,21 @@ def _is_finished(run: Run, rows: Dict[int, Dict[str, str]], done: int) -> bool:
 
 
 def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
-    """Refuse runs that were begun with options that would give another result.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    for run in runs:
-        path = run.folder(output) / 'config.yaml'
-        try:
-            old = (yaml.safe_load(path.read_text()) if path.exists() else None) or run.config
-        except (yaml.YAMLError, UnicodeDecodeError):
-            old = None
-        if not isinstance(old, dict):
-            raise ValueError(f'{path} cannot be read; remove {path.parent}, and {run.name} begins again')
-        for key in (*run.config, *old):
-            if key not in FREE and run.config.get(key) != old.get(key):
-                raise ValueError(
-                    f'{run.name} in {output} was begun with {key} {old.get(key)!r}, now it is {run.config.get(key)!r}; '
-                    f'name another --output, or remove {path.parent}')
+    """Raise ValueError if a run was started with options that would give another result."""
+    for run, result in zip(runs, read_results(runs, output)):
+        key = changed_option(result.config, run.config)
+        if key is not None:
+            folder = run.folder(output)
+            raise ValueError(
+                f'{run.name} in {output} was started with {key} {result.config.get(key)!r}, now it is '
+                f'{run.config.get(key)!r}; name another --output, or remove '
+                f'{folder if folder.is_dir() else f"its line from {output / ARCHIVE}"}')
 
 
 def images_in(splits: Iterable[str], data_dir: Path) -> Dict[str, str]:
-    """What folders of images hold, in words that differ if the images do.
+    """Describe folders of images by a text that differs if the images do.
 
-    Names and sizes of files tell, the latter of a thousand of them, since a disk may be slow.
+    It is made from the names of all files, and from the sizes of a thousand of them, because a disk may be slow.
     """
     found = {}
     for split in splits:
@@ -265,18 +253,17 @@ def images_in(splits: Iterable[str], data_dir: Path) -> Dict[str, str]:
 
 
 def refuse_other_images(images: Dict[str, str], output: Path) -> None:
-    """Refuse images that other runs of an experiment were not trained on.
-
-    Raises:
-        ValueError: If there is such a run.
-    """
-    for path in sorted(output.glob('*/seed*/run.json')):
-        for start in Record(path.parent).starts:
+    """Raise ValueError if another run of the experiment was trained on different images."""
+    trained = {str(path.parent): Record.read(path.parent) for path in sorted(output.glob('*/seed*/run.json'))}
+    for (label, seed), result in read_archive(output / ARCHIVE).items():
+        trained[f'{label}, seed {seed} in {output / ARCHIVE}'] = result.record
+    for run, record in trained.items():
+        for start in record.starts:
             for split, old in start.get('images', {}).items():
                 if images.get(split, old) != old:
                     raise ValueError(
-                        f'{path.parent} was trained on other images: {split!r} had {old}, and has {images[split]} in '
-                        '--data-dir now; name the folder that it was, or another --output')
+                        f'{run} was trained on other images: {split!r} had {old}, and has {images[split]} in '
+                        '--data-dir now; name the folder used then, or another --output')
 
 
 def work(
@@ -287,17 +274,16 @@ def work(
         tell: Callable[[str], None],
         changed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start what waits, in its order, whenever there is a free place, until all has ended.
+    """Start the waiting jobs in order, each as soon as a slot is free, until all have ended.
 
     Args:
-        waiting: Things to start.
-        slots: Places.
-        locks: Folder of their locks.
-        start: Called with a thing, a free place and a descriptor of its lock, which it closes if it starts something.
-            Returns what it has started, with methods `ended` and `stop`; False if nothing is to be done; None if
-            somebody else is at it.
-        tell: Called with what happens, in words.
-        changed: Called when something has ended.
+        waiting: Jobs to start.
+        slots: Where they run.
+        locks: Folder for the locks of the slots.
+        start: Called with a job, a free slot and the descriptor of its lock. Returns a running job with methods `ended`
+            and `stop`, which closes the descriptor; False if there is nothing to do; None if another process runs it.
+        tell: Called with messages.
+        changed: Called when a job has ended.
     """
     waiting, running = list(waiting), {}
     told = False
@@ -329,11 +315,11 @@ def work(
                         os.close(held)
             if waiting and not running and not told:
                 told = True
-                tell('waiting for another start of this experiment, or for trainings that it left behind')
+                tell('waiting for another start of this experiment, or for trainings that it left running')
             if waiting or running:
                 time.sleep(POLL)
     finally:
-        with ExitStack() as stack:  # which stops all, even if one raises
+        with ExitStack() as stack:  # stops all, even if one raises
             for job in running.values():
                 stack.callback(job.stop)
 
@@ -348,29 +334,31 @@ def run_all(
         tell: Callable[[str], None] = lambda line: None,
         changed: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train whatever of these runs is not finished and has not diverged.
+    """Train all runs that are not finished and have not diverged.
 
-    Each has a folder, `<output>/<label>/seed<seed>`, with train.py's args.yaml, summary.csv and checkpoints, its
-    output `train.log`, its options `config.yaml`, and `run.json`, which says how it went. One that was interrupted or
-    has crashed goes on from its last checkpoint. One whose loss is not finite is ended. Several processes may do this
-    in one folder at once; then they share the work.
+    The folder of a run, `Run.folder`, contains args.yaml, summary.csv and checkpoints of train.py, its output
+    `train.log`, its options `config.yaml`, and its `Record`. A run that was interrupted or has crashed resumes from its
+    last checkpoint. A run is ended if its loss is not finite. Several processes may work on one folder at a time; they
+    share the runs.
 
     Args:
-        runs: In order of urgency.
-        output: Made if missing.
+        runs: In the order in which to start them.
+        output: Created if missing.
         script: timm's train.py.
         data_dir: Its `--data-dir`.
-        slots: As `make_slots` returns them.
-        tell: Called with what happens, in words.
+        slots: From `make_slots`.
+        tell: Called with messages.
         changed: Called when a run has ended.
 
     Raises:
-        ValueError: If a run was begun with other options or on other images, before any is started.
+        ValueError: If a run was started with other options or images. Nothing is started then.
     """
     refuse_begun_otherwise(runs, output)
     splits = {split for run in runs for split in run.splits.values()}
     images = images_in([split for split in splits if (data_dir / split).is_dir()], data_dir)
     refuse_other_images(images, output)
+    waiting = [
+        run for run, result in zip(runs, read_results(runs, output)) if result.status not in ('finished', 'diverged')]
 
     def start(run: Run, slot: Slot, held: int):
         mine = lock(lock_path(output, run))
@@ -384,7 +372,7 @@ def run_all(
                 os.close(mine)
         return job
 
-    work(runs, slots, output / '.locks', start, tell, changed)
+    work(waiting, slots, output / '.locks', start, tell, changed)
 
 
 def _start(
@@ -397,13 +385,14 @@ def _start(
         locks: Sequence[int],
         tell: Callable[[str], None],
 ) -> Union[_Begun, bool]:
-    """Start a run whose lock is ours; False if it has ended."""
+    """Start a run whose lock we hold. Returns False if it has ended."""
     folder = run.folder(output)
     folder.mkdir(parents=True, exist_ok=True)
-    record, rows = Record(folder), read_summary(folder)
+    record, rows = Record.read(folder), read_summary(folder)
+    record.label = run.label
     if record.status == 'finished' and run.epochs - 1 in rows:
         return False
-    if record.starts and 'seconds' not in record.starts[-1]:  # nobody was there when it ended
+    if record.starts and 'seconds' not in record.starts[-1]:  # the process that started it was killed
         log = folder / 'train.log'
         began = datetime.fromisoformat(record.starts[-1]['began']).timestamp()
         record.starts[-1]['seconds'] = round(max(0.0, log.stat().st_mtime - began), 1) if log.exists() else 0
@@ -418,7 +407,7 @@ def _start(
         ended = ('diverged', diverged) if diverged else finished or lost
     if ended is not None:
         record.status, record.error = ended
-        record.save()
+        record.save(folder)
         tell(f'{run.name}: {ended[0]}' + (f', {ended[1]}' if ended[1] else ''))
         return False
 
@@ -430,11 +419,11 @@ def _start(
     write_text(folder / 'config.yaml', yaml.safe_dump(run.config, sort_keys=False))
     record.status, record.error = None, ''
     now = datetime.now(timezone.utc).isoformat(timespec='seconds')
-    record.starts.append({  # each time anew: train.py runs what the checkout is by now
+    record.starts.append({  # commit() is called again, because train.py runs the current state of the checkout
         'began': now, 'epoch': done, 'hardware': slot.hardware, 'commit': commit(), 'torch': torch.__version__,
         'timm': version('timm'), 'timm_sape': timm_sape.__version__, 'python': sys.version.split()[0],
         'images': {split: images[split] for split in run.splits.values() if split in images}})
-    record.save()
+    record.save(folder)
     command = train_command(script, folder / 'config.yaml', data_dir, folder.parent, folder.name)
     command += ['--resume', str(checkpoint)] if checkpoint else []
     tell(f'{run.name}: started' + (f' from epoch {done} of {run.epochs}' if done else '') + f' on {slot.name}')

@@ -1,4 +1,4 @@
-"""How long an experiment will take: some steps of each model by train.py itself, and what has been measured already."""
+"""Estimate how long an experiment will take, from finished runs and from some steps of train.py."""
 import heapq
 import re
 import shutil
@@ -11,20 +11,20 @@ import yaml
 from timm.data import create_dataset
 
 from .plan import SPLITS, Run
-from .records import Record, read_summary
+from .results import read_results
 from .runner import Slot, Training, train_command, work
 
 __all__ = ['estimate']
 
-STEPS = 12  # of each model; the first ones, in which memory is taken and kernels are chosen, do not count
-FIRST = 3
-AHEAD = 2  # batches that each worker loads before they are asked for; they would hide that loading is slow
-PATIENCE = 600  # seconds
+STEPS = 12  # per model
+FIRST = 3  # steps that are not counted, because memory is allocated and kernels are chosen in them
+AHEAD = 2  # batches that each worker loads in advance; they would hide slow loading, so they are not counted either
+PATIENCE = 600  # seconds to wait for the first step
 STEP = re.compile(r'Train: 0 \[ *(\d+)/(\d+) .*?Time: ([\d.]+)s')
 
 
 class _Trial(Training):
-    """The first steps of a run."""
+    """The first steps of a run, to measure them."""
 
     def __init__(self, folder: Path, workers: int, *args: Any) -> None:
         super().__init__(*args)
@@ -37,7 +37,7 @@ class _Trial(Training):
         self.steps = [(int(count), float(seconds)) for _, count, seconds in STEP.findall(self.output())]
         if self.steps and self.startup is None:
             self.startup = self.seconds
-        enough = min(self.enough, self.steps[0][0] if self.steps else 1)  # an epoch may have less
+        enough = min(self.enough, self.steps[0][0] if self.steps else 1)  # an epoch may be shorter
         if not over and len(self.steps) < enough and self.seconds < PATIENCE:
             return False
         self.stop()
@@ -59,24 +59,32 @@ def estimate(
         slots: Sequence[Slot],
         tell: Callable[[str], None] = lambda line: None,
 ) -> Dict[str, Any]:
-    """What is to be done, and how long it will take.
+    """Estimate what is left to do and how long it will take.
 
-    For a model that has a finished run, the time of that counts. Of the others train.py makes some steps, as many at a
-    time as in the experiment, and their mean counts, times the steps of all epochs; evaluating an image is taken to
-    be a third of training it. Nothing is written to `output`.
+    If a model has a finished run, that run tells its time. Otherwise train.py trains the model for some steps, as many
+    models at a time as in the experiment, and the mean time of a step is multiplied by the number of steps. Evaluating
+    an image is assumed to take a third of the time of training it. Nothing is written to `output`.
+
+    Args:
+        runs: The runs of the experiment.
+        output: As for `run_all`.
+        script: As for `run_all`.
+        data_dir: As for `run_all`.
+        slots: As for `run_all`.
+        tell: As for `run_all`.
 
     Returns:
-        `rows`, one for each model: `model`; `runs`; `finished`; `epochs_done`, of runs that are not; `steps` of an
-        epoch and `step_s`, seconds of one; `run_s`, seconds of a whole run; `to_go_s`, of all its runs; `error`, why
-        train.py would not start. And `seconds` of everything, None if a model has an error.
+        `rows`, one per model, with these columns. `model`. `runs`. `finished`. `epochs_done`: in unfinished runs.
+        `steps`: per epoch. `step_s`, `run_s`: seconds per step and per run. `to_go_s`: seconds left for all its runs.
+        `error`: why train.py does not start. And `seconds` left in total; None if a model has an error.
     """
     models: Dict[str, List[Run]] = {}
     for run in runs:
         models.setdefault(run.label, []).append(run)
-    records = {run.name: Record(run.folder(output)) for run in runs}
+    results = {run.name: result for run, result in zip(runs, read_results(runs, output))}
     rows, trials = {}, {}
     for label, own in models.items():
-        finished = [records[run.name] for run in own if records[run.name].status == 'finished']
+        finished = [results[run.name].record for run in own if results[run.name].status == 'finished']
         rows[label] = {
             'model': label, 'runs': len(own), 'finished': len(finished), 'epochs_done': 0, 'steps': None,
             'step_s': None, 'run_s': statistics.mean(r.seconds for r in finished) if finished else None,
@@ -85,12 +93,12 @@ def estimate(
 
     with tempfile.TemporaryDirectory(prefix='timm-sape-') as scratch:
         def start(run: Run, slot: Slot, held: int) -> _Trial:
-            folder = Path(scratch, run.label)
+            folder = run.folder(Path(scratch)).parent
             folder.mkdir()
             (folder / 'config.yaml').write_text(yaml.safe_dump({**run.config, 'log_interval': 1}))
             command = train_command(script, folder / 'config.yaml', data_dir, folder, 'trial')
             tell(f'{run.label}: measuring')
-            log = Path(scratch, f'{run.label}.log')
+            log = folder.with_name(f'{folder.name}.log')
             trials[run.label] = _Trial(folder, run.config.get('workers', 4), command, log, slot, [held])
             return trials[run.label]
 
@@ -104,10 +112,11 @@ def estimate(
             continue
         row['steps'] = trial.steps[0][0]
         counted = trial.steps[trial.first:trial.enough] or trial.steps
-        row['step_s'] = statistics.mean(seconds for _, seconds in counted)  # workers may bring several batches at once
+        # not the median, because workers may bring several batches at once
+        row['step_s'] = statistics.mean(seconds for _, seconds in counted)
         evaluations = run.epochs / config.get('val_interval', 1)
         val_split = config.get('val_split', SPLITS['val_split'])
-        if val_split and not images:  # train.py has just opened it, so it is there
+        if val_split and not images:  # it exists, because train.py has just opened it
             images = len(create_dataset(
                 config.get('dataset', ''), root=str(data_dir), split=val_split, class_map=config.get('class_map', '')))
         evaluation = images / config.get('batch_size', 128) * row['step_s'] / 3
@@ -115,10 +124,10 @@ def estimate(
 
     total, places = None, [0.0] * len(slots)
     for run in runs:
-        row, record = rows[run.label], records[run.name]
-        if record.status in ('finished', 'diverged'):
+        row, result = rows[run.label], results[run.name]
+        if result.status in ('finished', 'diverged'):
             continue
-        done = max(read_summary(run.folder(output)), default=-1) + 1
+        done = max(result.epochs, default=-1) + 1
         row['epochs_done'] += done
         if row['run_s'] is not None:
             to_go = row['run_s'] * (1 - min(1, done / run.epochs))

@@ -1,0 +1,241 @@
+"""rpb: a table with a number for each offset and each head."""
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.layers import RelPosBias
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+
+import bias_checks
+import reference_rpb as reference
+import timm_sape
+from bias_checks import GRIDS, KEPT, OTHER_GRIDS, SIZES, bias_of
+from harness import assert_near, catches, compare, create, make_grid, where
+from model_checks import (
+    check_masks,
+    check_model,
+    check_neutral_start,
+    check_number_of_parameters,
+    check_weights_of_vit_relpos,
+    initial_model,
+    own_encodings,
+)
+from timm_sape import Grid
+from timm_sape.encodings import rpb
+
+
+def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None):
+    """The bias and its gradient in float64, of an encoding made for `own_size`."""
+    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
+    encoding = create('rpb', own_size or grid_size, num_prefix_tokens, **SIZES)
+    expected = reference.bias(encoding.table, grid.size, encoding.grid_size, **where(grid))
+    compare(bias_of(encoding, grid), expected, {'table': encoding.table})
+
+
+# --- equations -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
+def test_equations(grid_size, num_prefix_tokens):
+    check(grid_size, num_prefix_tokens)
+
+
+@pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
+def test_kept_patches(grid_size, num_prefix_tokens, num_keep):
+    """On the encoding's own grid and on another one."""
+    check(grid_size, num_prefix_tokens, num_keep)
+    check(grid_size, num_prefix_tokens, num_keep, (3, 5))
+
+
+@pytest.mark.parametrize('grid_size, own_size', [*OTHER_GRIDS, ((6, 9), (3, 5)), ((4, 3), (3, 5))])
+def test_another_grid(grid_size, own_size):
+    """The table is resampled."""
+    check(grid_size, 1, None, own_size)
+
+
+def test_attention():
+    encoding, grid = create('rpb', (3, 5), 1, **SIZES), make_grid((3, 5), 1, 8)
+    bias_checks.check_attention(
+        encoding, lambda q, x: reference.bias(encoding.table, (3, 5), (3, 5), **where(grid)), grid)
+
+
+def columns_first(values, grid, between_patches=rpb.between_patches):
+    values = values.unflatten(0, (2 * grid.height - 1, 2 * grid.width - 1)).flip(1)
+    return between_patches(values.flatten(0, 1), grid)
+
+
+def aligned(values, size, mode, interpolate=F.interpolate):
+    return interpolate(values, size=size, mode=mode, align_corners=True)
+
+
+def bilinear(values, size, mode, interpolate=F.interpolate):
+    return interpolate(values, size=size, mode='bilinear')
+
+
+def own_table(self, name, grid):
+    return getattr(self, name)[:(2 * grid.height - 1) * (2 * grid.width - 1)]
+
+
+MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
+    'p_j - p_i': (((3, 5), 0), (rpb, 'between_patches', bias_checks.transposed)),
+    'x mirrored': (((3, 5), 0), (rpb, 'between_patches', columns_first)),
+    'prefix behind': (((3, 5), 1), bias_checks.PREFIX_BEHIND),
+    'kept patches in raster order': (((3, 5), 1, 8), bias_checks.PAIRS_IN_RASTER_ORDER),
+    'corners aligned': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', aligned)),
+    'bilinear': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', bilinear)),
+    'not resampled': (((2, 3), 0, None, (3, 5)), (rpb.RelativePositionBias, 'resized', own_table)),
+}
+
+
+@pytest.mark.parametrize('mutant', MUTANTS)
+def test_mutants_are_caught(mutant, monkeypatch):
+    """If the package is broken like this, the comparison with the equations fails."""
+    case, patch = MUTANTS[mutant]
+    catches(lambda: check(*case), monkeypatch, *patch)
+
+
+# --- timm ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('grid_size', [(4, 4), (14, 14), (3, 5), (7, 1), (1, 1)])
+def test_same_as_timm(grid_size):
+    """On one grid without prefix tokens, with the same table."""
+    encoding = create('rpb', grid_size, **SIZES)
+    layer = RelPosBias(grid_size, SIZES['heads']).double()
+    layer.relative_position_bias_table.data.copy_(encoding.table)
+    assert_near(bias_of(encoding, Grid(*grid_size)), layer.get_bias(), 1e-14)
+
+
+def by_timm(self, grid):
+    """timm's layer instead of ours, made for the grid and the prefix tokens as timm's models make it."""
+    layer = RelPosBias(self.grid_size, self.num_heads, grid.num_prefix_tokens).to(self.table.dtype)
+    with torch.no_grad():
+        layer.relative_position_bias_table[:len(self.table)] = self.table
+    layer.set_window_size(grid.size)
+    return layer.get_bias()[0]
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning:timm')
+@pytest.mark.parametrize('case, text', [
+    (((3, 5), 5), None),  # no more than one prefix token
+    (((3, 5), 1), 'off by'),  # and that has a bias
+    (((6, 6), 0, None, (4, 4)), 'off by'),  # another grid: other places, and linear between them
+])
+def test_what_timm_does_otherwise(case, text, monkeypatch):
+    """With timm's layer instead of ours, the comparison with the equations fails."""
+    check(*case)
+    monkeypatch.setattr(rpb.RelativePositionBias, 'position_bias', by_timm)
+    with pytest.raises(AssertionError, match=text):
+        check(*case)
+
+
+def test_timm_refuses_other_sizes():
+    """timm's models with relative positions take images of one size only."""
+    model = VisionTransformerRelPos(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)
+    with pytest.raises(AssertionError):
+        model(torch.zeros(1, 3, 32, 48))
+
+
+@pytest.mark.parametrize('shared', [False, True])
+def test_weights_of_vit_relpos(shared):
+    check_weights_of_vit_relpos('rpb', 'bias', {}, class_token=False, shared=shared, saves_grid=True)
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+def test_float32():
+    bias_checks.check_float32('rpb')
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half(dtype):
+    """A resampled table is rounded to the dtype of the parameter, so the tolerance is larger."""
+    bias_checks.check_half('rpb', dtype, 0.01)
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+def test_offsets_alone():
+    bias_checks.check_offsets_alone('rpb')
+
+
+def test_mirrored():
+    bias_checks.check_mirrored('rpb', lambda e: e.table.copy_(e.table.unflatten(0, (5, 9)).flip(1).flatten(0, 1)))
+
+
+def test_bias_moves_with_kept_patches():
+    bias_checks.check_order_of_kept_patches('rpb')
+
+
+def test_resampled_table():
+    """Resampling keeps a constant, keeps the value at offset 0, and commutes with mirroring."""
+    encoding = create('rpb', (3, 5), **SIZES)
+    heads = SIZES['heads']
+    for new in ((6, 9), (2, 3), (1, 1), (8, 2)):
+        shape = [2 * size - 1 for size in new]
+        table = encoding.resample('table', torch.ones_like(encoding.table), (3, 5), new)
+        assert_near(table, torch.ones(shape[0] * shape[1], heads, dtype=torch.float64), 1e-12)
+        table = encoding.resample('table', encoding.table, (3, 5), new)
+        assert_near(table[len(table) // 2], encoding.table[len(encoding.table) // 2], 1e-12)
+        mirrored = encoding.resample('table', encoding.table.flip(0), (3, 5), new)
+        assert_near(mirrored, table.flip(0), 1e-12)
+        assert table.is_contiguous() and table.shape == (shape[0] * shape[1], heads)
+        low = encoding.resample('table', encoding.table.bfloat16(), (3, 5), new)
+        assert low.dtype == torch.bfloat16
+
+
+def test_other_grid():
+    """An image of another size and `set_grid_size` give the same. Loading such weights is tested with the contracts."""
+    trained, grid = create('rpb', (3, 5), 1, **SIZES), make_grid((4, 7), 1)
+    expected = bias_of(trained, grid)
+    trained.set_grid_size((4, 7))
+    assert torch.equal(bias_of(trained, grid), expected)
+    assert trained.table.shape == (7 * 13, SIZES['heads']) and trained.grid_size == (4, 7)
+
+
+# --- initial values --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('again', [False, True])
+def test_initial_values(again):
+    model = initial_model('rpb', again, img_size=160)
+    tables = torch.stack([encoding.table for encoding in own_encodings(model, 'rpb')])
+    assert tables.shape == (2, 39 * 39, 4)
+    assert tables.std().item() == pytest.approx(0.02, rel=0.03)
+    assert tables.abs().max() < 0.12 and abs(tables.mean().item()) < 8e-4  # 4.4 deviations
+    assert len(tables[:, 0].unique()) == 8  # drawn one by one
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
+def test_initial_values_in_other_dtypes(dtype):
+    """Drawn in float32: in half precision some of what timm's function draws is infinite."""
+    encoding = timm_sape.create_encoding('rpb', dim=256, num_heads=4, grid_size=(40, 40), dtype=dtype)
+    assert encoding.table.dtype == dtype
+    assert encoding.table.double().std().item() == pytest.approx(0.02, rel=0.05)
+    assert encoding.table.abs().max() < 0.12
+
+
+def test_number_of_parameters():
+    check_number_of_parameters('rpb')
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
+def test_model(composition):
+    check_model('rpb', composition, least=5e-3)
+
+
+def test_neutral_start():
+    check_neutral_start('rpb')
+
+
+def test_masks():
+    check_masks('rpb')
+
+
+# --- keywords --------------------------------------------------------------------------------------------------------
+
+def test_wrong_keywords():
+    with pytest.raises(ValueError, match="'rpb' has no keyword 'resolution'"):
+        create('rpb', **SIZES, resolution='rescale')
+
+
+def test_registered_from_its_file():
+    assert timm_sape.get_encoding('rpb').__module__ == rpb.__name__

@@ -1,0 +1,164 @@
+"""Each encoding does on patches with coordinates what it does on plain images, one by one."""
+import pytest
+import torch
+from batches import GRID, PATCH, SIZES, Twins, batch, pictures
+from common import POS_ENCS, ToyLayer, ToyShared, registered
+
+import timm_sape
+from timm_sape import grid_groups, position
+
+GATED = [
+    f'auto_{name}' for name in timm_sape.list_encodings()
+    if timm_sape.get_encoding(name).gate_init is not None and timm_sape.get_encoding(name).alone and name != 'nope']
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def third_party():
+    with registered(ToyShared, ToyLayer):
+        yield
+
+
+def mixes(pos_enc):
+    """Whether an encoding weighs positions apart from tokens; rows for prefix tokens cannot be added to them then."""
+    return any(timm_sape.get_encoding(name).overrides('mix') for name in pos_enc.split('+'))
+
+
+def kept_patches(number=18, images=3, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(GRID[0] * GRID[1], generator=generator)[:number] for _ in range(images)])
+
+
+def objects_of(model, images):
+    """What `ope` needs to be told where patches are missing."""
+    for encoding in model.encodings.values():
+        if 'object_index' in encoding.asks_for:
+            return encoding.find_objects(images, timm_sape.Grid(*GRID), (PATCH, PATCH))
+    return None
+
+
+def cases(plain, naflex, dtype):
+    """Name, logits on patches, and those of the plain host."""
+    images = pictures([GRID] * 3, dtype)
+    together = torch.cat(images)
+    expected = plain(together)
+    yield 'images', naflex(together), expected
+    yield 'patches', naflex(batch(images)), expected
+    yield 'permuted', naflex(batch(images, permute=True)), expected
+    yield 'padded', naflex(batch(images, padding=9)), expected
+
+    kept = kept_patches()
+    objects = objects_of(plain, together)
+    given = {} if objects is None else {'object_index': torch.nn.functional.pad(objects.gather(1, kept), (0, 4))}
+    yield 'left out', naflex({**batch(images, keep=kept, padding=4), **given}), plain(
+        together, keep_indices=kept, object_index=objects)
+
+    mixed = pictures(SIZES, dtype)
+    yield 'mixed sizes', naflex(batch(mixed, permute=True)), torch.cat([plain(image) for image in mixed])
+
+
+@pytest.mark.parametrize('pos_enc', POS_ENCS + GATED)
+def test_logits_and_gradients(pos_enc):
+    for dtype, tolerance in TOLERANCE.items():
+        twins = Twins(pos_enc, dtype, no_embed_class=mixes(pos_enc))
+        plain = twins()
+        naflex = twins.naflex(plain)
+        for what, actual, expected in cases(plain, naflex, dtype):
+            error = (actual - expected).abs().max() / expected.abs().max()
+            assert error <= tolerance, f'{what}, {dtype}: {error:.1e}'
+            if dtype is torch.float64:
+                compare_gradients(what, (naflex, actual), (plain, expected))
+
+
+def compare_gradients(what, *found):
+    weights = torch.linspace(-1, 1, found[0][1].numel(), dtype=torch.float64).view_as(found[0][1])
+    gradients = []
+    for model, logits in found:
+        model.zero_grad()
+        (logits * weights).sum().backward(retain_graph=True)
+        gradients.append({
+            name: p.grad for name, p in model.named_parameters() if 'encodings.' in name or 'qkv' in name})
+    for name, actual in gradients[0].items():
+        expected = gradients[1][name]
+        if actual is None or expected is None:
+            assert actual is None or not actual.any(), f'{what}: only patches give {name} a gradient'
+            assert expected is None or not expected.any(), f'{what}: only images give {name} a gradient'
+            continue
+        error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        assert error < 1e-10, f'{what}: the gradient of {name} is off by {error:.1e}'
+
+
+def raster_order_of_the_sequence(coord, valid, sizes, num_prefix_tokens):
+    """What timm's encodings do: a token's place is its place in the sequence, whatever its coordinates say."""
+    index = torch.arange(coord.shape[1])
+    width = sizes[:, 1:]
+    in_order = torch.stack([index // width, index % width], dim=-1)
+    return grid_groups.group_by_grid(in_order, valid, sizes, num_prefix_tokens)
+
+
+def one_size(coord, valid, sizes, num_prefix_tokens):
+    """The largest grid of the batch for all images."""
+    return grid_groups.group_by_grid(coord, valid, sizes.amax(0).expand_as(sizes), num_prefix_tokens)
+
+
+def padding_counts(coord, valid, sizes, num_prefix_tokens):
+    """Padding is taken for patches of a larger grid."""
+    coord = coord.clone()
+    for sample in range(len(coord)):
+        missing = (~valid[sample]).nonzero()[:, 0]
+        coord[sample, missing, 0] = sizes[sample, 0]
+        coord[sample, missing, 1] = torch.arange(len(missing))
+    width = torch.maximum(sizes[:, 1], (~valid).sum(1))
+    return grid_groups.group_by_grid(
+        coord, torch.ones_like(valid), torch.stack([sizes[:, 0] + 1, width], dim=1), num_prefix_tokens)
+
+
+@pytest.mark.parametrize(('pos_enc', 'mistake', 'fails'), [
+    *((name, raster_order_of_the_sequence, 'permuted') for name in ('ape', 'rope2d', 'sape2_k', 'cope', 'rpb')),
+    *((name, one_size, 'mixed sizes') for name in ('ape', 'sape2_k', 'cope', 'rpb')),  # rope2d counts from the corner
+    *((name, padding_counts, 'padded') for name in ('ape', 'rope2d', 'sape2_k', 'cope', 'rpb')),
+])
+def test_a_mistake_is_noticed(monkeypatch, pos_enc, mistake, fails):
+    twins = Twins(pos_enc)
+    plain = twins()
+    naflex = twins.naflex(plain)
+    monkeypatch.setattr('timm_sape.naflexvit_pos_enc.group_by_grid', mistake)
+    errors = {}
+    for what, actual, expected in cases(plain, naflex, torch.float64):
+        errors[what] = ((actual - expected).abs().max() / expected.abs().max()).item()
+        if what == fails:
+            break
+    assert errors[fails] > 1e-6, errors
+
+
+def test_padding_in_the_masked_path_is_noticed(monkeypatch):
+    """Models that only rotate run on the whole batch with a mask; without the mask padding would be attended to."""
+    twins = Twins('rope2d')
+    plain = twins()
+    naflex = twins.naflex(plain)
+    monkeypatch.setattr(
+        position.GridGroups, 'is_token', lambda self: torch.ones(self.batch_size, self.num_tokens, dtype=torch.bool))
+    images = pictures([GRID] * 2)
+    error = (naflex(batch(images, padding=9)) - plain(torch.cat(images))).abs().max()
+    assert error > 1e-4
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'ape', 'rope2d', 'rope2d_mixed', 'sape2_k', 'cope', 'shaw', 'peg'])
+def test_padding_takes_part_in_nothing(pos_enc):
+    """Whatever stands in padding, NaN included, changes neither logits nor gradients, and gets no gradient."""
+    twins = Twins(pos_enc)
+    naflex = twins.naflex(twins())
+    clean = batch(pictures(SIZES), padding=3)
+    dirty = dict(clean, patches=clean['patches'].clone())
+    dirty['patches'][~clean['patch_valid']] = 1e6
+    found = []
+    for given in (clean, dirty):
+        naflex.zero_grad()
+        patches = given['patches'].requires_grad_()
+        logits = naflex(given)
+        logits.square().sum().backward()
+        assert not patches.grad[~given['patch_valid']].any()
+        assert patches.grad.isfinite().all()
+        found.append((logits, [p.grad.clone() for p in naflex.parameters() if p.grad is not None]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))

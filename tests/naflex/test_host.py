@@ -1,0 +1,350 @@
+"""NaFlexVitPosEnc as a timm model: saving, loading, training, intermediates, and what it refuses."""
+import copy
+
+import pytest
+import timm
+import torch
+from batches import GRID, PATCH, SIZES, Twins, batch, pictures
+from common import POS_ENCS, ToyLayer, ToyShared, registered
+from timm.data.naflex_transforms import Patchify
+from timm.optim import param_groups_layer_decay
+
+import timm_sape
+from timm_sape import NaFlexVitPosEnc, checkpoints
+from timm_sape.analysis import position_maps, probe
+from timm_sape.analysis.pshap import position_shap
+from timm_sape.position import MixedPosition
+
+ACTING = ['nope', 'ape', 'rope2d', 'rope2d_mixed', 'sape2_k', 'cope', 'lape', 'peg', 'irpe_qkv', 'ape+sape2_k']
+
+
+@pytest.fixture(autouse=True)
+def third_party():
+    with registered(ToyShared, ToyLayer):
+        yield
+
+
+def small(pos_enc, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model('test_naflexvit_pos_enc', **{
+        'pos_enc': pos_enc, 'img_size': (40, 48), 'patch_size': PATCH, 'embed_dim': 32, 'depth': 2, 'num_classes': 3,
+        'reg_tokens': 1, **kwargs}).eval()
+
+
+def test_entrypoints_mirror_the_plain_ones():
+    plain = set(timm.list_models(module='vit_pos_enc'))
+    naflex = set(timm.list_models(module='naflexvit_pos_enc'))
+    assert naflex == {name.replace('vit', 'naflexvit', 1) for name in plain}
+    model = timm.create_model('naflexvit_tiny_sape2_k_ape')
+    assert isinstance(model, NaFlexVitPosEnc) and model.pos_enc == 'ape+sape2_k'
+    assert model.default_cfg['first_conv'] == 'embeds.proj' and not model.default_cfg['fixed_input_size']
+    with pytest.warns(UserWarning, match='no rope2d. Use test_naflexvit_pos_enc'):
+        timm.create_model('test_naflexvit_rope2d', pos_enc='sape2_k')
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'ape', 'rope2d', 'sape2_k', 'ape+rpb'])
+def test_same_function_as_the_plain_entrypoint(pos_enc):
+    """A file of the plain model loads into its NaFlex twin on the pretrained path, resized where it must be."""
+    plain = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=64).eval()
+    source = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=plain.state_dict()))
+    naflex = timm.create_model('test_naflexvit_pos_enc', pos_enc=pos_enc, img_size=64, **source).eval()
+    image = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(naflex(image), plain(image), rtol=1e-5, atol=1e-5)
+
+    larger = timm.create_model('test_naflexvit_pos_enc', pos_enc=pos_enc, img_size=96, **source).eval()
+    plain.set_input_size((96, 96))
+    image = torch.randn(2, 3, 96, 96)
+    torch.testing.assert_close(larger(image), plain(image), rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_of_another_patch_size_and_convolution():
+    plain = timm.create_model('test_vit_rope2d', img_size=64, patch_size=16).eval()
+    source = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=plain.state_dict()))
+    conv = timm.create_model('test_naflexvit_rope2d', img_size=64, embed_proj_type='conv', **source).eval()
+    image = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(conv(image), plain(image), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="embed_proj_type='linear'"):
+        conv(batch([image[:1]]))
+    finer = timm.create_model('test_naflexvit_rope2d', img_size=64, patch_size=8, **source).eval()
+    assert finer(image).isfinite().all()
+
+
+@pytest.mark.parametrize('pos_enc', POS_ENCS)
+def test_saved_and_loaded(tmp_path, pos_enc):
+    model = small(pos_enc)
+    given = batch(pictures(SIZES, torch.float32))
+    timm_sape.hub.save(model, tmp_path / 'model')
+    loaded = timm_sape.hub.load(tmp_path / 'model').eval()
+    assert type(loaded) is NaFlexVitPosEnc and loaded.pos_enc == model.pos_enc
+    assert torch.equal(loaded(given), model(given))
+    again = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True).eval()
+    assert torch.equal(again(given), model(given))
+    assert torch.equal(copy.deepcopy(model)(given), model(given))
+
+
+def test_checkpoint_of_other_encodings_is_refused(tmp_path):
+    model = small('sape2_k')
+    with pytest.raises(ValueError, match='does not fit the position encodings'):
+        small('rope2d').load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match='does not fit the position encodings'):
+        small('ape').load_state_dict(small('ape', img_size=64).state_dict())
+    torch.save(model.state_dict(), tmp_path / 'model.pth')
+    with pytest.raises(ValueError, match='does not fit the model'):
+        small('rope2d', pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth'), num_classes=3))
+    timm_sape.hub.save(model, tmp_path / 'model')
+    with pytest.raises(ValueError, match='cannot be changed'):
+        timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True, pos_enc='rope2d')
+
+
+def test_table_rows_of_prefix_tokens():
+    """They are added to the tokens, times the gate if there is one; not where an encoding weighs positions."""
+    for pos_enc in ('ape', 'auto_ape'):
+        twins = Twins(pos_enc)
+        plain = twins()
+        image = torch.cat(pictures([GRID]))
+        torch.testing.assert_close(twins.naflex(plain)(image), plain(image))
+    twins = Twins('ape+pemix')
+    with pytest.raises(ValueError, match='no_embed_class=True'):
+        twins.naflex(twins())
+    plain = Twins('ape')()
+    entries = dict(plain.state_dict(), pos_embed=torch.zeros(1, 29, 32, dtype=torch.float64))
+    with pytest.raises(ValueError, match='29 rows'):
+        checkpoints.convert_to_naflex(entries, small('ape'))
+
+
+@pytest.mark.parametrize('pos_enc', ACTING)
+def test_gradient_checkpointing(pos_enc):
+    model = small(pos_enc).double()
+    given = batch(pictures(SIZES))
+    expected = gradients(model, given)
+    model.set_grad_checkpointing()
+    for reentrant in (False, True):
+        timm.layers.config.set_reentrant_ckpt(reentrant)
+        try:
+            actual = gradients(model.train(), given)
+        finally:
+            timm.layers.config.set_reentrant_ckpt(False)
+        model.eval()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, msg=f'{name}, reentrant={reentrant}')
+
+
+def gradients(model, given):
+    model.zero_grad()
+    torch.manual_seed(1)
+    model({**given, 'patches': given['patches'].clone().requires_grad_()}).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize('pos_enc', ACTING)
+def test_patch_dropout_and_keep_indices(pos_enc):
+    model = small(pos_enc, patch_drop_rate=0.5).double()
+    given = batch(pictures([GRID, (6, 5)]), padding=4)
+    torch.manual_seed(0)
+    features = model.train().forward_features(given)
+    kept = features['patches'].shape[1] - model.num_prefix_tokens
+    assert kept == 17 and features['patch_valid'].shape == (2, kept)
+    torch.manual_seed(0)
+    index = torch.argsort(torch.randn(2, 34), dim=-1)[:, :17]
+    again = model.eval().forward_features({**given, 'keep_indices': index})
+    torch.testing.assert_close(again['patches'], features['patches'])
+    assert torch.equal(again['patch_valid'], features['patch_valid'])
+    model.train()
+    model(given).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    model.eval()
+    only_padding = torch.stack([torch.arange(30, 34), torch.arange(4)])
+    assert model({**given, 'keep_indices': only_padding}).isfinite().all()
+
+
+@pytest.mark.parametrize('pos_enc', ACTING)
+def test_intermediates(pos_enc):
+    model = small(pos_enc)
+    given = batch(pictures(SIZES, torch.float32))
+    out = model.forward_intermediates(given, output_fmt='NLC', output_dict=True, return_prefix_tokens=True)
+    features = model.forward_features(given)
+    assert torch.equal(out['image_features'], features['patches'])
+    assert torch.equal(out['patch_valid'], given['patch_valid'])
+    p = model.num_prefix_tokens
+    assert torch.equal(model.norm(out['image_intermediates'][-1]), features['patches'][:, p:])
+    assert out['image_intermediates_prefix'][0].shape == (5, p, 32)
+    with pytest.raises(ValueError, match="output_fmt='NLC'"):
+        model.forward_intermediates(given)
+    image = torch.randn(2, 3, 40, 48)
+    final, maps = model.forward_intermediates(image)
+    assert [m.shape for m in maps] == [(2, 32, *GRID)] * 2
+    torch.testing.assert_close(final, model.forward_features(image))
+    getter = timm.create_model(
+        'test_naflexvit_pos_enc', pos_enc=pos_enc, features_only=True, img_size=(40, 48), patch_size=PATCH, depth=2)
+    assert [m.shape[-2:] for m in getter(image)] == [GRID] * 2
+
+
+@pytest.mark.parametrize('pos_enc', ACTING)
+def test_attn_mask(pos_enc):
+    """A mask of the caller's is for the tokens as given, and is combined with validity."""
+    model = small(pos_enc).double()
+    given = batch(pictures(SIZES), padding=2, permute=True)
+    num_tokens = given['patches'].shape[1] + model.num_prefix_tokens
+    everything = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+    torch.testing.assert_close(model(given, attn_mask=everything), model(given))
+    torch.testing.assert_close(model(given, attn_mask=torch.zeros(1, 1, num_tokens, num_tokens).double()), model(given))
+    hidden = everything.clone()
+    hidden[:, -3:] = False
+    hidden[-3:, -3:] = True
+    shown = {name: tensor.clone() for name, tensor in given.items()}
+    shown['patches'][:, -3:] += 1.
+    a, b = (model.forward_features(x, attn_mask=hidden)['patches'][:, 0] for x in (given, shown))
+    if not {'cope', 'peg', 'lape'} & set(pos_enc.split('+')) and 'sape2' not in pos_enc:  # others see what is hidden
+        torch.testing.assert_close(a, b)
+    assert not torch.allclose(*(model.forward_features(x)['patches'][:, 0] for x in (given, shown)))
+
+
+@pytest.mark.parametrize('pos_enc', ACTING)
+def test_autocast_and_bfloat16(pos_enc):
+    model = small(pos_enc)
+    given = batch(pictures(SIZES, torch.float32))
+    expected = model(given)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert (model(given) - expected).abs().max() < 0.05
+    low = model.bfloat16()({**given, 'patches': given['patches'].bfloat16()})
+    assert low.dtype == torch.bfloat16 and (low - expected).abs().max() < 0.1
+
+
+@pytest.mark.parametrize('pos_enc', ['rope2d', 'sape2_k'])
+def test_compiled(pos_enc):
+    model = small(pos_enc)
+    compiled = torch.compile(model, backend='aot_eager')
+    for sizes in (SIZES, SIZES[1:3]):
+        given = batch(pictures(sizes, torch.float32))
+        torch.testing.assert_close(compiled(given), model(given), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_one_by_one():
+    model = small('sape2_k+ape')
+    given = batch(pictures(SIZES, torch.float32))
+    x, position = model.embed(given)
+    assert isinstance(position, MixedPosition)
+    for block in model.blocks:
+        x = block(x, position=position)
+    assert torch.equal(model.norm(x), model.forward_features(given)['patches'])
+    with pytest.raises(ValueError, match='is_causal'):
+        model.blocks[0](x, is_causal=True, position=position)
+    with pytest.raises(ValueError, match='model.embed'):
+        model.blocks[0](x)
+
+
+def test_variable_patch_size():
+    """With timm's patch interpolator, patches of another size than the model's."""
+    model = small('sape2_k', enable_patch_interpolator=True)
+    to_patches = Patchify(patch_size=16, flatten_patches=False)
+    given = to_patches(torch.randn(3, 64, 96))
+    given = {name: tensor[None] for name, tensor in given.items()}
+    assert given['patches'].ndim == 5
+    logits = model(given)
+    order = torch.randperm(24)
+    permuted = {name: tensor[:, order] for name, tensor in given.items()}
+    torch.testing.assert_close(model(permuted), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_objects_are_found_in_patches():
+    model = small('ope').double()
+    images = pictures(SIZES)
+    alone = torch.cat([model(image) for image in images])
+    torch.testing.assert_close(model(batch(images, permute=True)), alone)
+    given = batch(images, keep=[torch.arange(h * w - 1) for h, w in SIZES])
+    with pytest.raises(ValueError, match='pass object_index='):
+        model(given)
+
+
+def wrong(**changes):
+    given = batch(pictures([GRID, (3, 4)], torch.float32))
+    for name, change in changes.items():
+        if change is None:
+            del given[name]
+        else:
+            given[name] = change(given[name]) if callable(change) else change
+    return given
+
+
+def at(index, value):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor[index] = value
+        return tensor
+    return change
+
+
+@pytest.mark.parametrize(('changes', 'message'), [
+    ({'patch_coord': None}, "lacks 'patch_coord'"),
+    ({'patches': None}, "lacks 'patches'"),
+    ({'patch_coord': at((0, 3), -1)}, r'\(-1, -1\) in image 0 .* outside'),
+    ({'patch_coord': at((1, 2), 10 ** 7)}, 'counts patches'),
+    ({'patch_coord': at((1, 2), 2 ** 62)}, 'counts patches'),
+    ({'patch_coord': at((1, 2), torch.tensor([0, 1]))}, r'\(0, 1\) twice in image 1'),
+    ({'patch_coord': lambda c: c.float()}, 'patch_coord must be integers'),
+    ({'patch_coord': lambda c: c[:1]}, r'patch_coord must be integers \[2, 30, 2\]'),
+    ({'patch_valid': lambda v: v[:, :-1]}, r'patch_valid must be bool or integers \[2, 30\]'),
+    ({'patch_valid': lambda v: v.float()}, 'patch_valid must be bool'),
+    ({'patch_valid': at(1, False)}, 'False for all patches of image 1'),
+    ({'patches': lambda p: p[..., :-1]}, 'the model takes 192: 8x8 pixels in 3 channels'),
+    ({'patches': lambda p: p[0]}, 'the model takes patches'),
+    ({'grid_size': torch.tensor([[5, 6], [3, 3]])}, r'\(0, 3\) in image 1 .* outside its grid of 3x3'),
+    ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
+    ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
+    ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to'),
+])
+def test_wrong_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small('sape2_k')(wrong(**changes))
+
+
+def test_wrong_arguments():
+    model = small('rope2d')
+    with pytest.raises(ValueError, match='without coordinates'):
+        model(torch.randn(2, 30, 192))
+    with pytest.raises(ValueError, match='does not divide'):
+        model(torch.randn(2, 3, 41, 48))
+    assert small('rope2d', dynamic_img_pad=True)(torch.randn(2, 3, 41, 48)).shape == (2, 3)
+    for kwargs, message in (
+            ({'rope_type': 'axial'}, 'pos_enc= decides'), ({'pos_embed': 'none'}, 'pos_enc= decides'),
+            ({'pos_embed_grid_size': (3, 3)}, 'img_size= says it'), ({'img_size': 41}, 'does not divide'),
+            ({'pos_enc': 'rope3d'}, 'Unknown position encoding'), ({'pos_enc_kwargs': {'ape': {}}}, 'not a part of')):
+        with pytest.raises(ValueError, match=message):
+            small(**{'pos_enc': 'rope2d', **kwargs})
+    plain = timm.create_model('test_vit_sape2_k')
+    with pytest.raises(ValueError, match='naflexvit'):
+        plain(wrong())
+    with pytest.raises(ValueError, match='test_naflexvit_'):
+        timm.create_model('test_vit_sape2_k', use_naflex=True)
+
+
+def test_parameter_groups():
+    model = small('ape+sape2_k')
+    skipped = model.no_weight_decay()
+    assert 'embeds.pos_embed' in skipped and 'blocks.0.attn.encodings.sape2_k.table_x' in skipped
+    groups = param_groups_layer_decay(model, no_weight_decay_list=skipped)
+    assert len(groups) > 4
+    assert model.prune_intermediate_layers([0]) == [0] and len(model.blocks) == 1
+    assert model.forward_intermediates(torch.randn(1, 3, 40, 48), intermediates_only=True)[0].shape == (1, 32, *GRID)
+
+
+def test_analysis_of_images():
+    """Maps, probes and Position-SHAP see in a NaFlexVit what they see in its plain twin."""
+    twins = Twins('ape+sape2_k', torch.float32)
+    plain = twins()
+    naflex = twins.naflex(plain)
+    image = torch.cat(pictures([GRID], torch.float32))
+    expected, found = (position_maps(model, image) for model in (plain, naflex))
+    assert found.grid.size == GRID
+    for ours, theirs in zip(found.layers, expected.layers):
+        torch.testing.assert_close(ours.position, theirs.position, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.vectors, expected.vectors)
+    rows, like = (probe(model, image) for model in (naflex, plain))
+    kinds = [row for row in like if row.probe != 'image twice as large']  # a NaFlexVit has no size to be set
+    assert [(row.probe, row.what, row.expected) for row in rows] == [
+        (row.probe, row.what, row.expected) for row in kinds]
+    for ours, theirs in zip(rows, kinds):
+        assert abs(ours.change - theirs.change) < 1e-3 + 1e-2 * theirs.change
+    batches = [(torch.cat(pictures([GRID] * 4, torch.float32)), torch.tensor([0, 1, 2, 0]))]
+    ours, theirs = (position_shap(model, batches, background=2) for model in (naflex, plain))
+    torch.testing.assert_close(ours.position, theirs.position, rtol=1e-3, atol=1e-4)

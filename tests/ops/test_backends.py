@@ -1,0 +1,154 @@
+"""Which backend runs: the argument, the environment variable or the device decide, and what the messages say."""
+import logging
+import os
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import timm_sape
+from common import Maker
+from operators import device_of
+from timm_sape.ops import backend as selection
+from timm_sape.ops.backend import choose_backend, using_backend
+
+
+def chosen(requested=None, q=None, widths=(3, 4), needs=''):
+    q = torch.zeros(1, 1, 2, 8) if q is None else q
+    return choose_backend(requested, q, widths, {needs: True} if needs else {})
+
+
+def test_automatic(monkeypatch):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    assert chosen() == 'torch'
+    assert chosen(needs='a mask') == 'reference'
+    assert chosen(q=torch.zeros(1, 1, 2, 256)) == 'torch'
+    with torch.device('meta'):
+        assert chosen(q=torch.zeros(1, 1, 2, 8)) == 'torch'
+
+
+def test_argument_before_variable_before_automatic():
+    with using_backend('reference'):
+        assert chosen() == 'reference'
+        assert chosen('torch') == 'torch'
+    with using_backend(''):
+        assert chosen() == 'torch'
+
+
+@pytest.mark.parametrize('before', [None, 'reference'])
+def test_variable_is_restored(before, monkeypatch):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    if before is not None:
+        monkeypatch.setenv('TIMM_SAPE_BACKEND', before)
+    for within in ('torch', None):
+        with using_backend(within):
+            assert os.environ.get('TIMM_SAPE_BACKEND') == within
+        assert os.environ.get('TIMM_SAPE_BACKEND') == before
+
+
+@pytest.mark.parametrize('requested, kwargs, text', [
+    ('fast', {}, r"Unknown backend 'fast' \(backend=\)"),
+    ('torch', {'needs': 'a mask'}, r"'torch' \(backend=\) cannot be used: only the reference supports a mask"),
+    ('triton', {'widths': (3, 65)}, 'in torch.float32 .* a head dim of 64 and codes of 32 entries at most'),
+    ('triton', {'widths': (3, 32), 'q': torch.zeros(1, 1, 1, 128)}, 'a head dim of 64'),
+    ('triton', {'q': torch.zeros(1, 1, 1, 160, dtype=torch.bfloat16)}, 'a head dim of 128'),
+])
+def test_no_silent_way_out(requested, kwargs, text):
+    kwargs = {**kwargs, 'q': kwargs.get('q', torch.zeros(1, 1, 2, 8)).to(device_of(requested))}
+    with pytest.raises(ValueError, match=text):
+        chosen(requested, **kwargs)
+    text = text.replace('backend=', 'TIMM_SAPE_BACKEND')
+    with using_backend(requested), pytest.raises(ValueError, match=text):
+        chosen(**kwargs)
+
+
+def test_on_a_gpu_kernels_run_compiled(monkeypatch):
+    """Also if the environment asks for the interpreter."""
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    runpy.run_path(Path(__file__).parents[1] / 'conftest.py')
+    assert 'TRITON_INTERPRET' not in os.environ
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    with pytest.raises(ValueError, match='NVIDIA GPU, or the CPU with TRITON_INTERPRET=1'):
+        chosen('triton')
+
+
+class Gpu:
+    """What `choose_backend` looks at of q on a GPU."""
+    device, dtype = torch.device('cuda:1'), torch.bfloat16
+
+    def __init__(self, head_dim):
+        self.shape = 1, 2, 16, head_dim
+
+
+@pytest.mark.parametrize('capability, memory, head_dim, width, text', [
+    ((7, 5), 64, 64, 14, r'Triton needs compute capability 8.0, and this GPU has 7.5'),
+    ((8, 6), 99, 64, 40, r'for codes of 40 entries its kernels need 163 KiB of shared memory, and this GPU has 99'),
+    ((8, 6), 99, 128, 32, ''),
+    ((8, 0), 163, 128, 64, ''),
+])
+@pytest.mark.parametrize('compiler', [True, False])
+def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_dim, width, text, compiler):
+    """Known before a kernel is launched: then it is torch unless Triton was requested."""
+    class Driver:
+        @property
+        def active(self):
+            if not compiler:
+                raise RuntimeError('Failed to find C compiler')
+            return SimpleNamespace(get_current_device=lambda: 0)
+
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr('triton.runtime.driver', Driver())
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda index: SimpleNamespace(
+        major=capability[0], minor=capability[1], shared_memory_per_block_optin=1024 * memory))
+    monkeypatch.setattr(selection, '_gpu', selection._gpu.__wrapped__)
+    q = Gpu(head_dim)
+    if not compiler and capability >= (8, 0):
+        text = r'Triton does not start \(Failed to find C compiler\)'
+    assert chosen(q=q, widths=(width, 3)) == ('torch' if text else 'triton')
+    if text:
+        with pytest.raises(ValueError, match=text):
+            chosen('triton', q=q, widths=(width, 3))
+
+
+def test_one_line_in_the_log(caplog, monkeypatch):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    selection._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger='timm_sape'):
+        for _ in range(3):
+            chosen()
+        chosen(needs='a mask')
+    assert [r.message for r in caplog.records] == [
+        "SaPE2 attention by backend 'torch': the fastest on cpu.",
+        "SaPE2 attention by backend 'reference': only it supports a mask."]
+
+
+@pytest.mark.parametrize('kwargs, call, text', [
+    ({'attn_drop_rate': 0.1}, {}, 'dropout of the probabilities'),
+    ({}, {'is_causal': True}, 'a mask or another bias'),
+    ({'pos_enc': 'cope+sape2_k'}, {}, 'a mask or another bias'),
+    ({'pos_enc': 'alibi2d+sape2_k'}, {}, 'a mask or another bias'),
+    ({'pos_enc': 'sape2sq_k+sape2_k'}, {}, 'q and k of other widths than v'),
+])
+def test_models_say_what_only_the_reference_supports(kwargs, call, text):
+    assert all(part in timm_sape.list_encodings() for part in kwargs.get('pos_enc', 'nope').split('+'))
+    make_model = Maker(kwargs.get('pos_enc', 'sape2_k'))
+    model = make_model(**{name: value for name, value in kwargs.items() if name != 'pos_enc'}).train()
+    model(make_model.images(), **call)
+    with using_backend('torch'), pytest.raises(ValueError, match=f'only the reference supports {text}'):
+        model(make_model.images(), **call)
+
+
+def test_attention_that_is_not_fused_needs_the_reference():
+    make_model = Maker('sape2_k')
+    model = make_model()
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    model(make_model.images())
+    with using_backend('torch'), pytest.raises(ValueError, match='only the reference supports attention that is not'):
+        model(make_model.images())

@@ -1,0 +1,214 @@
+"""Larger grids and inputs that are hard on rounding, against the reference in float64, which the loops have checked."""
+import pytest
+import torch
+import torch.nn as nn
+
+import timm_sape
+from operators import DEVICE, FAST, HALVES, KINDS, NAMES, device_of, make_hard, make_near_codes, run
+from timm_sape.functional import sape2_attention, sape2_bias
+from timm_sape.ops.distances import distance_attention
+from timm_sape.ops.reference import axis_codes
+from timm_sape.ops.torch_codes import torch_axis_codes
+from timm_sape.ops.torch_distances import torch_distance_attention
+from timm_sape.ops.triton_distances import triton_distance_attention
+
+GRIDS = [((8, 8), 1), ((9, 8), 5), ((14, 14), 1), ((32, 32), 0)]
+SMALLER = {(9, 8): (3, 8), (14, 14): (5, 14), (32, 32): (2, 32)}  # for the interpreter, which is slow
+OPERATORS = {'torch': torch_distance_attention, 'triton': triton_distance_attention}
+
+
+def grid_for(backend, grid):
+    return SMALLER.get(grid, grid) if backend == 'triton' and DEVICE == 'cpu' else grid
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
+@pytest.mark.parametrize('backend', FAST)
+def test_float32(backend, grid, num_prefix_tokens, kind):
+    """No more than twice as far off as the reference, or within 1e-5 of the largest entry.
+
+    One run's rounding is chance. So the reference's error is the largest of four runs, three of them with q and k
+    changed in the last place; and of some seeds the geometric mean counts.
+    """
+    grid = grid_for(backend, grid)
+    common = dict(grid_size=grid, num_prefix_tokens=num_prefix_tokens)
+
+    def error(inputs, exact, backend):
+        out, grads = run(sape2_attention, inputs, device=device_of(backend), backend=backend, **common)
+        found = [out.detach(), *grads]
+        assert all(t.isfinite().all() for t in found)
+        # what is 0 but for rounding, as are gradients of a constant image, is held against 1e-2
+        return torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1e-2) for a, b in zip(found, exact)])
+
+    errors, allowed = [], []
+    for seed in range(2 if max(grid) == 32 or backend == 'triton' and DEVICE == 'cpu' else 4):
+        inputs = [t.float() for t in make_hard(kind, grid, num_prefix_tokens, seed=seed)]
+        out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
+        exact = [out.detach(), *grads]
+        errors.append(error(inputs, exact, backend))
+        runs = [error(inputs, exact, 'reference')]
+        for towards in (-torch.inf, torch.inf, 0.0):
+            changed = [t.nextafter(torch.full_like(t, towards)) for t in inputs[:2]]
+            runs.append(error([*changed, *inputs[2:]], exact, 'reference'))
+        allowed.append(torch.stack(runs).amax(0))
+    errors, allowed = (torch.stack(x).clamp(min=1e-9).log().mean(0).exp() for x in (errors, allowed))
+    for what, e, a in zip(('output', *NAMES), errors, allowed):
+        assert e <= max(2 * a, 1e-5), f'{what}: {e:.1e}, the reference {a:.1e}'
+
+
+class Plain(torch.autograd.Function):
+    """Attention with a mask, rounded to 16 bits where FlashAttention does it: probabilities, gradients of logits, and
+    the output, from which the backward pass starts. All else in float64."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, dtype):
+        ctx.round = lambda t: t.to(dtype).double()
+        logits = q.shape[-1] ** -0.5 * q @ k.mT + mask
+        p = (logits - logits.amax(-1, keepdim=True)).exp()
+        out = ctx.round(ctx.round(p) @ v / p.sum(-1, keepdim=True))
+        ctx.save_for_backward(q, k, v, logits.softmax(-1), out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, p, out = ctx.saved_tensors
+        grad_logits = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+        rounded = q.shape[-1] ** -0.5 * ctx.round(grad_logits)
+        return rounded @ k, rounded.mT @ q, ctx.round(p).mT @ grad, grad_logits, None
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
+@pytest.mark.parametrize('backend, dtype', HALVES)
+def test_16_bits(backend, dtype, grid, num_prefix_tokens, kind):
+    """Finite, and within 2e-2 of the largest entry of what float64 makes of the same input, or four times as far off as
+    plain attention in 16 bits would be with the same bias: an outlier makes probabilities of 1, and gradients of logits
+    that are nothing but rounding."""
+    grid, p = grid_for(backend, grid), num_prefix_tokens
+    common = dict(grid_size=grid, num_prefix_tokens=p)
+    inputs = [t.to(dtype) for t in make_hard(kind, grid, p)]
+
+    def plain(q, k, v, table_x, table_y, grid_size, bias_scale, num_prefix_tokens):
+        bias = sape2_bias(q[:, :, p:], k[:, :, p:], table_x, table_y, grid_size)
+        mask = nn.functional.pad(bias_scale[:, None, None] * bias, (p, 0, p, 0))
+        return Plain.apply(q, k, v, mask, dtype)
+
+    out, grads = run(sape2_attention, inputs, torch.float64, backend='reference', **common)
+    exact = [out.detach(), *grads]
+    found, grads = run(sape2_attention, inputs, device=device_of(backend), backend=backend, **common)
+    rounded, rounded_grads = run(plain, inputs, torch.float64, **common)
+    for what, expected, a, b in zip(('output', *NAMES), exact, (found, *grads), (rounded, *rounded_grads)):
+        largest = expected.abs().max().clamp(min=1e-2)
+        error, allowed = ((x.double() - expected).abs().max() / largest for x in (a, b.detach()))
+        limit = max(2e-2, 4 * allowed)
+        if backend == 'triton' and kind == 'smooth' and what.startswith('table'):
+            limit = 0.15  # distances below the noise floor count as 0, and have no gradient
+        assert a.dtype == dtype and a.isfinite().all() and error <= limit, f'{what}: {error:.1e}, plain {allowed:.1e}'
+
+
+@pytest.mark.parametrize('kind', KINDS[:-1])
+@pytest.mark.parametrize('backend', FAST)
+def test_bias_is_within_the_noise_floor(backend, kind):
+    """With v the unit matrix, the ratios of outputs tell the logits: the bias is off by no more than the floor."""
+    size, num_tokens = (6, 7), 42
+    q, k, _, table_x, table_y, _ = [t.float() for t in make_hard(kind, size, 0)]
+    doubles = [t.double() for t in (q, k, table_x, table_y)]
+    exact = sape2_bias(*doubles, size)
+    codes = axis_codes(*doubles, timm_sape.Grid(*size), mode='k', gate_scale=0.25)
+    rounded = torch_axis_codes(q, k, table_x, table_y, *size, 'k', 0.25, 1.0, 1.0)
+    allowed = torch.zeros(1, 2, num_tokens, num_tokens, dtype=torch.float64)
+    for code, found in zip(codes, rounded):
+        s = (code - code.mean(-2, keepdim=True)).square().sum(-1)
+        off = (found.double() - code).norm(dim=-1)  # what was lost before there was a distance
+        for part in ((2e-6 * (s[..., :, None] + s[..., None, :])).sqrt(), off[..., :, None], off[..., None, :]):
+            allowed += part
+    gain = 0.1 / exact.max().clamp(min=1).float()  # so small that no probability is lost
+    device = device_of(backend)
+    nothing = torch.zeros(1, 2, num_tokens, num_tokens, device=device)
+    out = OPERATORS[backend](
+        nothing, nothing, torch.eye(num_tokens).to(nothing) + nothing, *(c.to(device) for c in rounded),
+        gain.reshape(1).to(device), 1.0).cpu().double()
+    bias = (out / out.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).log() / gain.double()
+    slack = 1e-6 / gain.double()  # rounding of the probabilities
+    assert ((bias - exact).abs() <= allowed + slack).all(), ((bias - exact).abs() - allowed).max()
+
+
+@pytest.mark.parametrize('offset', [0.0, 3.0])
+@pytest.mark.parametrize('num_near', [2, 30])
+@pytest.mark.parametrize('backend, chunk', [*((backend, None) for backend in FAST), ('torch', 1)])
+def test_gradients_of_small_distances(backend, chunk, num_near, offset, monkeypatch):
+    """The gradients of two codes, each 10^4 times as long as their distance, are right to the digit; also where a block
+    is a part of a head."""
+    if chunk is not None:
+        monkeypatch.setattr('timm_sape.ops.chunks.CHUNK', chunk)
+    codes = make_near_codes(num_near, 1e-4, 6, offset), make_near_codes(num_near + 3, 1e-4, 9, offset, seed=2)
+    gain = torch.full((1,), -0.3)  # negative: attention goes to those that are near
+    q, k, v, grad = torch.randn(4, 1, 2, 41, 8, generator=torch.Generator().manual_seed(1))
+
+    def gradients(function, dtype, device='cpu'):
+        leaves = [t.to(device, dtype, copy=True).requires_grad_() for t in (codes[0][None], codes[1][None], gain)]
+        out = function(*(t.to(device, dtype) for t in (q, k, v)), *leaves)
+        return [g.cpu().double() for g in torch.autograd.grad(out, leaves, grad.to(out))]
+
+    found = gradients(lambda *args: OPERATORS[backend](*args, 0.3), torch.float32, device_of(backend))
+    expected = gradients(lambda *args: distance_attention(0.3, *args), torch.float64)
+    for what, a, b in zip(('codes_x', 'codes_y', 'gain'), found, expected):
+        error = ((a - b).norm(dim=-1) / b.norm(dim=-1).mean(dim=-1, keepdim=True)).max()
+        assert error <= 5e-6, f'{what}: {error:.1e}'
+
+
+# ---- the gain's gradient, a sum of terms of both signs
+
+def gain_errors(kind, grid, dim, seeds):
+    """How far the gain's gradient is off in float32, in units of the error that the rounding of logits explains.
+
+    Returns:
+        Of the reference and of the torch backend, `[seeds]` each.
+    """
+    errors = {'reference': [], 'torch': []}
+    for seed in range(seeds):
+        inputs = [t.float() for t in make_few_tokens(kind, grid, dim, seed)]
+        kwargs = dict(grid_size=grid, num_prefix_tokens=1)
+        exact = run(sape2_attention, inputs, torch.float64, backend='reference', **kwargs)[1][-1]
+        unit = rounding_of_gain(*(t.double() for t in inputs), **kwargs)
+        for backend, found in errors.items():
+            grad = run(sape2_attention, inputs, backend=backend, **kwargs)[1][-1]
+            found.append((grad - exact).abs().max() / unit)
+    return [torch.stack(found) for found in errors.values()]
+
+
+def make_few_tokens(kind, grid, dim, seed):
+    inputs = make_hard('random', grid, 1, dim=dim, seed=seed)
+    q, k = inputs[0][:, :, 1:], inputs[1][:, :, 1:]
+    if kind == 'twins':
+        q[:, :, 1], k[:, :, 1] = q[:, :, 0], k[:, :, 0]
+    elif kind == 'outlier':
+        k[:, :, -1] *= 100
+    return inputs
+
+
+def rounding_of_gain(q, k, v, table_x, table_y, gain, grid_size, num_prefix_tokens):
+    """eps max(1, |logit|) sum(p (|dp| + |delta|) D), as the docstring of `torch_distances` has it."""
+    distance = sape2_bias(q, k, table_x, table_y, grid_size, num_prefix_tokens=num_prefix_tokens)
+    logits = q.shape[-1] ** -0.5 * q @ k.mT + gain[:, None, None] * distance
+    p = logits.softmax(-1)
+    grad = torch.randn(v.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)  # as in `run`
+    dp = grad @ v.mT
+    delta = (p * dp).sum(-1, keepdim=True)
+    terms = (p * (dp.abs() + delta.abs()) * distance).sum(dim=(0, 2, 3)).max()
+    return torch.finfo(torch.float32).eps * logits.abs().max().clamp(min=1) * terms
+
+
+@pytest.mark.parametrize('kind', ['random', 'twins', 'outlier'])
+@pytest.mark.parametrize('grid', [(2, 2), (1, 3), (3, 3)])
+def test_bound_of_the_gains_gradient(grid, kind):
+    """With a head dim of 256, where logits reach hundreds, and few tokens, where nothing averages out."""
+    for errors in gain_errors(kind, grid, 256, 40):
+        assert errors.max() <= 4
+
+
+@pytest.mark.parametrize('grid, kind', [((3, 3), 'twins'), ((2, 2), 'outlier')])
+def test_gains_gradient_keeps_the_digits_of_small_distances(grid, kind):
+    """Computed from the gradient of the codes, it was 3 and 6 times as far off as the reference's."""
+    reference, found = (errors.square().mean().sqrt() for errors in gain_errors(kind, grid, 16, 100))
+    assert found <= 2 * reference

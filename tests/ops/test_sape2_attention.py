@@ -1,0 +1,94 @@
+"""SaPE2's attention by each backend against its equations: outputs and all gradients."""
+import pytest
+import torch
+
+from harness import assert_near
+from operators import BACKENDS, FAST, HALVES, check, device_of, make_inputs, run, strictest
+from timm_sape.functional import sape2_attention
+
+GRIDS = [((3, 5), 0), ((3, 5), 5), ((1, 7), 1), ((7, 1), 0), ((4, 4), 1), ((1, 1), 1)]
+
+
+@pytest.mark.parametrize('mode', ['q', 'k', 'qk'])
+@pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_equations(backend, grid, num_prefix_tokens, mode):
+    check(backend, make_inputs(grid, num_prefix_tokens), grid, num_prefix_tokens, mode=mode)
+
+
+@pytest.mark.parametrize('backend, dtype', [(backend, torch.float32) for backend in FAST] + HALVES)
+@pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
+def test_precision(backend, dtype, grid, num_prefix_tokens):
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    check(backend, make_inputs(grid, num_prefix_tokens), grid, num_prefix_tokens, dtype, tolerance)
+
+
+@pytest.mark.parametrize('backend', FAST)
+@pytest.mark.parametrize('ref_grid_size', [(2, 7), (6, 4)])
+def test_another_grid(backend, ref_grid_size):
+    check(backend, make_inputs((3, 5), npos=5), (3, 5), 1, ref_grid_size=ref_grid_size)
+
+
+@pytest.mark.parametrize('backend', FAST)
+def test_dropped_patches(backend):
+    keep = torch.tensor([[7, 2, 11, 14], [0, 13, 5, 3]])
+    inputs = make_inputs((3, 5), batch=2)
+    inputs[:3] = [t[:, :, :5] for t in inputs[:3]]
+    check(backend, inputs, (3, 5), 1, keep_indices=keep)
+
+
+@pytest.mark.parametrize('backend', FAST)
+def test_scales(backend):
+    check(backend, make_inputs((3, 4), heads=3, dim=6), (3, 4), 1, scale=0.7, gate_scale=1.3)
+
+
+@pytest.mark.parametrize('backend', FAST)
+def test_learned_gate_scale(backend):
+    device, dtype, tolerance = strictest(backend)
+
+    def gradient(backend, *args):
+        scale = torch.tensor(0.4).to(*args).requires_grad_()
+        *tensors, bias_scale = [t.to(*args) for t in make_inputs((3, 4))]
+        out = sape2_attention(
+            *tensors, (3, 4), bias_scale=bias_scale, num_prefix_tokens=1, gate_scale=scale, backend=backend)
+        return torch.autograd.grad(out.square().sum(), scale)[0].cpu()
+
+    assert_near(gradient(backend, device, dtype), gradient('reference', torch.float64), tolerance)
+
+
+@pytest.mark.parametrize('backend', FAST)
+@pytest.mark.parametrize('bias_scale', [0.0, -1.5, torch.tensor(2.0)])
+def test_number_as_bias_scale(backend, bias_scale):
+    device, dtype, tolerance = strictest(backend)
+
+    def output(backend, *args):
+        *tensors, _ = [t.to(*args) for t in make_inputs((3, 4))]
+        scale = bias_scale.to(*args) if isinstance(bias_scale, torch.Tensor) else bias_scale
+        return sape2_attention(*tensors, (3, 4), bias_scale=scale, num_prefix_tokens=1, backend=backend).cpu()
+
+    assert_near(output(backend, device, dtype), output('reference', torch.float64), tolerance)
+
+
+@pytest.mark.parametrize('backend', FAST)
+def test_poisoned_memory(backend):
+    """Every entry of every result is written: what was in the memory before does not show."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        inputs = make_inputs((3, 5), 2, dim=5)
+        kwargs = dict(grid_size=(3, 5), num_prefix_tokens=2)
+        out, grads = run(sape2_attention, inputs, torch.float32, device_of(backend), backend=backend, **kwargs)
+        assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize('where', ['q', 'table_x'])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_nan_is_not_hidden(backend, where):
+    """NaN in q shows in the output of that token. NaN at position 0 of a table, which each line looks up, shows in all
+    outputs but that of the prefix token."""
+    device, dtype, _ = strictest(backend)
+    *tensors, scale = [t.to(device, dtype) for t in make_inputs((3, 5))]
+    {'q': tensors[0][:, :, -1], 'table_x': tensors[3][0]}[where].fill_(torch.nan)
+    out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=backend)
+    assert out[:, :, -1 if where == 'q' else slice(1, None)].isnan().all()

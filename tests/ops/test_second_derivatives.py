@@ -1,0 +1,167 @@
+"""Second derivatives: of the reference, of the operators by way of the reference, and optimizers that use them."""
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.optim import create_optimizer_v2
+from torch.autograd import gradcheck, gradgradcheck
+
+import timm_sape
+from harness import assert_near
+from operators import BACKENDS, DEVICE, FAST, NAMES, device_of, make_inputs
+from timm_sape import ops
+from timm_sape.functional import sape2_attention, sape2_bias
+from timm_sape.ops import reference
+from timm_sape.ops.backend import using_backend
+from timm_sape.ops.torch_codes import torch_axis_codes
+from timm_sape.ops.triton_codes import triton_axis_codes
+
+GRID = (2, 3)
+# of a GPU Triton has no float64, which finite differences need
+CHECKED = BACKENDS if DEVICE == 'cpu' else BACKENDS[:2]
+
+
+def leaves(**kwargs):
+    return [t.requires_grad_() for t in make_inputs(GRID, dim=4, **kwargs)]
+
+
+def attention(backend, mode='k'):
+    def function(*inputs):
+        *tensors, bias_scale = inputs
+        return sape2_attention(
+            *tensors, GRID, bias_scale=bias_scale, num_prefix_tokens=1, mode=mode, backend=backend,
+            ref_grid_size=(3, 3))
+
+    return function
+
+
+@pytest.mark.parametrize('backend, mode', [
+    (backend, mode) for backend in CHECKED for mode in (['qk'] if backend == 'triton' else ['q', 'k', 'qk'])])
+def test_attention(backend, mode):
+    """Against finite differences of the gradients, for all tensors at once."""
+    assert gradgradcheck(attention(backend, mode), leaves(), fast_mode=True)
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('backend', CHECKED[1:])
+def test_one_tensor_alone(backend, name):
+    """The others need no gradient."""
+    inputs = [t.detach().requires_grad_(name == other) for other, t in zip(NAMES, leaves())]
+    assert gradgradcheck(attention(backend), inputs, fast_mode=True)
+
+
+def test_bias():
+    q, k, _, table_x, table_y, _ = leaves()
+    off_diagonal = ~torch.eye(7, dtype=torch.bool)
+
+    def bias(*inputs):
+        return sape2_bias(*inputs, GRID, num_prefix_tokens=1)[:, :, off_diagonal]
+
+    assert gradgradcheck(bias, (q, k, table_x, table_y), fast_mode=True)
+
+
+@pytest.mark.parametrize('operator, device', [(torch_axis_codes, 'cpu'), (triton_axis_codes, device_of('triton'))])
+def test_codes(operator, device):
+    if device == 'cuda':
+        pytest.skip('Triton has no float64 on a GPU, which finite differences need')
+    q, k, _, table_x, table_y, _ = leaves(num_prefix_tokens=0)
+
+    def codes(*inputs):
+        return operator(*inputs, *GRID, 'qk', 0.3, 1.5, 1.0)
+
+    assert gradcheck(codes, (q, k, table_x, table_y), fast_mode=True)
+    assert gradgradcheck(codes, (q, k, table_x, table_y), fast_mode=True)
+
+
+@pytest.mark.parametrize('between', [False, True])
+@pytest.mark.parametrize('function', [ops.contextual_bias, reference.contextual_bias])
+def test_cope(function, between):
+    q, k, *_ = leaves()
+    table = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+
+    def bias(*inputs):
+        return function(
+            *inputs, timm_sape.Grid(*GRID, 1), gate_scale=0.5, between=between, ref_num_patches=9)
+
+    assert gradgradcheck(bias, (q, k, table), fast_mode=True)
+
+
+@pytest.mark.parametrize('duplicated', [False, True])
+def test_equal_codes_have_no_second_derivative(duplicated):
+    """Where a distance is 0, it has no gradient, and none of higher order: nothing is infinite or NaN there."""
+    codes = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if duplicated:
+        codes[3] = codes[1]
+    else:
+        assert gradgradcheck(reference.pairwise_distance, codes.clone().requires_grad_())
+    codes.requires_grad_()
+    weights = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grad, = torch.autograd.grad((weights * reference.pairwise_distance(codes).square()).sum(), codes, create_graph=True)
+    found, = torch.autograd.grad(grad.square().sum(), codes)
+    # d/dw of sum of weights |w_i - w_j|^2 is linear: 2 (L + L^T) w
+    both = weights + weights.T
+    laplacian = 2 * (both.sum(1).diag() - both)
+    assert_near(grad, laplacian @ codes, 1e-10)
+    if not duplicated:
+        assert_near(found, 2 * laplacian @ laplacian @ codes, 1e-10)
+    assert found.isfinite().all()
+
+
+def hessian_product(backend, dtype):
+    device = device_of(backend)
+    inputs = [t.to(device, dtype).detach().requires_grad_() for t in make_inputs((3, 4), batch=2)]
+    *tensors, bias_scale = inputs
+    out = sape2_attention(*tensors, (3, 4), bias_scale=bias_scale, num_prefix_tokens=1, backend=backend)
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    generator = torch.Generator().manual_seed(2)
+    along = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in inputs]
+    products = torch.autograd.grad(grads, inputs, along)
+    return [t.cpu() for t in (*grads, *products)]
+
+
+@pytest.mark.parametrize('backend', FAST)
+def test_hessian_products(backend):
+    """In float32, with the gradients that they belong to: what q contributes through the codes counts once."""
+    for a, b in zip(hessian_product(backend, torch.float32), hessian_product('reference', torch.float64)):
+        assert_near(a, b, 1e-4)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_one_tensor_in_several_places(backend):
+    """With `create_graph=True` the gradients are the same as without."""
+    x, _, _, table, _, bias_scale = (t.float().to(device_of(backend)).requires_grad_() for t in make_inputs((3, 3)))
+    out = sape2_attention(
+        x, x, x, table, table, (3, 3), bias_scale=bias_scale, num_prefix_tokens=1, backend=backend).square().sum()
+    once = torch.autograd.grad(out, (x, table, bias_scale), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(out, (x, table, bias_scale), create_graph=True), once):
+        assert_near(a, b, 1e-5)
+
+
+def adahessian_step(backend):
+    """Names, parameters before and after a step, and the Hessian's diagonal as the optimizer estimates it."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        'test_vit_sape2_k_ape', img_size=32, patch_size=8, embed_dim=32, num_heads=2, depth=2, num_classes=4,
+        global_pool='avg').double()  # a class token has no bias, so the last layer's would not matter
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = create_optimizer_v2(model, opt='adahessian', lr=0.1)
+    assert optimizer.is_second_order
+    x, y = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    with using_backend(backend):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward(create_graph=True)  # as timm's scaler does for such an optimizer
+        optimizer.step()
+    return before, dict(model.named_parameters()), {name: p.hess for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings('ignore:Using backward.* with create_graph=True')
+def test_adahessian():
+    """timm's `--opt adahessian` trains a model, and the backend makes no difference."""
+    _, expected, expected_hessian = adahessian_step('reference')
+    for backend in (None, *FAST) if DEVICE == 'cpu' else (None, 'torch'):
+        before, after, hessian = adahessian_step(backend)
+        for name, p in after.items():
+            assert (p != before[name]).any(), name
+            assert_near(p, expected[name], 1e-8, name)
+            assert_near(hessian[name], expected_hessian[name], 1e-8, name)
+        assert all(hessian[name].any() for name in hessian if 'table' in name)

@@ -1,0 +1,66 @@
+"""The operator for distances in PyTorch: its blocks, its second look at small distances, and what it stores."""
+import pytest
+import torch
+
+from harness import assert_near
+from operators import make_inputs, make_near_codes, run
+from timm_sape.functional import sape2_attention
+from timm_sape.ops import torch_distances
+
+ALL = slice(None), slice(None)
+
+
+@pytest.mark.parametrize('offset', [0.0, 3.0])
+@pytest.mark.parametrize('num_near, many', [(2, False), (30, True)])
+def test_small_distances(num_near, many, offset, monkeypatch):
+    """Few small distances are computed from differences one by one, many with their whole block; both to the digit."""
+    codes = make_near_codes(num_near, 1e-3, offset=offset)
+    whole_blocks = []
+    original = torch_distances._squares_by_difference
+    monkeypatch.setattr(
+        torch_distances, '_squares_by_difference', lambda *args: whole_blocks.append(args) or original(*args))
+    prepared = torch_distances._prepare(codes[:1, None], codes[1:, None], 41).of(ALL)
+    squares = torch.full((2, 41, 41), float('nan'))
+    near = torch_distances._squares(prepared, slice(0, 41), 1, squares)
+    assert near is not None and (near == 'many') is many and bool(whole_blocks) is many
+    found = squares.sqrt().double()
+    exact = torch.zeros(2, 41, 41, dtype=torch.float64)
+    exact[:, 1:, 1:] = torch.cdist(codes.double(), codes.double(), compute_mode='donot_use_mm_for_euclid_dist')
+    assert ((found - exact).abs() <= 1e-6 * exact.clamp(max=0.01) + 1e-6 * exact).all()
+    product = (prepared.left @ prepared.right.mT).relu().sqrt()
+    assert ((product - exact).abs() > 1e-2 * exact).any()
+
+
+def test_nan_stays_off_prefix_tokens():
+    """Also where all distances are computed from differences, as on a GPU without Triton."""
+    codes = make_near_codes(2, 1e-3)
+    codes[0, 4] = float('nan')
+    prepared = torch_distances._prepare(codes[:1, None], codes[1:, None], 41).of(ALL)
+    squares = torch.empty(2, 41, 41)
+    torch_distances._squares_by_difference(prepared, slice(0, 41), 1, squares)
+    assert not squares[:, 0].any() and not squares[:, :, 0].any()
+    assert squares[0, 5, 1:5].isnan().all() and not squares[1].isnan().any()
+
+
+def test_blocks_cover_everything(monkeypatch):
+    """Results do not depend on the size of the blocks: parts of a head, whole heads, several of them."""
+    inputs = make_inputs((5, 6), heads=3, batch=2)
+    kwargs = dict(grid_size=(5, 6), num_prefix_tokens=1)
+    expected, expected_grads = run(sape2_attention, inputs, backend='reference', **kwargs)
+    for size in (1, 400, 961, 2000, 10 ** 6):
+        monkeypatch.setattr('timm_sape.ops.chunks.CHUNK', size)
+        out, grads = run(sape2_attention, inputs, backend='torch', **kwargs)
+        assert_near(out, expected, 1e-10)
+        for a, b in zip(grads, expected_grads):
+            assert_near(a, b, 1e-10)
+
+
+def test_nothing_n_by_n_is_stored():
+    """What the backward pass needs grows with N (W + H), and no N x N tensor is among it."""
+    saved = []
+    inputs = [t.float() for t in make_inputs((16, 16))]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run(sape2_attention, inputs, grid_size=(16, 16), num_prefix_tokens=1, backend='torch')
+    assert saved and max(t.numel() for t in saved) < 257 * 257
+    entries = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in saved}
+    assert sum(entries.values()) < 2 * 257 * (5 * 8 + 2 * 16 + 8) + 1000

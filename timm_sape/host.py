@@ -1,0 +1,301 @@
+"""What every host of encodings has in common: a timm model whose blocks and tokens carry them.
+
+A host is a subclass of `PosEncModel` and of one of timm's models. It says where its blocks and its grid are, and has
+an `embed` that calls `self.encodings` between the patch embedding and the blocks.
+"""
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers import PatchDropout, PatchDropoutWithIndices
+from timm.models import checkpoint
+
+from . import checkpoints
+from .encodings import (
+    PositionEncoding,
+    ReferenceGridEncoding,
+    ResizedEncoding,
+    create_encoding,
+    get_encoding,
+    is_per_layer,
+)
+from .encodings.checks import is_integer
+from .grid import Grid
+from .position import AnyPosition, LayerEncodings, SharedEncodings
+
+__all__ = ['PosEncModel', 'check_ref_grid_size', 'keep_patches']
+
+
+class PosEncModel(nn.Module):
+    """A timm model with any set of position encodings."""
+    #: The position that a grafted model has by itself and computes by timm's modules, in words; empty for none.
+    base_position: str = ''
+
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        """(H, W), the grid that the model is made for."""
+        raise NotImplementedError
+
+    @property
+    def kernel_size(self) -> Tuple[int, int]:
+        """Height and width of the last kernel of the patch embedding, in what comes before it."""
+        raise NotImplementedError
+
+    def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Entries of a checkpoint under the names of this model, resized where timm's own are."""
+        raise NotImplementedError
+
+    def _set_encodings(
+            self,
+            parts: Dict[str, Dict[str, Any]],
+            ref_grid_size: Optional[Tuple[int, int]] = None,
+            device=None,
+            dtype=None,
+            own_rotation: Optional[bool] = None,
+    ) -> None:
+        """Give a model that timm's constructor has built its encodings.
+
+        They come last because timm's constructor initializes every linear layer inside the blocks anew. They draw their
+        initial values from a fork of the CPU's random generator, and leave it as timm leaves it. So models of one seed
+        start from one backbone and see the same images in the same order, unless an encoding draws numbers while it
+        trains (`cape`).
+
+        Args:
+            parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
+            ref_grid_size: As in the constructor.
+            device: Device of parameters and buffers.
+            dtype: Their dtype.
+            own_rotation: None, or that the host rotates q and k by itself, and whether in the layout of rotated halves.
+        """
+        self.take_patch_drop(self.patch_drop)
+        self.pos_enc = '+'.join(parts)
+        self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
+        create = partial(
+            create_encoding,
+            dim=self.embed_dim,
+            num_heads=self.blocks[0].attn.num_heads,
+            grid_size=self.grid_size,
+            num_prefix_tokens=self.num_prefix_tokens,
+            depth=len(self.blocks),
+            ref_grid_size=ref_grid_size,
+            device=device,
+            dtype=dtype,
+        )
+        classes = {name: get_encoding(name) for name in parts}
+        rotate_half = own_rotation or any(getattr(cls, 'rotate_half', False) for cls in classes.values())
+        with torch.random.fork_rng(devices=[]):
+            # not the numbers that are drawn next, say for a new head
+            torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
+            self.encodings = SharedEncodings({
+                name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
+            for i, block in enumerate(self.blocks):
+                own = [
+                    name for name, cls in classes.items()
+                    if is_per_layer(name) and (cls.first_layers is None or i < cls.first_layers)]
+                block.attn.encodings = LayerEncodings(
+                    {name: create(name, layer=i, **parts[name]) for name in own},
+                    layer=i,
+                    rotate_half=rotate_half,
+                    needs_position=bool(own) or self.encodings.act_on_blocks() or own_rotation is not None,
+                )
+        # If only parameters are on the meta device, accelerate will set the entries of a checkpoint one by one.
+        if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
+            for encoding in self.position_encodings().values():
+                if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
+                    encoding.expect_grid()
+
+    def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
+        """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
+        if isinstance(patch_drop, PatchDropout):
+            self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
+        """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
+
+        Raises:
+            ValueError: On such a checkpoint, naming the roads on which it would be adapted.
+        """
+        checkpoints.refuse_misfit(self, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> 'PosEncModel':
+        """As in torch; warns of gates that are 0 and frozen, behind which an encoding does nothing and never will."""
+        if mode and any(p.requires_grad for p in self.parameters()):
+            gates = {
+                name: encoding.gate.weight
+                for encodings in (self.encodings, *(block.attn.encodings for block in self.blocks))
+                for name, encoding in encodings.items() if encoding.gate is not None}
+            closed = sorted(
+                name for name, w in gates.items() if not w.requires_grad and not w.is_meta and w.item() == 0)
+            if closed:
+                warnings.warn(
+                    f'The gates of {", ".join(closed)} are 0 and frozen: these encodings do nothing, and training will '
+                    'not change that. Set requires_grad=True for their parameters; with peft, give its config '
+                    f'modules_to_save={closed}.')
+        return super().train(mode)
+
+    def base_terms(self, x: torch.Tensor, grid: Grid) -> List[torch.Tensor]:
+        """What the base of a graft adds to the tokens x, `[B, N, D]`, by itself: nothing, or one `[B|1, N, D]`."""
+        return []
+
+    def position_encodings(self) -> Dict[str, PositionEncoding]:
+        """All encodings of the model by their path in it."""
+        return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
+
+    @property
+    def ref_grid_size(self) -> Optional[Tuple[int, int]]:
+        """(H, W) that never-resized encodings were trained on, None without any."""
+        for encoding in self.position_encodings().values():
+            if isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None:
+                return encoding.ref_grid_size
+        return None
+
+    # timm records here what a model was created with, and saves it as `model_args`. Ours adds what is true of the
+    # encodings, in canonical form, however they were spelled and whatever has happened since.
+    @property
+    def _model_args(self) -> Dict[str, Any]:
+        args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
+        if self.ref_grid_size is not None:
+            args['ref_grid_size'] = list(self.ref_grid_size)
+        if self.base_position:
+            args['base_position'] = self.base_position
+        return args
+
+    @_model_args.setter
+    def _model_args(self, args: Dict[str, Any]) -> None:
+        self._recorded_args = args
+
+    _recorded_args: Dict[str, Any] = {}
+
+    def no_weight_decay(self) -> Set[str]:
+        """Names of parameters without weight decay."""
+        return super().no_weight_decay() | {
+            f'{path}.{name}' for path, encoding in self.position_encodings().items()
+            for name in encoding.no_weight_decay()}
+
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
+        """Regular expressions of parameter groups, for layer-wise learning rates."""
+        matcher = super().group_matcher(coarse)
+        return dict(matcher, stem=matcher['stem'] + r'|encodings\.')
+
+    def prune_intermediate_layers(
+            self,
+            indices: Union[int, List[int]] = 1,
+            prune_norm: bool = False,
+            prune_head: bool = True,
+    ) -> List[int]:
+        """Cut the model down to the layers that certain intermediates need; timm's contract."""
+        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        for encoding in self.encodings.values():
+            encoding.set_depth(len(self.blocks))
+        return taken
+
+    def _run_blocks(
+            self,
+            x: torch.Tensor,
+            position: AnyPosition,
+            attn_mask: Optional[torch.Tensor],
+            is_causal: bool = False,
+            take: Sequence[int] = (),
+            num_blocks: Optional[int] = None,
+    ) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+        """The tokens after the first `num_blocks` blocks (all by default), and those after each block of `take`."""
+        taken = []
+        for i in range(len(self.blocks) if num_blocks is None else num_blocks):
+            x = self._run_block(i, x, position, attn_mask, is_causal)
+            if i in take:
+                taken.append(x)
+        return x, taken
+
+    def _collect_intermediates(
+            self,
+            x: torch.Tensor,
+            taken: List[torch.Tensor],
+            map_size: Optional[Tuple[int, int]],
+            return_prefix_tokens: bool,
+            norm: bool,
+            intermediates_only: bool,
+            output_dict: bool,
+    ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
+        """What `forward_intermediates` returns. `map_size` is that of maps, None for tokens."""
+        p = self.num_prefix_tokens
+        taken = [self.norm(y) for y in taken] if norm else taken
+        prefix = [y[:, :p] for y in taken] if p and return_prefix_tokens else None
+        maps = [y[:, p:] for y in taken]
+        if map_size is not None:
+            maps = [y.transpose(1, 2).reshape(y.shape[0], -1, *map_size).contiguous() for y in maps]
+        if output_dict:
+            result = {'image_intermediates': maps}
+            if prefix is not None:
+                result['image_intermediates_prefix'] = prefix
+            if not intermediates_only:
+                result['image_features'] = self.norm(x)
+            return result
+        if prefix is not None:
+            maps = list(zip(maps, prefix))
+        return maps if intermediates_only else (self.norm(x), maps)
+
+    def _run_block(self, i: int, x, position: AnyPosition, attn_mask, is_causal) -> torch.Tensor:
+        block = self.blocks[i]
+        if not self.grad_checkpointing:
+            return block(x, attn_mask, is_causal, position)
+
+        # Reentrant checkpointing finds gradients of those tensors alone that are arguments themselves.
+        def run(x, attn_mask, *tensors):
+            return block(x, attn_mask, is_causal, position.with_tensors(*tensors))
+
+        return checkpoint(run, x, attn_mask, *position.tensors())
+
+
+def check_ref_grid_size(ref_grid_size: Any) -> None:
+    """
+    Raises:
+        ValueError: If it is neither None nor (H, W).
+    """
+    size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
+    if ref_grid_size is not None and (len(size) != 2 or not all(is_integer(s, 1) for s in size)):
+        raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
+
+
+# torch.fx cannot look into what depends on sizes and on what is given.
+
+@torch.fx.wrap
+def keep_patches(
+        patch_drop: Optional[nn.Module],
+        x: torch.Tensor,
+        grid: Grid,
+        keep_indices: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, Grid]:
+    """Drop patches, those that the caller does not keep or else as patch dropout has it."""
+    if keep_indices is not None:
+        _check_keep_indices(keep_indices, x.shape[0], grid)
+        index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
+        index[:, :grid.num_prefix_tokens] = torch.arange(grid.num_prefix_tokens, device=index.device)
+        x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    elif isinstance(patch_drop, PatchDropoutWithIndices):
+        x, keep_indices = patch_drop(x)
+    elif not isinstance(patch_drop, (nn.Identity, type(None))):
+        raise ValueError(
+            f'patch_drop is a {type(patch_drop).__name__}, which does not tell the encodings which patches are left. '
+            'Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
+    return x, grid if keep_indices is None else replace(grid, keep_indices=keep_indices)
+
+
+def _check_keep_indices(keep_indices: torch.Tensor, batch: int, grid: Grid) -> None:
+    is_tensor = isinstance(keep_indices, torch.Tensor)
+    if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or len(keep_indices) != batch:
+        got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
+        raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
+    if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return  # a look at the values would make a GPU wait
+    if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= grid.num_patches):
+        raise ValueError(
+            f'keep_indices must be from 0 to H*W - 1 = {grid.num_patches - 1}, got {keep_indices.min().item()} to '
+            f'{keep_indices.max().item()}. Prefix tokens do not count.')
+    ordered = keep_indices.sort(dim=1).values
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')

@@ -1,0 +1,461 @@
+"""NaFlexVit with a choice of position encodings: images of any sizes and aspect ratios in one batch.
+
+timm's NaFlexVit takes a dict of patches, their coordinates and their validity, as `--naflex-loader` of timm's train.py
+makes it, or plain images. Here images of one grid form a group, and each encoding does on a group what it does on a
+batch of plain images (`grid_groups.py`). So an image gets what it would get alone, at its own size, wherever its
+patches stand in the sequence; padding takes part in nothing.
+"""
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.layers import PatchDropoutWithIndices
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+
+from . import checkpoints
+from .attention import adopt_blocks
+from .encodings import parse_pos_enc
+from .grid import Grid
+from .grid_groups import GridGroups, grid_sizes, group_by_grid
+from .host import PosEncModel, check_ref_grid_size, keep_patches
+from .position import AnyPosition, MixedPosition, Position
+from .vit_pos_enc import SIZES, base_cfg, check_sizes, named_encodings, take_out_indices, warn_of_misnomer
+
+__all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this
+
+Patches = Union[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
+    """timm's NaFlexVit with any set of position encodings.
+
+    Its state dict is timm's, plus the encodings' own entries, as in `VisionTransformerPosEnc`. `ape` is timm's
+    `embeds.pos_embed`. A checkpoint of `VisionTransformerPosEnc` loads with `pretrained=True`.
+    """
+    def __init__(
+            self,
+            cfg: Optional[NaFlexVitCfg] = None,
+            in_chans: int = 3,
+            num_classes: int = 1000,
+            img_size: Union[int, Tuple[int, int]] = 224,
+            *,
+            pos_enc: str = 'ape',
+            pos_enc_kwargs: Optional[Dict[str, Dict[str, Any]]] = None,
+            ref_grid_size: Optional[Tuple[int, int]] = None,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        """
+        Args:
+            cfg: timm's configuration.
+            in_chans: Channels of the images.
+            num_classes: Classes, 0 for no head.
+            img_size: Image size, or (height, width), whose grid of patches is the one that tables are made for. The
+                model takes images of any size.
+            pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
+            pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
+            ref_grid_size: As for `VisionTransformerPosEnc`.
+            kwargs: Fields of `NaFlexVitCfg`, but for `pos_embed`, `rope_type`, `block_fn` and `attn_layer`, which the
+                encodings decide about.
+
+        Raises:
+            ValueError: If arguments do not fit together.
+        """
+        cfg = cfg or NaFlexVitCfg(global_pool='token', class_token=True)
+        parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
+        for name in ('pos_embed', 'rope_type', 'block_fn', 'attn_layer', 'pos_embed_grid_size'):
+            if name in kwargs:
+                instead = 'img_size= says it' if name == 'pos_embed_grid_size' else 'pos_enc= decides about it'
+                raise ValueError(f'{name}= cannot be chosen here: {instead}.')
+        check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size))
+        check_ref_grid_size(ref_grid_size)
+        super().__init__(
+            replace(cfg, pos_embed='learned', pos_embed_grid_size=None, rope_type='', block_fn=None, attn_layer=None),
+            in_chans=in_chans,
+            num_classes=num_classes,
+            img_size=img_size,
+            device=device,
+            dtype=dtype,
+            **kwargs,
+        )
+        adopt_blocks(self.blocks)
+        self._set_encodings(parts, ref_grid_size, device, dtype)
+
+    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args) -> None:
+        self._take_over_embeds()
+        if not self.base_position and not {'ape', 'auto_ape'} & parts.keys():
+            self.embeds.pos_embed = None
+        rotates = self.rope is not None
+        super()._set_encodings(parts, *args, own_rotation=self.blocks[0].attn.rotate_half if rotates else None)
+
+    def _take_over_embeds(self) -> None:
+        """Have `embeds` return tokens without position and without dropout; both follow, image by image."""
+        self.base_table = self.embeds.pos_embed_type if self.base_position else 'none'
+        self.embeds.pos_embed_type = 'none'
+        self.pos_drop, self.embeds.pos_drop = self.embeds.pos_drop, nn.Identity()
+
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        return tuple(self.embeds.pos_embed_grid_size or (16, 16))  # timm's default
+
+    @property
+    def patch_size(self) -> Tuple[int, int]:
+        return self.embeds.patch_size
+
+    @property
+    def kernel_size(self) -> Tuple[int, int]:
+        return self.embeds.patch_size
+
+    def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return checkpoints.convert_to_naflex(state_dict, self)
+
+    def embed(self, x: Patches, *args, **kwargs) -> Tuple[torch.Tensor, AnyPosition]:
+        """Everything before the blocks, for whoever runs the blocks one by one.
+
+        Args:
+            x: Images or patches, and all other arguments, as for `forward`, but for `attn_mask`.
+
+        Returns:
+            Tokens `[B, N, D]`, and what the blocks need to know: `block(tokens, position=position)`.
+
+        Raises:
+            ValueError: As `forward`.
+        """
+        return self._embed(x, *args, **kwargs)[:2]
+
+    def _embed(
+            self,
+            x: Patches,
+            patch_coord: Optional[torch.Tensor] = None,
+            patch_valid: Optional[torch.Tensor] = None,
+            grid_size: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """As `embed`, and the validity of the patches that are left and their places among those given, `[B, K]`."""
+        if isinstance(x, Mapping):
+            x, patch_coord, patch_valid, grid_size, keep_indices, object_index = _from_dict(
+                x, patch_coord=patch_coord, patch_valid=patch_valid, grid_size=grid_size, keep_indices=keep_indices,
+                object_index=object_index)
+        if patch_coord is None:
+            return self._embed_images(x, keep_indices, object_index)
+        self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
+        if patch_valid is None:
+            patch_valid = torch.ones(patch_coord.shape[:2], dtype=torch.bool, device=x.device)
+        patch_valid = patch_valid.bool()
+        if grid_size is None:
+            grid_size = grid_sizes(patch_coord, patch_valid)
+        tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
+        tokens = tokens.to(torch.promote_types(tokens.dtype, x.dtype))  # see SharedEncodings.embed
+        sequence = Grid(1, x.shape[1], self.num_prefix_tokens, device=x.device)
+        tokens, sequence = keep_patches(self.patch_drop, tokens, sequence, keep_indices)
+        kept = sequence.keep_indices
+        if kept is not None:
+            x, patch_coord, patch_valid, object_index = (
+                None if t is None else t.gather(1, kept.view(*kept.shape, *(1,) * (t.ndim - 2)).expand(
+                    -1, -1, *t.shape[2:])) for t in (x, patch_coord, patch_valid, object_index))
+        groups = group_by_grid(patch_coord, patch_valid, grid_size, self.num_prefix_tokens)
+        tokens, position = self._encode_groups(tokens, x, groups, object_index)
+        return self.norm_pre(self.pos_drop(tokens)), position, patch_valid, kept
+
+    @torch.compiler.disable  # it would be compiled again for other sizes
+    def _encode_groups(
+            self,
+            tokens: torch.Tensor,
+            patches: torch.Tensor,
+            groups: GridGroups,
+            object_index: Optional[torch.Tensor],
+    ) -> Tuple[torch.Tensor, MixedPosition]:
+        """As `_encode`, group by group."""
+        images, objects = self._images(patches, groups), self._objects(object_index, groups)
+        parts = [
+            self._encode(part, grid, {**self._given(), 'images': image, 'object_index': index}, is_naflex=True)
+            for part, grid, image, index in zip(groups.split(tokens), groups.grids, images, objects)]
+        tokens = groups.merge([part for part, _ in parts])
+        return tokens, MixedPosition.of(groups, [position for _, position in parts])
+
+    def _embed_images(
+            self,
+            images: torch.Tensor,
+            keep_indices: Optional[torch.Tensor],
+            object_index: Optional[torch.Tensor],
+    ) -> Tuple[torch.Tensor, Position, None, Optional[torch.Tensor]]:
+        (height, width), (ph, pw) = images.shape[-2:], self.patch_size
+        if images.ndim != 4:
+            raise ValueError(
+                f'The model takes images [B, C, height, width], or patches with patch_coord=, got '
+                f'{list(images.shape)} without coordinates.')
+        if self.embeds.dynamic_img_pad:
+            height, width = height + ph - 1, width + pw - 1
+        elif height % ph or width % pw:
+            raise ValueError(
+                f'The image is {height}x{width}, which the patch size {ph}x{pw} does not divide. Resize it, or create '
+                'the model with dynamic_img_pad=True.')
+        grid = Grid(height // ph, width // pw, self.num_prefix_tokens, device=images.device)
+        tokens, _ = self.embeds(images)
+        tokens, grid = keep_patches(self.patch_drop, tokens, grid, keep_indices)
+        tokens, position = self._encode(
+            tokens, grid, {**self._given(), 'images': images, 'object_index': object_index}, is_naflex=False)
+        return self.norm_pre(self.pos_drop(tokens)), position, None, grid.keep_indices
+
+    def _encode(
+            self,
+            tokens: torch.Tensor,
+            grid: Grid,
+            given: Dict[str, Any],
+            is_naflex: bool,
+    ) -> Tuple[torch.Tensor, Position]:
+        """Position for images of one grid: a grafted model's own, by timm's modules, and that of the encodings."""
+        for term in self.base_terms(tokens, grid, is_naflex):
+            tokens = tokens + term
+        tokens, position = self.encodings(tokens, grid, given)
+        if self.rope is None:
+            return tokens, position
+        table = self.rope.get_embed(shape=grid.size)  # [(L, h,) H*W, 2*d]
+        if not self.rope_is_mixed:
+            return tokens, replace(position, rotation=grid.keep_rows(table))
+        return tokens, replace(position, layer_rotations=torch.stack([grid.keep_rows(t) for t in table.unbind(0)]))
+
+    def base_terms(self, x: torch.Tensor, grid: Grid, is_naflex: bool = False) -> List[torch.Tensor]:
+        """The base's own table, by the function that timm's model uses for images, or for patches."""
+        if self.base_table == 'none':
+            return []
+        embeds = self.embeds
+        table = x.new_zeros(1, grid.num_patches, x.shape[-1])  # these functions add to what they are given
+        kind = 'learned' if self.base_table == 'learned' else 'factorized'
+        if is_naflex and embeds.pos_embed_use_grid_sample:
+            add = getattr(embeds, f'_apply_{kind}_naflex_pos_embed_grid_sample')
+            add(table, patch_coord=grid.coordinates(x.device)[None])
+        else:
+            getattr(embeds, f'_apply_{kind}_pos_embed')(table, grid_size=grid.size)
+        table = grid.keep_tokens(grid.pad_tokens(table[0]))
+        return [table if table.ndim == 3 else table[None]]
+
+    def _given(self) -> Dict[str, Any]:
+        table = None if self.base_position else self.embeds.pos_embed
+        return {'pos_embed': None if table is None else table.flatten(1, 2), 'patch_size': self.patch_size}
+
+    def _images(self, patches: torch.Tensor, groups: GridGroups) -> List[Optional[torch.Tensor]]:
+        """The images of each group `[b, C, height, width]`, where an encoding asks for them and no patch is missing."""
+        if not any('images' in encoding.asks_for for encoding in self.encodings.values()):
+            return [None] * len(groups.grids)
+        if patches.ndim == 3:
+            size = (*self.patch_size, -1) if self.embeds.channels_last else (-1, *self.patch_size)
+            patches = patches.unflatten(2, size)
+        if self.embeds.channels_last:
+            patches = patches.movedim(-1, 2)  # [B, K, C, ph, pw]
+        p = self.num_prefix_tokens
+        images = []
+        for part, grid in zip(groups.split(nn.functional.pad(patches, (0, 0) * 3 + (p, 0))), groups.grids):
+            part = part[:, p:].unflatten(1, grid.size) if grid.keep_indices is None else None  # [b, H, W, C, ph, pw]
+            images.append(None if part is None else part.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3))
+        return images
+
+    def _objects(self, object_index: Optional[torch.Tensor], groups: GridGroups) -> List[Optional[torch.Tensor]]:
+        """The objects of all places of each group's grid, `[b, H*W]`; 0 where a patch is missing."""
+        if object_index is None:
+            return [None] * len(groups.grids)
+        p = self.num_prefix_tokens
+        parts = groups.split(nn.functional.pad(object_index, (p, 0)))
+        return [grid.scatter(part[:, None, p:, None])[:, 0, :, 0] for part, grid in zip(parts, groups.grids)]
+
+    def _check_patches(self, x, coord, valid, grid_size, object_index) -> None:
+        """
+        Raises:
+            ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch.
+        """
+        if x.ndim not in (3, 5):
+            raise ValueError(
+                f'With patch_coord= the model takes patches [B, K, patch height * patch width * C], got '
+                f'{list(x.shape)}. For images leave patch_coord out.')
+        if not self.embeds.is_linear:
+            raise ValueError(
+                "The patch embedding is a convolution, for images. For patches use embed_proj_type='linear'.")
+        size = self.embeds.proj.in_features
+        if x.ndim == 3 and x.shape[2] != size:
+            ph, pw = self.patch_size
+            raise ValueError(
+                f'The patches have {x.shape[2]} values, the model takes {size}: {ph}x{pw} pixels in '
+                f'{self.embeds.in_chans} channels.')
+        shape = tuple(x.shape[:2])
+        _check_shape('patch_coord', coord, (*shape, 2), 'integers')
+        if valid is not None:
+            _check_shape('patch_valid', valid, shape, 'bool or integers')
+            if not valid.bool().any(dim=1).all():
+                raise ValueError(
+                    'patch_valid is False for all patches of image '
+                    f'{int((~valid.bool().any(dim=1)).nonzero()[0])} of the batch. Leave such images out.')
+        if grid_size is not None:
+            _check_shape('grid_size', grid_size, (shape[0], 2), 'integers')
+        if object_index is not None:
+            _check_shape('object_index', object_index, shape, 'integers')
+
+    def forward(
+            self,
+            x: Patches,
+            patch_coord: Optional[torch.Tensor] = None,
+            patch_valid: Optional[torch.Tensor] = None,
+            attn_mask: Optional[torch.Tensor] = None,
+            **given: torch.Tensor,
+    ) -> torch.Tensor:
+        """Images or patches to logits.
+
+        Args:
+            x: Images `[B, C, height, width]`; or patches `[B, K, ph*pw*C]`, or `[B, K, ph, pw, C]` for a patch size
+                other than the model's; or a dict of patches and any of the other arguments, as timm's loader makes it.
+            patch_coord: (y, x) of each patch, 0-based integers in any order, `[B, K, 2]`.
+            patch_valid: False or 0 for padding, `[B, K]`. None if there is none.
+            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
+                `[B, h, N, N]` with N = P + K. Padding is masked in any case.
+            given: `grid_size`, (H, W) of each image, integers `[B, 2]`; needed where patches of its last row or column
+                are missing, otherwise found from the coordinates. `keep_indices`, places of the patches to keep among
+                those given, distinct, int64 `[B, K']`. `object_index`, the object of each patch, integers `[B, K]`, for
+                encodings that use it (`ope`, which finds it in the patches where none of an image is missing).
+
+        Returns:
+            `[B, num_classes]`.
+
+        Raises:
+            ValueError: If shapes or dtypes are wrong, an image has no valid patch or the same one twice, or
+                coordinates are outside the grid.
+        """
+        features = self.forward_features(x, patch_coord, patch_valid, attn_mask, **given)
+        return self.forward_head(**features) if isinstance(features, dict) else self.forward_head(features)
+
+    def forward_features(
+            self,
+            patches: Patches,
+            patch_coord: Optional[torch.Tensor] = None,
+            patch_valid: Optional[torch.Tensor] = None,
+            attn_mask: Optional[torch.Tensor] = None,
+            **given: torch.Tensor,
+    ) -> Union[torch.Tensor, Dict[str, torch.Tensor]]:
+        """As `forward`, to normalized tokens `[B, N, D]`; for patches a dict of them and of `patch_valid`."""
+        x, position, valid, attn_mask = self._start(patches, patch_coord, patch_valid, attn_mask, given)
+        x, _ = self._run_blocks(x, position, attn_mask)
+        x = self.norm(x)
+        return {'patches': x, 'patch_valid': valid} if isinstance(position, MixedPosition) else x
+
+    def forward_intermediates(
+            self,
+            x: Patches,
+            indices: Optional[Union[int, List[int]]] = None,
+            return_prefix_tokens: bool = False,
+            norm: bool = False,
+            stop_early: bool = False,
+            output_fmt: str = 'NCHW',
+            intermediates_only: bool = False,
+            output_dict: bool = False,
+            patch_coord: Optional[torch.Tensor] = None,
+            patch_valid: Optional[torch.Tensor] = None,
+            attn_mask: Optional[torch.Tensor] = None,
+            **given: torch.Tensor,
+    ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
+        """Features of several blocks in one forward pass; timm's contract, arguments as for `forward`.
+
+        Raises:
+            ValueError: As `forward`; or if maps are asked for where there are none: of patches, or while some are
+                being dropped; or if patches are dropped and nothing would tell which.
+        """
+        if output_fmt not in ('NCHW', 'NLC'):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        x, position, valid, attn_mask = self._start(x, patch_coord, patch_valid, attn_mask, given)
+        is_naflex = isinstance(position, MixedPosition)
+        if output_fmt == 'NCHW' and (is_naflex or position.grid.keep_indices is not None):
+            raise ValueError(
+                "There are no maps of patches whose images differ in size, nor with patches dropped: use "
+                "output_fmt='NLC'.")
+        if is_naflex and not output_dict and self.training and isinstance(self.patch_drop, PatchDropoutWithIndices):
+            raise ValueError('With patches dropped use output_dict=True, which returns the patch_valid that is left.')
+        x, taken = self._run_blocks(
+            x, position, attn_mask, take=take_indices, num_blocks=max_index + 1 if stop_early else None)
+        out = self._collect_intermediates(
+            x, taken, position.grid.size if output_fmt == 'NCHW' else None, return_prefix_tokens, norm,
+            intermediates_only, output_dict)
+        return {**out, 'patch_valid': valid} if output_dict and is_naflex else out
+
+    def _start(self, x, patch_coord, patch_valid, attn_mask, given):
+        if isinstance(x, Mapping):
+            attn_mask = x.get('attn_mask', attn_mask)
+        x, position, valid, kept = self._embed(x, patch_coord, patch_valid, **given)
+        if attn_mask is not None and kept is not None:
+            num_patches = attn_mask.shape[-1] - self.num_prefix_tokens
+            attn_mask = Grid(1, num_patches, self.num_prefix_tokens, keep_indices=kept).keep_pairs(attn_mask)
+        return x, position, valid, attn_mask
+
+
+def _from_dict(x: Mapping[str, torch.Tensor], **arguments: Optional[torch.Tensor]) -> Tuple:
+    """The patches and the other arguments out of a dict, which has precedence."""
+    for name in ('patches', 'patch_coord'):
+        if x.get(name) is None and arguments.get(name) is None:
+            raise ValueError(
+                f'The dict lacks {name!r}; it has {", ".join(map(repr, x))}. NaFlex input has patches [B, K, ...], '
+                'patch_coord [B, K, 2] and patch_valid [B, K], as create_naflex_loader of timm.data makes it.')
+    return x['patches'], *(x[name] if x.get(name) is not None else given for name, given in arguments.items())
+
+
+def _check_shape(name: str, tensor: Any, shape: Tuple[int, ...], kind: str) -> None:
+    is_tensor = isinstance(tensor, torch.Tensor)
+    wrong = not is_tensor or tuple(tensor.shape) != shape or tensor.is_floating_point() or tensor.is_complex()
+    if wrong or kind == 'integers' and tensor.dtype == torch.bool:
+        got = f'{tensor.dtype} {list(tensor.shape)}' if is_tensor else type(tensor).__name__
+        raise ValueError(f'{name} must be {kind} {list(shape)}, got {got}.')
+
+
+def _create_naflexvit(variant: str, pretrained: bool = False, **kwargs) -> NaFlexVitPosEnc:
+    """Build a model by timm's builder.
+
+    Raises:
+        ValueError: If the encodings are not those of the saved model that it is made after, or weights do not fit.
+    """
+    checkpoints.refuse_other_encoding(variant, kwargs)
+    out_indices = take_out_indices(kwargs)
+    filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=kwargs.get('ref_grid_size'))
+    with checkpoints.reading_errors(variant) as reading:
+        return build_model_with_cfg(
+            reading.begins_after(NaFlexVitPosEnc),
+            variant,
+            pretrained,
+            pretrained_filter_fn=reading.ends_before(filter_fn),
+            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+            **kwargs,
+        )
+
+
+# Entrypoints are named as those of the plain ViT: naflexvit_small_sape2_k, naflexvit_small_sape2_k_ape,
+# naflexvit_small_pos_enc, ... With class token and pooling by it they are the same functions of one image.
+def _entrypoints() -> Dict[str, Tuple[str, str]]:
+    """Size and `pos_enc` of each model name."""
+    return {name.replace('vit', 'naflexvit', 1): named for name, named in named_encodings().items()}
+
+
+default_cfgs = generate_default_cfgs({
+    name: base_cfg(size, fixed_input_size=False, first_conv='embeds.proj')
+    for name, (size, _) in _entrypoints().items()
+})
+
+
+def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., NaFlexVitPosEnc]:
+    def entrypoint(pretrained: bool = False, **kwargs) -> NaFlexVitPosEnc:
+        if not name.endswith('_pos_enc'):
+            warn_of_misnomer(name, size.replace('vit', 'naflexvit'), pos_enc, kwargs)
+        model_args = dict(
+            patch_size=16, pos_enc=pos_enc, class_token=True, global_pool='token', fc_norm=False, **SIZES[size])
+        return _create_naflexvit(name, pretrained=pretrained, **dict(model_args, **kwargs))
+
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__doc__ = (
+        f"timm's NaFlexVit in the shape of `{size}`, with `pos_enc={pos_enc!r}`, for images of any aspect ratio.\n\n"
+        f'Any argument of `NaFlexVitPosEnc` and of `timm.create_model` may be given.')
+    return entrypoint
+
+
+for _name, (_size, _pos_enc) in _entrypoints().items():
+    setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _size, _pos_enc)))

@@ -1,0 +1,41 @@
+"""Positions as sums of gates: the arithmetic that the PyTorch implementations of SaPE2 and CoPE share."""
+from typing import Tuple
+
+import torch
+
+__all__ = ['cells', 'gates_of', 'interpolate', 'suffix_sum']
+
+
+def suffix_sum(gates: torch.Tensor) -> torch.Tensor:
+    """p_m = sum of g_j over j >= m, along the last dim."""
+    return gates.flip(-1).cumsum(-1).flip(-1)
+
+
+def interpolate(z: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Values at fractional positions, interpolated linearly between those at integer positions.
+
+    A position p lies in the cell [floor(p), floor(p) + 1]. With floor and ceil, as the papers print it, the gradient at
+    an integer position would be zero. Here it is the slope to the right.
+
+    Args:
+        z: Values at the positions 0 ... npos-1, `[..., npos]`, npos >= 2.
+        pos: Positions, `[..., M]`. Positions beyond npos-1 count as npos-1.
+
+    Returns:
+        `[..., M]`.
+    """
+    npos = z.shape[-1]
+    pos = pos.clamp(max=npos - 1)
+    cell = pos.detach().long().clamp(0, npos - 2)  # NaN becomes some integer here; the result is NaN all the same
+    return torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), pos - cell)
+
+
+def gates_of(q: torch.Tensor, k: torch.Tensor, gate_scale: float) -> torch.Tensor:
+    """sigmoid(gate_scale * q.k) between all patches of a line, `[..., C, C]`. Not for autograd: it works in place."""
+    return (q @ k.transpose(-2, -1)).mul_(gate_scale).sigmoid_()
+
+
+def cells(pos: torch.Tensor, npos: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The cell of each position, and how far in the cell it is, as in `interpolate`. Not for autograd."""
+    cell = pos.long().clamp_(0, npos - 2)
+    return cell, pos.clamp(max=npos - 1).sub_(cell.to(pos.dtype))

@@ -1,0 +1,45 @@
+"""Positions are computed in float32 at least, also under autocast.
+
+In bfloat16 a suffix sum would be off by .02 positions at a width of 14, and by .12 at a width of 64.
+"""
+import functools
+from contextlib import nullcontext
+from typing import Callable, ContextManager, Tuple
+
+import torch
+
+__all__ = ['no_autocast', 'upcast', 'wide', 'without_autocast']
+
+
+def upcast(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Convert all tensors to the widest of their dtypes, float32 at least."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def wide(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Convert each tensor to float32 unless it is wider, and make it contiguous."""
+    return tuple(t.to(torch.promote_types(t.dtype, torch.float32)).contiguous() for t in tensors)
+
+
+def no_autocast(tensor: torch.Tensor) -> ContextManager:
+    """Switch autocast off if it is on. If it is off this does nothing, so exported graphs contain no trace of it."""
+    device_type = tensor.device.type
+    if device_type != 'meta' and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Decorator for the implementation of an operator, which runs without autocast then.
+
+    The operator itself must switch it off: a compiled graph calls it under autocast even if the code around it did not.
+    """
+    @functools.wraps(function)
+    def wrapped(tensor, *args):
+        with no_autocast(tensor):
+            return function(tensor, *args)
+
+    return wrapped

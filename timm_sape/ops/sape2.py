@@ -1,0 +1,170 @@
+"""SaPE2's bias, and attention with it. This is the one place that chooses between reference, torch and triton."""
+from typing import Optional, Tuple, Union
+
+import torch
+
+from ..grid import Grid
+from . import reference
+from .attention import attend, merge_masks
+from .backend import choose_backend
+from .devices import check_devices
+from .torch_codes import torch_axis_codes
+from .torch_distances import torch_distance_attention
+
+__all__ = ['axis_codes', 'sape2_attention', 'sape2_bias']
+
+
+def sape2_bias(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        grid: Grid,
+        *,
+        mode: str,
+        gate_scale: Union[float, torch.Tensor],
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+        axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
+) -> torch.Tensor:
+    """b^x + b^y of SaPE2 (Eq. 9 to 15) between tokens, by the reference.
+
+    Args:
+        q: Queries, prefix tokens first, `[B, h, N, d]`.
+        k: Keys, `[B, h, N, d]`.
+        table_x: Embeddings of the positions along a row, `[npos, d]`.
+        table_y: Embeddings of the positions along a column, `[npos, d]`.
+        grid: The grid.
+        mode: 'q', 'k' or 'qk'.
+        gate_scale: The gates are sigmoid(gate_scale * q.k).
+        ref_grid_size: (H0, W0) of the trained grid, None for no rescaling.
+        axis_keys: Keys for the codes along x and for those along y, if they are not k, `[B, h, N, d]` in float32 or
+            wider.
+
+    Returns:
+        `[B, h, N, N]` in the widest dtype of q, k and the tables, float32 at least. Zero in rows and columns of prefix
+        tokens.
+
+    Raises:
+        ValueError: If tensors are on different devices.
+    """
+    check_devices(
+        q=q, k=k, table_x=table_x, table_y=table_y, gate_scale=gate_scale, keep_indices=grid.keep_indices)
+    codes_x, codes_y = axis_codes(
+        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
+        axis_keys=axis_keys)
+    return _bias(codes_x, codes_y, grid)
+
+
+def sape2_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        grid: Grid,
+        *,
+        mode: str,
+        gate_scale: Union[float, torch.Tensor],
+        bias_scale: torch.Tensor,
+        scale: float,
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+        axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
+        rotated: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
+        mask: Optional[torch.Tensor] = None,
+        dropout_p: float = 0.0,
+        fused: bool = True,
+        backend: Optional[str] = None,
+) -> torch.Tensor:
+    """softmax(scale * q.k + bias_scale * bias + mask) v, where the bias is that of `sape2_bias`.
+
+    Args:
+        q: As for `sape2_bias`, and so are k, the tables, `grid`, `mode`, `gate_scale`, `ref_grid_size` and `axis_keys`.
+        v: Values, `[B, h, N, d]`.
+        bias_scale: Factor of the bias, `[1]` or `[h]`.
+        scale: Factor of q.k.
+        rotated: q and k for the product in the logits, `[B, h, N, d+C]`, if it is not made of q and k themselves.
+        mask: As `merge_masks` returns it.
+        dropout_p: Dropout rate of the probabilities.
+        fused: As for `attend`.
+        backend: One of `BACKENDS`; None to choose.
+
+    Returns:
+        `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever
+        the dtype of the tables; by the reference in the widest dtype of all.
+
+    Raises:
+        ValueError: If tensors are on different devices, or the requested backend cannot be used.
+    """
+    rotated_q, rotated_k = rotated or (q, k)
+    check_devices(
+        q=q, k=k, v=v, table_x=table_x, table_y=table_y, gate_scale=gate_scale, bias_scale=bias_scale, mask=mask,
+        keep_indices=grid.keep_indices)
+    widths = [max(len(mode) * size, len(table) - 1) for size, table in ((grid.width, table_x), (grid.height, table_y))]
+    backend = choose_backend(backend, q if axis_keys is None else axis_keys[0], widths, {
+        'a mask or another bias': mask is not None,
+        'dropout of the probabilities': dropout_p > 0,
+        'attention that is not fused': not fused,
+        'q and k of other widths than v': rotated_q.shape[-1] != v.shape[-1],
+        'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
+    })
+    codes_x, codes_y = axis_codes(
+        q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
+        axis_keys=axis_keys, backend=backend)
+    if backend == 'reference':
+        bias = bias_scale.to(codes_x.dtype).view(-1, 1, 1) * _bias(codes_x, codes_y, grid)
+        mask = merge_masks(bias, mask, False, q.shape[2], q.device)
+        return attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+    if backend == 'triton':
+        from .triton_distances import triton_distance_attention as operator
+    else:
+        operator = torch_distance_attention
+    return operator(rotated_q, rotated_k, v, codes_x, codes_y, bias_scale, scale)
+
+
+def axis_codes(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        grid: Grid,
+        *,
+        mode: str,
+        gate_scale: Union[float, torch.Tensor],
+        ref_grid_size: Optional[Tuple[int, int]] = None,
+        axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
+        backend: str = 'reference',
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`reference.axis_codes`, same arguments, by an operator of the backend if it can be used.
+
+    The operators do not support dropped patches, a learned gate scale and symbolic sizes. They compute in the dtype of
+    q, float32 at least.
+
+    Args:
+        axis_keys: As for `sape2_bias`. Whatever computes the codes takes one k for both axes, so it runs once for each.
+        backend: As `choose_backend` returns it.
+    """
+    if axis_keys is not None:
+        (codes_x, _), (_, codes_y) = (
+            axis_codes(
+                q.to(keys.dtype), keys, table_x, table_y, grid, mode=mode, gate_scale=gate_scale,
+                ref_grid_size=ref_grid_size, backend=backend)
+            for keys in axis_keys)
+        return codes_x, codes_y
+    has_operator = backend != 'reference' and grid.keep_indices is None and not isinstance(gate_scale, torch.Tensor)
+    if not has_operator or type(grid.height) is not int or type(grid.width) is not int:
+        return reference.axis_codes(
+            q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
+    if backend == 'triton':
+        from .triton_codes import triton_axis_codes as operator
+    else:
+        operator = torch_axis_codes
+    p, (height, width) = grid.num_prefix_tokens, grid.size
+    ref_height, ref_width = ref_grid_size or grid.size
+    table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
+    return operator(
+        q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
+        ref_width / width, ref_height / height)
+
+
+def _bias(codes_x: torch.Tensor, codes_y: torch.Tensor, grid: Grid) -> torch.Tensor:
+    return grid.pad_prefix(reference.pairwise_distance(codes_x) + reference.pairwise_distance(codes_y))

@@ -1,0 +1,18 @@
+"""Padding and memory layout, for both files with Triton kernels."""
+from typing import List
+
+import torch
+import triton
+
+__all__ = ['dense_rows', 'padded']
+
+
+def padded(width: int) -> int:
+    """The width of a tile with room for so many channels: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
+    """Copy tensors that kernels cannot read: channels must be contiguous, and offsets within a head fit 32 bits."""
+    return [
+        t if t.stride(-1) == 1 and t.shape[-2] * t.stride(-2) < 2 ** 31 else t.contiguous() for t in tensors]

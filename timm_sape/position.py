@@ -1,0 +1,462 @@
+"""How a model applies its encodings: `SharedEncodings` for the whole model, `LayerEncodings` for each attention layer.
+
+A host model calls them in two places:
+
+    tokens, position = model.encodings(tokens, grid, given)     after its patch embedding and patch dropout
+    out = attn.encodings(q, k, v, x, position, scale=...)       in each layer, instead of attention on q, k and v
+
+It also calls `add_before` and `add_after` around each attention layer. For an example see `attention.py`, where timm's
+attention layer and block are the hosts.
+"""
+import operator
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+from . import ops
+from .encodings import PositionEncoding
+from .grid import Grid
+from .grid_groups import GridGroups
+
+__all__ = ['AnyPosition', 'LayerEncodings', 'MixedPosition', 'Position', 'SharedEncodings']
+
+
+@dataclass(frozen=True, eq=False)
+class Position:
+    """What the layers of one forward pass share. All tensors cover only the tokens in the sequence.
+
+    Args:
+        grid: The grid.
+        rotation: Table of the rotation that all layers share, `[(B, 1,| h,) N-P, 2*d]`.
+        bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
+        layer_terms: What is added to the input of each attention layer, `[L, (B,) N, D]`.
+        layer_rotations: Tables of a rotation of the host's own that differs from layer to layer, like `rotation`,
+            `[L, (B,) h, N-P, 2*d]`.
+    """
+    grid: Grid
+    rotation: Optional[torch.Tensor] = None
+    bias: Optional[torch.Tensor] = None
+    layer_terms: Optional[torch.Tensor] = None
+    layer_rotations: Optional[torch.Tensor] = None
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.grid.num_prefix_tokens
+
+    def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
+        return self.rotation, self.bias, self.layer_terms, self.layer_rotations
+
+    def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'Position':
+        """A position on the same grid with these tensors, in the order of `tensors()`."""
+        return Position(self.grid, *tensors)
+
+    def to(self, *args, **kwargs) -> 'Position':
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
+        moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
+        return replace(self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPosition:
+    """What the layers share where the images of a batch have grids of their own.
+
+    Args:
+        groups: The groups of images of one grid.
+        parts: The position of each group.
+        rotation: The tables of all groups' rotations as one, `[B, 1|h, N-P, 2*d]`; rows of padding are zero.
+    """
+    groups: GridGroups
+    parts: Tuple[Position, ...]
+    rotation: Optional[torch.Tensor] = None
+
+    @classmethod
+    def of(cls, groups: GridGroups, parts: Sequence[Position]) -> 'MixedPosition':
+        position = cls(groups, tuple(parts))
+        if parts[0].rotation is None:
+            return position
+        return replace(position, rotation=position.merge_rotations([part.rotation for part in parts]))
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.parts[0].num_prefix_tokens
+
+    @property
+    def has_bias(self) -> bool:
+        return self.parts[0].bias is not None
+
+    def merge_rotations(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One table for the batch, `[B, 1|h, N-P, 2*d]`, out of one for each group, `[(b, 1|h,) n-P, 2*d]`."""
+        rows = []
+        for table, (b, _), grid in zip(tables, self.groups.shapes, self.groups.grids):
+            table = table[(None,) * (4 - table.ndim)].expand(b, -1, -1, -1)  # [b, 1|h, n-P, 2*d]
+            rows.append(grid.pad_tokens(table).transpose(1, 2))  # [b, n, 1|h, 2*d]
+        return self.groups.merge(rows).transpose(1, 2)[:, :, self.num_prefix_tokens:]
+
+    def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
+        return self.rotation, *(tensor for part in self.parts for tensor in part.tensors())
+
+    def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'MixedPosition':
+        """The same position made of other tensors, in the order of `tensors()`."""
+        rotation, *rest = tensors
+        size = len(rest) // len(self.parts)
+        parts = tuple(part.with_tensors(*rest[i * size:(i + 1) * size]) for i, part in enumerate(self.parts))
+        return MixedPosition(self.groups, parts, rotation)
+
+    def to(self, *args, **kwargs) -> 'MixedPosition':
+        """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
+        rotation = None if self.rotation is None else self.rotation.to(*args, **kwargs)
+        parts = tuple(part.to(*args, **kwargs) for part in self.parts)
+        return MixedPosition(self.groups.to(*args, **kwargs), parts, rotation)
+
+
+AnyPosition = Union[Position, MixedPosition]
+
+
+# torch.fx cannot trace what follows, which depends on sizes and on what is there. `torch.fx.wrap` makes each call a
+# single node, whoever traces.
+
+@torch.fx.wrap
+def _call(module: nn.Module, method: str, *args, **kwargs) -> Any:
+    return getattr(module, method)(*args, **kwargs)
+
+
+class SharedEncodings(nn.ModuleDict):
+    """The encodings that a whole model shares."""
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            grid: Grid,
+            given: Mapping[str, Any],
+    ) -> Tuple[torch.Tensor, Position]:
+        """Add position to the tokens, and compute what the layers share.
+
+        Args:
+            x: Tokens without position, prefix tokens first, `[B, N, D]`.
+            grid: The grid.
+            given: What encodings may ask for: `pos_embed`, timm's table `[1, (P+)H*W, D]` or None; `images`,
+                `[B, C, height, width]` or None; `patch_size`, height and width of a patch in pixels; `object_index`,
+                the object that each patch belongs to, integers `[B, H*W]` or None.
+
+        Returns:
+            The tokens with position, `[B, N, D]`, and what the layers share.
+
+        Raises:
+            ValueError: If an `object_index` is given and no encoding asks for it.
+        """
+        return _call(self, '_forward', x, grid, given)
+
+    def _forward(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> Tuple[torch.Tensor, Position]:
+        return self.embed(x, grid, given), self.position(x, grid)
+
+    def terms(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+        """The term that each encoding adds to the tokens, broadcastable to `[B, N, D]`. Arguments as for `forward`."""
+        for encoding in self.acting_on('embed'):
+            asked = {name: given[name] for name in encoding.asks_for}
+            yield encoding(x, grid=grid, hook='embed', **asked)
+
+    def acting_on(self, hook: str) -> List[PositionEncoding]:
+        """The encodings that override a hook."""
+        return [encoding for encoding in self.values() if encoding.overrides(hook)]
+
+    def act_on_blocks(self) -> bool:
+        """Whether any of them acts inside the blocks, not only on the tokens before the first block."""
+        return any(self.acting_on(hook) for hook in ('rotation', 'position_bias', 'layer_embed'))
+
+    def embed(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> torch.Tensor:
+        """The tokens with position, `[B, N, D]`. Arguments as for `forward`."""
+        if given['object_index'] is not None and not any('object_index' in e.asks_for for e in self.values()):
+            raise ValueError(
+                "object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
+        # Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
+        # token widens it again. Here the dtype must be the same for all encodings.
+        if given['images'] is not None:
+            x = x.to(torch.promote_types(x.dtype, given['images'].dtype))
+        terms = [term.to(x.dtype) for term in self.terms(x, grid, given)]
+        if not terms:
+            return x
+        term = reduce(operator.add, terms)
+        dtype = x.dtype
+        for encoding in self.acting_on('mix'):
+            x, term = encoding(x, term, grid=grid, hook='mix')
+        return (x + term).to(dtype)
+
+    def position(self, x: torch.Tensor, grid: Grid) -> Position:
+        """What the layers share on this grid. The values of the tokens x, `[B, N, D]`, do not matter."""
+        found: Dict[str, List[torch.Tensor]] = {
+            hook: [encoding(x, grid=grid, hook=hook) for encoding in self.acting_on(hook)]
+            for hook in ('rotation', 'position_bias', 'layer_embed')}
+        rotation, biases, layer_terms = found.values()
+        return Position(
+            grid,
+            rotation[0] if rotation else None,  # at most one: parse_pos_enc refuses two
+            reduce(operator.add, biases) if biases else None,
+            reduce(operator.add, layer_terms) if layer_terms else None,
+        )
+
+
+class LayerEncodings(nn.ModuleDict):
+    """The encodings of one attention layer, and attention with them.
+
+    Args:
+        encodings: The encodings that belong to this layer, by name. Shared ones are not among them.
+        layer: Index of the layer, from 0.
+        rotate_half: Layout of the rotation's channel pairs, t and t + d/2 instead of 2t and 2t + 1. It also applies to
+            a rotation that all layers share.
+        needs_position: Whether this layer needs a `Position`, because of its own encodings or of shared ones.
+    """
+
+    def __init__(
+            self,
+            encodings: Optional[Dict[str, PositionEncoding]] = None,
+            *,
+            layer: int = 0,
+            rotate_half: bool = False,
+            needs_position: bool = False,
+    ) -> None:
+        super().__init__(encodings or {})
+        self.layer = layer
+        self.rotate_half = rotate_half
+        self.needs_position = needs_position
+        self._names = {
+            hook: tuple(name for name, encoding in self.items() if encoding.overrides(hook))
+            for hook in (*PositionEncoding.HOOKS, 'attend')}
+        self._act_on_logits = any(
+            self._names[hook] for hook in ('position_bias', 'content_bias', 'attend', 'channels', 'values'))
+
+    def acting_on(self, hook: str) -> List[PositionEncoding]:
+        """The encodings of this layer that override a hook."""
+        return [self[name] for name in self._names[hook]]
+
+    def forward(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            x: torch.Tensor,
+            position: Optional[AnyPosition],
+            *,
+            scale: float,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+            dropout_p: float = 0.0,
+            fused: bool = True,
+    ) -> torch.Tensor:
+        """Attention with position: rotations, biases, further channels and terms for values.
+
+        Args:
+            q: Queries after q_norm, before any rotation, unscaled, prefix tokens first, `[B, h, N, d]`.
+            k: Keys, likewise.
+            v: Values, `[B, h, N, d]`.
+            x: The normed tokens that q and k were computed from, `[B, N, D]`.
+            position: What the layers share. May be None if the layer does not need it.
+            scale: Factor of q.k in the logits.
+            attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
+                `[B, h, N, N]`.
+            is_causal: Mask out all later tokens.
+            dropout_p: Dropout rate of the probabilities.
+            fused: False for an explicit softmax.
+
+        Returns:
+            `[B, h, N, d]`, before the projection.
+
+        Raises:
+            ValueError: If `position` is missing where the layer needs it, or is not a `Position`.
+        """
+        return _call(
+            self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,
+            dropout_p=dropout_p, fused=fused)
+
+    def add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
+        """The normed tokens before the attention layer, with what encodings add there, `[B, N, D]`."""
+        return _call(self, '_add_before', x, position)
+
+    def add_after(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
+        """The tokens after the block, with what encodings of this layer add there, `[B, N, D]`."""
+        return _call(self, '_add_after', x, position)
+
+    def logits(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            x: torch.Tensor,
+            position: Position,
+            scale: float,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The logits in two parts, for analysis. `forward` does not call it.
+
+        Args:
+            q: As for `forward`, like all other arguments.
+
+        Returns:
+            The logits from content, scale * q.k, and what position adds to them: the biases, the products of further
+            channels, and scale * (Rq.Rk - q.k) for a rotation R. Both `[B, h, N, N]`.
+        """
+        content = scale * q @ k.transpose(-2, -1)
+        total = torch.zeros_like(content)
+        bias = self._bias(q, k, position)
+        if bias is not None:
+            total = total + bias
+        for encoding in self.acting_on('channels'):
+            a, b = encoding(q, k, x, grid=position.grid, scale=scale, hook='channels')
+            total = total + scale * a @ b.transpose(-2, -1)
+        rotated_q, rotated_k = self._rotated(q, k, position)
+        if rotated_q is not q:
+            total = total + (scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
+        return content, total
+
+    def _attend(
+            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, fused,
+    ) -> torch.Tensor:
+        self._check(position)
+        if position is None:
+            mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
+            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+        if isinstance(position, MixedPosition):
+            return self._attend_mixed(
+                q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p,
+                fused=fused)
+
+        grid, values = position.grid, self.acting_on('values')
+        attending = [] if values else self.acting_on('attend')[:1]
+        rotated_q, rotated_k = self._rotated(q, k, position)
+        channels = [
+            encoding(q, k, x, grid=grid, scale=scale, hook='channels') for encoding in self.acting_on('channels')]
+        if channels:
+            rotated_q = torch.cat([rotated_q, *(a for a, _ in channels)], dim=-1)  # [B, h, N, d+C]
+            rotated_k = torch.cat([rotated_k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
+        mask = ops.merge_masks(self._bias(q, k, position, attending), attn_mask, is_causal, x.shape[1], x.device)
+
+        if attending:
+            return attending[0](
+                q, k, v, rotated_q, rotated_k, mask=mask, grid=grid, scale=scale, dropout_p=dropout_p, fused=fused,
+                hook='attend')
+        if not values:
+            return ops.attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+        attn = F.dropout(ops.probabilities(rotated_q, rotated_k, mask, scale=scale), dropout_p)  # [B, h, N, N]
+        out = attn.to(v.dtype) @ v
+        for encoding in values:
+            out = out + encoding(attn, grid=grid, hook='values').to(v.dtype)
+        return out
+
+    def _attend_mixed(
+            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, fused,
+    ) -> torch.Tensor:
+        if is_causal:
+            raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
+        given = dict(scale=scale, dropout_p=dropout_p, fused=fused)
+        if position.has_bias or self._act_on_logits:
+            return self._attend_by_group(q, k, v, x, position, attn_mask, given)
+        # Rotations and masks are cheap for the whole batch, padding included.
+        q, k = self._rotated(q, k, position)
+        mask = position.groups.is_token()[:, None, None]  # [B, 1, 1, N]
+        mask = mask | ~mask.any(dim=-1, keepdim=True)  # a row without any key would be NaN
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            mask = mask & attn_mask
+        elif attn_mask is not None:
+            mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
+        return ops.attend(q, k, v, mask, **given)
+
+    @torch.compiler.disable  # it would be compiled again for other sizes
+    def _attend_by_group(self, q, k, v, x, position, attn_mask, given) -> torch.Tensor:
+        groups = position.groups
+        parts = zip(
+            *(groups.split(t.transpose(1, 2)) for t in (q, k, v)), groups.split(x), position.parts,
+            groups.split_pairs(attn_mask))
+        out = [
+            self._attend(
+                *(t.transpose(1, 2) for t in (q, k, v)), x, part, attn_mask=mask, is_causal=False, **given)
+            for q, k, v, x, part, mask in parts]
+        return groups.merge([part.transpose(1, 2) for part in out]).transpose(1, 2)
+
+    def _add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
+        self._check(position)
+        if position is None:
+            return x
+        if isinstance(position, MixedPosition):
+            if position.parts[0].layer_terms is None:
+                return x
+            return self._by_group(self._add_before, x, position)
+        if position.layer_terms is None:
+            return x
+        return x + position.layer_terms[self.layer].to(x.dtype)
+
+    def _add_after(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
+        if isinstance(position, MixedPosition):
+            return self._by_group(self._add_after, x, position) if self.acting_on('embed') else x
+        for encoding in self.acting_on('embed'):
+            x = x + encoding(x, grid=position.grid, hook='embed').to(x.dtype)
+        return x
+
+    @staticmethod
+    @torch.compiler.disable
+    def _by_group(add: Callable, x: torch.Tensor, position: MixedPosition) -> torch.Tensor:
+        groups = position.groups
+        return groups.merge([add(part, of_part) for part, of_part in zip(groups.split(x), position.parts)])
+
+    def _bias(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            position: Position,
+            without: List[PositionEncoding] = (),
+    ) -> Optional[torch.Tensor]:
+        """The sum of all biases, broadcastable to `[B, h, N, N]`. None if there is none.
+
+        The `content_bias` of encodings in `without` is left out.
+        """
+        # Biases from geometry are cast to the dtype of q, as everywhere in timm. Those from content stay wide.
+        biases = [] if position.bias is None else [position.bias.to(q.dtype)]
+        for encoding in self.acting_on('position_bias'):
+            biases.append(encoding(q, grid=position.grid, hook='position_bias').to(q.dtype))
+        for encoding in self.acting_on('content_bias'):
+            if encoding not in without:
+                biases.append(encoding(q, k, grid=position.grid, hook='content_bias'))
+        return reduce(operator.add, biases) if biases else None
+
+    def _rotated(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            position: AnyPosition,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        table = self._rotation(q, position)
+        if table is None:
+            return q, k
+        p = position.num_prefix_tokens
+        return tuple(
+            torch.cat([t[:, :, :p], apply_rot_embed_cat(t[:, :, p:], table, half=self.rotate_half)], dim=2)
+            for t in (q, k))
+
+    def _rotation(self, q: torch.Tensor, position: AnyPosition) -> Optional[torch.Tensor]:
+        """Table of the rotation in this layer, `[(B, 1|h,) N-P, 2*d]`."""
+        if isinstance(position, MixedPosition):
+            tables = [self._own_rotation(q, part) for part in position.parts]
+            return position.rotation if tables[0] is None else position.merge_rotations(tables)
+        own = self._own_rotation(q, position)
+        return position.rotation if own is None else own
+
+    def _own_rotation(self, q: torch.Tensor, position: Position) -> Optional[torch.Tensor]:
+        for encoding in self.acting_on('rotation'):
+            return encoding(q, grid=position.grid, hook='rotation')
+        return None if position.layer_rotations is None else position.layer_rotations[self.layer]
+
+    def _check(self, position: Optional[AnyPosition]) -> None:
+        """
+        Raises:
+            ValueError: If position is missing where the layer needs it, or is not a `Position`.
+        """
+        if position is not None and not isinstance(position, (Position, MixedPosition)):
+            raise ValueError(
+                f'position must be what model.embed() returns along with the tokens, got {type(position).__name__}. '
+                'Masks are passed as attn_mask=.')
+        if position is None and self.needs_position:
+            raise ValueError(
+                'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '
+                'Call model(images), model.forward_features(images) or model.forward_intermediates(images); to run '
+                'blocks one by one: tokens, position = model.embed(images), then block(tokens, position=position).')
