@@ -110,7 +110,8 @@ def _find(model: str) -> _Source:
         return _from_checkpoint(model)
     name, at, file = model.partition('@')
     if not timm.is_model(name.split('.')[0]):
-        close = (timm.list_models(f'{name}*') or timm.list_models(f'*{name}*'))[:3] or difflib.get_close_matches(name, timm.list_models())
+        close = (timm.list_models(f'{name}*') or timm.list_models(f'*{name}*'))[:3]
+        close = close or difflib.get_close_matches(name, timm.list_models())
         hint = f'Did you mean {" or ".join(close)}?' if close else 'timm.list_models() has all names.'
         raise ValueError(f'There is no model, file or folder {name!r}. {why_unknown(name) or hint}')
     if at and file == 'random':
