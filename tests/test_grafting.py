@@ -291,23 +291,33 @@ def test_a_size_that_patches_do_not_divide():
         grafted.set_input_size((73, 73))
 
 
+@pytest.mark.parametrize(('name', 'kwargs'), [
+    ('vit_betwixt_patch16_rope_reg4_gap_256', {}),
+    ('eva02_tiny_patch14_224', {}),
+    ('vit_small_patch16_rope_224', dict(rope_temperature=50.)),
+    ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1)),
+    ('vit_small_patch16_rope_224', dict(global_pool='map', attn_pool_num_heads=2)),
+])
+def test_eva_without_a_plain_twin_becomes_a_naflexvit(name, kwargs):
+    base = timm.create_model(name, depth=2, num_classes=5, **kwargs).eval()
+    grafted = timm_sape.graft(base, 'sape2_k')
+    assert isinstance(grafted, timm_sape.NaFlexVitPosEnc) and 'Rotary' in grafted.base_position
+    x = torch.randn(2, 3, *base.default_cfg['input_size'][1:])
+    torch.testing.assert_close(grafted(x), base(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize('name, kwargs, message', [
     ('resnet18', {}, 'ResNet cannot be grafted'),
     ('vit_base_patch16_18x2_224', {}, 'position would have to act inside ParallelThingsBlock'),
     ('vit_pwee_patch16_reg1_gap_256', {}, 'position would have to act inside ParallelScalingBlock'),
     ('vit_dwee_patch16_reg1_gap_256', {}, 'position would have to act inside DiffAttention'),
-    ('vit_betwixt_patch16_rope_reg4_gap_256', {}, 'only vit_.*_224 can be converted'),
-    ('eva02_tiny_patch14_224', {}, 'only vit_.*_224 can be converted'),
-    ('vit_small_patch16_rope_224', dict(rope_temperature=50.), 'only vit_.*_224 can be converted'),
-    ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1), 'only vit_.*_224 can be converted'),
-    ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'only vit_.*_224 can be converted'),
-    ('vit_small_patch16_rope_224', dict(global_pool='map', attn_pool_num_heads=2), 'only vit_.*_224 can be converted'),
     ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted if .* it lacks'),
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
     ('vit_small_patch16_rope_ape_224', dict(no_embed_class=False), 'Eva cannot be converted .* it has pos_embed'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
     ('test_vit_ape', {}, "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0"),
+    ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'EvaBlockPostNorm'),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
