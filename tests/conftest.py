@@ -18,3 +18,16 @@ if torch.cuda.is_available():
 else:
     os.environ['TRITON_INTERPRET'] = '1'
 torch.backends.cudnn.allow_tf32 = False  # it would round patch embeddings, on which all comparisons depend
+
+
+def pytest_addoption(parser):
+    parser.addoption('--full', action='store_true', help='run the tests marked `full` too, as .ci/full does')
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `full`; pytest's last line counts it as deselected."""
+    if config.getoption('--full'):
+        return
+    kept = [item for item in items if item.get_closest_marker('full') is None]
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker('full')])
+    items[:] = kept

@@ -48,7 +48,7 @@ MAKERS = {name: Maker(name) for name in POS_ENCS} | {f'{name}, rescale': rescali
 def test_state_dict_of_torch_distributed(name, full):
     """A full one has an object of torch's own in place of each extra state that is not saved."""
     make, options = MAKERS[name], StateDictOptions(full_state_dict=full)
-    expected, model = make(), make(awake=False)
+    expected, model = make(), make(random=False)
     set_model_state_dict(model, get_model_state_dict(expected, options=options), options=options)
     check_same(model, expected, make.images())
 
@@ -86,7 +86,7 @@ def test_parameters_without_memory(name):
     make = MAKERS[name]
     expected = make()
     with parameters_on_meta():
-        model = make(awake=False)
+        model = make(random=False)
     assert all(p.is_meta for p in model.parameters())
     buffers = dict(model.named_buffers())
     for key, buffer in expected.named_buffers():
@@ -101,7 +101,7 @@ def test_trained_grid_without_memory(name):
     make = rescaling(name)
     expected = make()
     with parameters_on_meta():
-        model = make(awake=False, img_size=(4 * PATCH, 6 * PATCH))
+        model = make(random=False, img_size=(4 * PATCH, 6 * PATCH))
     set_entries(model, expected.state_dict())
     expected.set_input_size(img_size=(4 * PATCH, 6 * PATCH))
     check_same(model, expected, make.images(grid=(4, 6)))

@@ -20,8 +20,9 @@ def third_party():
 
 
 def mixes(pos_enc):
-    """Whether an encoding weighs positions apart from tokens; rows for prefix tokens cannot be added to them then."""
-    return any(timm_sape.get_encoding(name).overrides('mix') for name in pos_enc.split('+'))
+    """Whether positions are weighed apart from tokens, by an encoding or a gate. NaFlexVit has no rows for prefix tokens,
+    so they are added to these tokens once and for all; as weights they are the same only where nothing weighs them."""
+    return pos_enc == 'auto_ape' or any(timm_sape.get_encoding(name).overrides('mix') for name in pos_enc.split('+'))
 
 
 def kept_patches(number=18, images=3, seed=3):

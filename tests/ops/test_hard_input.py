@@ -12,7 +12,8 @@ from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
 from timm_sape.ops.triton_distances import triton_distance_attention
 
-GRIDS = [((8, 8), 1), ((9, 8), 5), ((14, 14), 1), ((32, 32), 0)]
+GRIDS = [((9, 8), 5), *(
+    pytest.param(*case, marks=pytest.mark.full) for case in (((8, 8), 1), ((14, 14), 1), ((32, 32), 0)))]
 SMALLER = {(9, 8): (3, 8), (14, 14): (5, 14), (32, 32): (2, 32)}  # for the interpreter, which is slow
 OPERATORS = {'torch': torch_distance_attention, 'triton': triton_distance_attention}
 
