@@ -91,10 +91,22 @@ def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -
     return checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
 
 
-def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+def convert_to_naflex(
+        state_dict: Mapping[str, torch.Tensor],
+        model: nn.Module,
+        grid: Optional[GridSize] = None,
+) -> Dict[str, torch.Tensor]:
     """A checkpoint under the names of a `NaFlexVitPosEnc`, with patch embedding and table of its sizes.
 
     It may be of a plain model. Rows that its table has for prefix tokens are added to these tokens.
+
+    Args:
+        state_dict: The checkpoint.
+        model: The model.
+        grid: The grid of a plain model's table. None to find it out.
+
+    Raises:
+        ValueError: If the grid cannot be found out, or rows for prefix tokens cannot be added to them.
     """
     out = dict(state_dict)
     if 'patch_embed.proj.weight' in out:
@@ -102,7 +114,7 @@ def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) 
         tokens = [name for name in ('cls_token', 'reg_token') if name in out]
         num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
         if rows is not None:
-            grid = _grid_of_rows(out, num_prefix_tokens, model.grid_size)
+            grid = grid or _grid_of_rows(out, num_prefix_tokens, model)
             split = rows.shape[1] - math.prod(grid)
             if split and model.encodings.acting_on('mix'):
                 raise ValueError(
@@ -132,30 +144,34 @@ def convert_to_naflex(state_dict: Mapping[str, torch.Tensor], model: nn.Module) 
     return out
 
 
-def _grid_of_rows(
-        entries: Mapping[str, torch.Tensor],
-        num_prefix_tokens: int,
-        own: GridSize,
-) -> GridSize:
+def _grid_of_rows(entries: Mapping[str, torch.Tensor], num_prefix_tokens: int, model: nn.Module) -> GridSize:
     """The grid of a plain model's `pos_embed`, which may have rows for prefix tokens or not.
 
     Args:
         entries: The checkpoint.
         num_prefix_tokens: How many prefix tokens it has.
-        own: The grid of the model that it is loaded into, which is tried before squares.
+        model: The model that it is loaded into. Its grid is tried besides squares.
 
     Raises:
-        ValueError: If it can be none.
+        ValueError: If it can be none or several.
     """
-    rows = entries['pos_embed'].shape[1]
+    rows, own = entries['pos_embed'].shape[1], model.grid_size
     saved = [tuple(v.tolist()) for k, v in entries.items() if k.endswith(GRID) and v.shape == (2,)]
+    declared = _grid_of(model, to_2tuple(model.pretrained_cfg['input_size'][-2:]), model.kernel_size)
     squares = [(math.isqrt(n),) * 2 for n in (rows, rows - num_prefix_tokens) if n > 0]
-    for grid in (*saved[:1], own, *squares):
-        if rows - math.prod(grid) in (0, num_prefix_tokens):
-            return grid
-    raise ValueError(
-        f'pos_embed of the checkpoint has {rows} rows. With or without its {num_prefix_tokens} prefix tokens they are '
-        f'neither a square grid nor that of the model, {own[0]}x{own[1]}. Give the img_size that it was trained with.')
+    fits = [g for g in dict.fromkeys((*saved[:1], own, *squares)) if rows - math.prod(g) in (0, num_prefix_tokens)]
+    if not fits:
+        raise ValueError(
+            f'pos_embed of the checkpoint has {rows} rows. With or without its {num_prefix_tokens} prefix tokens they '
+            f'are neither a square grid nor that of the model, {own[0]}x{own[1]}. Give the img_size that it was '
+            'trained with.')
+    if len(fits) > 1 and fits[0] not in (*saved[:1], declared):
+        height, width = (n * size for n, size in zip(own, model.patch_size))
+        raise ValueError(
+            f'pos_embed of the checkpoint has {rows} rows, which with or without its {num_prefix_tokens} prefix tokens '
+            f'are {" or ".join(f"{h}x{w}" for h, w in fits)}. Give the img_size that it was trained with; and if that '
+            f'is {height}x{width}, say so: pretrained_cfg_overlay=dict(file=..., input_size=(3, {height}, {width})).')
+    return fits[0]
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:

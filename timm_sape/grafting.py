@@ -198,8 +198,9 @@ def _weights_for(grafted: PosEncModel, model: nn.Module) -> Dict[str, Any]:
 
 def _renamed(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:
     """Entries of a base under the names of the graft."""
-    is_naflex = isinstance(grafted, NaFlexVitPosEnc)
-    return checkpoints.convert_to_naflex(entries, grafted) if is_naflex else from_timm(entries, grafted)
+    if isinstance(grafted, NaFlexVitPosEnc):
+        return checkpoints.convert_to_naflex(entries, grafted, grafted.grid_size)
+    return from_timm(entries, grafted)
 
 
 def _check_kind(model: nn.Module) -> None:
@@ -412,8 +413,8 @@ class _Builder:
             try:
                 with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
                     return {**_weights_for(model, self._base_with(state_dict)), **added}
-            except RuntimeError:
-                pass  # the code below raises a better message about what does not fit
+            except (RuntimeError, AttributeError):  # timm's NaFlexVit has the latter for tables that are not square
+                pass  # the code below loads it, or raises a better message about what does not fit
         if not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
         return checkpoints.filter_state_dict(state_dict, model, self.ref_grid_size)

@@ -5,8 +5,9 @@ makes it, or plain images. Here images of one grid form a group, and each encodi
 batch of plain images (`grid_groups.py`). So an image gets what it would get alone, at its own size, wherever its
 patches stand in the sequence; padding takes part in nothing.
 """
+import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
@@ -61,18 +62,15 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
             ref_grid_size: As for `VisionTransformerPosEnc`.
-            kwargs: Fields of `NaFlexVitCfg`, but for `pos_embed`, `rope_type`, `block_fn` and `attn_layer`, which the
-                encodings decide about.
+            kwargs: Fields of `NaFlexVitCfg`, but for `block_fn`, `attn_layer`, and those about position (`pos_embed*`,
+                `rope_*`), which the encodings decide about.
 
         Raises:
             ValueError: If arguments do not fit together.
         """
         cfg = cfg or NaFlexVitCfg(global_pool='token', class_token=True)
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
-        for name in ('pos_embed', 'rope_type', 'block_fn', 'attn_layer', 'pos_embed_grid_size'):
-            if name in kwargs:
-                instead = 'img_size= says it' if name == 'pos_embed_grid_size' else 'pos_enc= decides about it'
-                raise ValueError(f'{name}= cannot be chosen here: {instead}.')
+        _refuse_position_of_timm(cfg, kwargs)
         check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size))
         check_ref_grid_size(ref_grid_size)
         super().__init__(
@@ -148,7 +146,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
         if patch_valid is None:
             patch_valid = torch.ones(patch_coord.shape[:2], dtype=torch.bool, device=x.device)
-        patch_valid = patch_valid.bool()
+        patch_valid, patch_coord = patch_valid.bool(), patch_coord.long()
+        x = x.masked_fill(~patch_valid[(...,) + (None,) * (x.ndim - 2)], 0)  # 0 * NaN is a NaN in the weights' gradient
         if grid_size is None:
             grid_size = grid_sizes(patch_coord, patch_valid)
         tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
@@ -174,8 +173,9 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     ) -> Tuple[torch.Tensor, MixedPosition]:
         """As `_encode`, group by group."""
         images, objects = self._images(patches, groups), self._objects(object_index, groups)
+        given = {**self._given(), 'patch_size': self._size_of(patches)}
         parts = [
-            self._encode(part, grid, {**self._given(), 'images': image, 'object_index': index}, is_naflex=True)
+            self._encode(part, grid, {**given, 'images': image, 'object_index': index}, is_naflex=True)
             for part, grid, image, index in zip(groups.split(tokens), groups.grids, images, objects)]
         tokens = groups.merge([part for part, _ in parts])
         return tokens, MixedPosition.of(groups, [position for _, position in parts])
@@ -241,6 +241,12 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         table = None if self.base_position else self.embeds.pos_embed
         return {'pos_embed': None if table is None else table.flatten(1, 2), 'patch_size': self.patch_size}
 
+    def _size_of(self, patches: torch.Tensor) -> Tuple[int, int]:
+        """(height, width) of patches `[B, K, ph*pw*C]`, `[B, K, ph, pw, C]`, or `[B, K, C, ph, pw]`."""
+        if patches.ndim == 3:
+            return self.patch_size
+        return tuple(patches.shape[2:4] if self.embeds.channels_last else patches.shape[3:5])
+
     def _images(self, patches: torch.Tensor, groups: GridGroups) -> List[Optional[torch.Tensor]]:
         """The images of each group `[b, C, height, width]`, where an encoding asks for them and no patch is missing."""
         if not any('images' in encoding.asks_for for encoding in self.encodings.values()):
@@ -277,12 +283,17 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if not self.embeds.is_linear:
             raise ValueError(
                 "The patch embedding is a convolution, for images. For patches use embed_proj_type='linear'.")
-        size = self.embeds.proj.in_features
-        if x.ndim == 3 and x.shape[2] != size:
-            ph, pw = self.patch_size
+        size, (ph, pw) = self.embeds.proj.in_features, self.patch_size
+        if x.ndim == 5 and x.shape[4 if self.embeds.channels_last else 2] != self.embeds.in_chans:
+            layout = 'ph, pw, C' if self.embeds.channels_last else 'C, ph, pw'
             raise ValueError(
-                f'The patches have {x.shape[2]} values, the model takes {size}: {ph}x{pw} pixels in '
-                f'{self.embeds.in_chans} channels.')
+                f'The model takes patches [B, K, {layout}] of {self.embeds.in_chans} channels, got {list(x.shape)}.')
+        is_resized = x.ndim == 5 and self.supports_patch_interpolation
+        if not is_resized and math.prod(x.shape[2:]) != size:
+            raise ValueError(
+                f'The patches have {math.prod(x.shape[2:])} values, the model takes {size}: {ph}x{pw} pixels in '
+                f'{self.embeds.in_chans} channels. Patches [B, K, ph, pw, C] of other sizes need '
+                'enable_patch_interpolator=True.')
         shape = tuple(x.shape[:2])
         _check_shape('patch_coord', coord, (*shape, 2), 'integers')
         if valid is not None:
@@ -382,13 +393,27 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         return {**out, 'patch_valid': valid} if output_dict and is_naflex else out
 
     def _start(self, x, patch_coord, patch_valid, attn_mask, given):
-        if isinstance(x, Mapping):
-            attn_mask = x.get('attn_mask', attn_mask)
+        if isinstance(x, Mapping) and x.get('attn_mask') is not None:
+            attn_mask = x['attn_mask']
         x, position, valid, kept = self._embed(x, patch_coord, patch_valid, **given)
         if attn_mask is not None and kept is not None:
             num_patches = attn_mask.shape[-1] - self.num_prefix_tokens
             attn_mask = Grid(1, num_patches, self.num_prefix_tokens, keep_indices=kept).keep_pairs(attn_mask)
         return x, position, valid, attn_mask
+
+
+def _refuse_position_of_timm(cfg: NaFlexVitCfg, kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: If position is chosen by fields of timm's configuration, which have no effect here.
+    """
+    chosen = [field.name for field in fields(cfg) if getattr(cfg, field.name) != field.default] + list(kwargs)
+    for name in chosen:
+        if name == 'pos_embed_interp_mode' and {**vars(cfg), **kwargs}['enable_patch_interpolator']:
+            continue  # it is that of the patch embedding too
+        if name in ('block_fn', 'attn_layer') or name.startswith(('pos_embed', 'rope_')):
+            instead = 'img_size= says it' if name == 'pos_embed_grid_size' else 'pos_enc= decides about it'
+            raise ValueError(f'{name}= cannot be chosen here: {instead}.')
 
 
 def _from_dict(x: Mapping[str, torch.Tensor], **arguments: Optional[torch.Tensor]) -> Tuple:

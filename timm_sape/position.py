@@ -354,10 +354,11 @@ class LayerEncodings(nn.ModuleDict):
             return self._attend_by_group(q, k, v, x, position, attn_mask, given)
         # Rotations and masks are cheap for the whole batch, padding included.
         q, k = self._rotated(q, k, position)
-        mask = position.groups.is_token()[:, None, None]  # [B, 1, 1, N]
+        is_token = position.groups.is_token()  # [B, N]
+        mask = is_token[:, None, None]  # [B, 1, 1, N]
         mask = mask | ~mask.any(dim=-1, keepdim=True)  # a row without any key would be NaN
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            mask = mask & attn_mask
+            mask = mask & attn_mask | ~is_token[:, None, :, None]  # likewise, if it forbids rows of padding everything
         elif attn_mask is not None:
             mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
         return ops.attend(q, k, v, mask, **given)

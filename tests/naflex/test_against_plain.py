@@ -20,8 +20,10 @@ def third_party():
 
 
 def mixes(pos_enc):
-    """Whether positions are weighed apart from tokens, by an encoding or a gate. NaFlexVit has no rows for prefix tokens,
-    so they are added to these tokens once and for all; as weights they are the same only where nothing weighs them."""
+    """Whether positions are weighed apart from tokens, by an encoding or a gate.
+
+    NaFlexVit has no rows for prefix tokens. They are added to these tokens once and for all, and cannot be weighed then.
+    """
     return pos_enc == 'auto_ape' or any(timm_sape.get_encoding(name).overrides('mix') for name in pos_enc.split('+'))
 
 
@@ -150,10 +152,11 @@ def test_padding_takes_part_in_nothing(pos_enc):
     twins = Twins(pos_enc)
     naflex = twins.naflex(twins())
     clean = batch(pictures(SIZES), padding=3)
-    dirty = dict(clean, patches=clean['patches'].clone())
-    dirty['patches'][~clean['patch_valid']] = 1e6
+    dirty = [dict(clean, patches=clean['patches'].clone()) for _ in range(2)]
+    for given, value in zip(dirty, (1e6, torch.nan)):
+        given['patches'][~clean['patch_valid']] = value
     found = []
-    for given in (clean, dirty):
+    for given in (clean, *dirty):
         naflex.zero_grad()
         patches = given['patches'].requires_grad_()
         logits = naflex(given)
@@ -161,5 +164,6 @@ def test_padding_takes_part_in_nothing(pos_enc):
         assert not patches.grad[~given['patch_valid']].any()
         assert patches.grad.isfinite().all()
         found.append((logits, [p.grad.clone() for p in naflex.parameters() if p.grad is not None]))
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
+    for logits, gradients in found[1:]:
+        assert torch.equal(found[0][0], logits)
+        assert all(torch.equal(a, b) for a, b in zip(found[0][1], gradients))

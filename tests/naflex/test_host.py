@@ -7,6 +7,7 @@ import torch
 from batches import GRID, PATCH, SIZES, Twins, batch, pictures
 from common import POS_ENCS, ToyLayer, ToyShared, registered
 from timm.data.naflex_transforms import Patchify
+from timm.models.naflexvit import NaFlexVitCfg
 from timm.optim import param_groups_layer_decay
 
 import timm_sape
@@ -112,6 +113,26 @@ def test_table_rows_of_prefix_tokens():
         checkpoints.convert_to_naflex(entries, small('ape'))
 
 
+def test_table_of_two_possible_grids():
+    """36 rows: 6x6, or 4x8 and four for registers."""
+    shape = dict(pos_enc='ape', patch_size=PATCH, reg_tokens=4, class_token=False, global_pool='avg', fc_norm=False)
+    square = timm.create_model('test_vit_pos_enc', img_size=48, no_embed_class=True, **shape).eval()
+    oblong = timm.create_model('test_vit_pos_enc', img_size=(32, 64), **shape).eval()
+    assert square.pos_embed.shape == oblong.pos_embed.shape
+
+    def load(plain, img_size, **declared):
+        overlay = dict(state_dict=plain.state_dict(), **declared)
+        return timm.create_model(
+            'test_naflexvit_pos_enc', img_size=img_size, pretrained=True, pretrained_cfg_overlay=overlay, **shape).eval()
+
+    with pytest.raises(ValueError, match=r'36 rows, .* are 4x8 or 6x6\. .* input_size=\(3, 32, 64\)'):
+        load(square, (32, 64))
+    for model, plain, size in (
+            (load(square, 48), square, (48, 48)), (load(oblong, (32, 64), input_size=(3, 32, 64)), oblong, (32, 64))):
+        image = torch.randn(2, 3, *size)
+        torch.testing.assert_close(model(image), plain(image), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize('pos_enc', ACTING)
 def test_gradient_checkpointing(pos_enc):
     model = small(pos_enc).double()
@@ -199,6 +220,48 @@ def test_attn_mask(pos_enc):
     assert not torch.allclose(*(model.forward_features(x)['patches'][:, 0] for x in (given, shown)))
 
 
+@pytest.mark.parametrize('fused', [True, False])
+@pytest.mark.parametrize('pos_enc', ['nope', 'rope2d', 'sape2_k'])
+def test_a_mask_that_leaves_padding_nothing(pos_enc, fused):
+    """As timm makes it: rows of padding are forbidden too. They must not become NaN, also not in gradients."""
+    timm.layers.set_fused_attn(fused)
+    try:
+        model = small(pos_enc).double()
+    finally:
+        timm.layers.set_fused_attn(True)
+    given = batch(pictures(SIZES), padding=2, permute=True)
+    expected = gradients(model, given)
+    is_token = torch.nn.functional.pad(given['patch_valid'], (model.num_prefix_tokens, 0), value=True)
+    mask = is_token[:, None, :, None] & is_token[:, None, None]
+    for attn_mask in (mask, torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)):
+        torch.testing.assert_close(model(given, attn_mask=attn_mask), model(given))
+        for name, gradient in gradients(model, {**given, 'attn_mask': attn_mask}).items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_none_in_a_dict_is_not_there():
+    model = small('rope2d')
+    given = batch(pictures([GRID] * 2, torch.float32))
+    mask = torch.randn(32, 32)
+    expected = model(given, attn_mask=mask)
+    assert not torch.allclose(model(given), expected)
+    nothing = dict.fromkeys(['attn_mask', 'patch_valid', 'grid_size', 'keep_indices', 'object_index'])
+    torch.testing.assert_close(model({**given, **nothing}, attn_mask=mask), expected)
+
+
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.uint16, torch.int32])
+def test_coordinates_and_validity_of_any_integers(dtype):
+    model = small('sape2_k')
+    given = batch(pictures(SIZES, torch.float32), padding=2)
+    narrow = {**given, **{name: given[name].to(dtype) for name in ('patch_coord', 'patch_valid')}}
+    assert torch.equal(model(narrow), model(given))
+    row = torch.arange(128)  # a side that the largest int8 ends
+    long = {
+        'patches': torch.randn(1, 128, 192), 'patch_coord': torch.stack([row, 0 * row], dim=-1)[None],
+        'patch_valid': torch.ones(1, 128, dtype=torch.bool)}
+    assert torch.equal(model({**long, 'patch_coord': long['patch_coord'].to(dtype)}), model(long))
+
+
 @pytest.mark.parametrize('pos_enc', ACTING)
 def test_autocast_and_bfloat16(pos_enc):
     model = small(pos_enc)
@@ -256,6 +319,14 @@ def test_objects_are_found_in_patches():
         model(given)
 
 
+def test_objects_in_patches_of_another_size():
+    model = small('ope', enable_patch_interpolator=True, pos_embed_interp_mode='bilinear')
+    image = torch.randn(3, 64, 96)
+    given = {name: tensor[None] for name, tensor in Patchify(patch_size=16, flatten_patches=False)(image).items()}
+    objects = model.encodings['ope'].find_objects(image[None], timm_sape.Grid(4, 6), (16, 16))
+    assert torch.equal(model(given), model({**given, 'object_index': objects}))
+
+
 def wrong(**changes):
     given = batch(pictures([GRID, (3, 4)], torch.float32))
     for name, change in changes.items():
@@ -288,6 +359,8 @@ def at(index, value):
     ({'patch_valid': at(1, False)}, 'False for all patches of image 1'),
     ({'patches': lambda p: p[..., :-1]}, 'the model takes 192: 8x8 pixels in 3 channels'),
     ({'patches': lambda p: p[0]}, 'the model takes patches'),
+    ({'patches': lambda p: p.unflatten(2, (3, 8, 8))}, r'\[B, K, ph, pw, C\] of 3 channels'),
+    ({'patches': torch.zeros(2, 30, 16, 16, 3)}, 'have 768 values, .* enable_patch_interpolator=True'),
     ({'grid_size': torch.tensor([[5, 6], [3, 3]])}, r'\(0, 3\) in image 1 .* outside its grid of 3x3'),
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
@@ -307,6 +380,9 @@ def test_wrong_arguments():
     assert small('rope2d', dynamic_img_pad=True)(torch.randn(2, 3, 41, 48)).shape == (2, 3)
     for kwargs, message in (
             ({'rope_type': 'axial'}, 'pos_enc= decides'), ({'pos_embed': 'none'}, 'pos_enc= decides'),
+            ({'pos_embed_ar_preserving': True}, 'pos_enc= decides'), ({'rope_temperature': 100.}, 'pos_enc= decides'),
+            ({'pos_embed_interp_mode': 'bilinear'}, 'pos_enc= decides'),
+            ({'cfg': NaFlexVitCfg(rope_type='axial')}, 'rope_type= .* pos_enc= decides'),
             ({'pos_embed_grid_size': (3, 3)}, 'img_size= says it'), ({'img_size': 41}, 'does not divide'),
             ({'pos_enc': 'rope3d'}, 'Unknown position encoding'), ({'pos_enc_kwargs': {'ape': {}}}, 'not a part of')):
         with pytest.raises(ValueError, match=message):

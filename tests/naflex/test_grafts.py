@@ -1,0 +1,105 @@
+"""Grafts onto timm's Eva and NaFlexVit models: the base's logits at the start, training, saving."""
+import pytest
+import timm
+import torch
+from batches import PATCH, SIZES, batch, pictures
+from common import randomize
+
+import timm_sape
+from timm_sape import NaFlexVitPosEnc
+
+SHAPE = dict(depth=2, embed_dim=32, num_heads=4, num_classes=3, img_size=(40, 48), patch_size=PATCH)
+# One for each kind of attention layer, MLP, rotation, table and pooling
+BASES = {
+    'eva_giant_patch14_224': {},
+    'eva02_tiny_patch14_224': {},
+    'eva02_base_patch14_224': {},
+    'vit_pe_core_tiny_patch16_384': {},
+    'vit_small_plus_patch16_dinov3': {},
+    'vit_base_patch16_sapiens2': dict(num_kv_heads=2),
+    'vit_medium_patch16_rope_reg1_gap_256': {},
+    'vit_small_patch16_rope_mixed_ape_224': dict(use_naflex=True),
+    'naflexvit_base_patch16_parfac_gap': dict(pos_embed_use_grid_sample=True),
+    'naflexvit_base_patch16_map': dict(pos_embed_grid_size=None, attn_gated=True),
+    'naflexvit_base_patch16_radio_v3': dict(pos_embed_grid_size=(12, 12)),
+    'vit_base_patch16_clip_224': dict(use_naflex=True),
+}
+
+
+def pair(name, pos_enc='sape2_k'):
+    """A base as NaFlexVit with large random weights, and its graft."""
+    torch.manual_seed(0)
+    is_flag = 'naflex' not in name
+    base = timm.create_model(name, **{**SHAPE, **BASES[name], **({'use_naflex': True} if is_flag else {})}).eval()
+    randomize(base)
+    return base, timm_sape.graft(base, pos_enc)
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'cope', 'irpe_qkv'])
+@pytest.mark.parametrize('name', BASES)
+def test_logits_of_the_base(name, pos_enc):
+    """On images, and on patches in raster order, where timm is right; permuted they are still the same."""
+    base, grafted = pair(name, pos_enc)
+    assert isinstance(grafted, NaFlexVitPosEnc) and grafted.pos_enc == f'auto_{pos_enc}'
+    image = torch.cat(pictures([(5, 6), (5, 6)], torch.float32))
+    images = pictures(SIZES, torch.float32)
+    expected = base(batch(images, padding=3))
+    for actual, expected in (
+            (grafted(image), base(image)), (grafted(batch(images, padding=3)), expected),
+            (grafted(batch(images, padding=3, permute=True)), expected)):
+        assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize('name', BASES)
+def test_training_and_saving(name, tmp_path):
+    """Every new parameter moves by the second step, and the saved model is the same bit for bit."""
+    _, grafted = pair(name)
+    given = batch(pictures(SIZES, torch.float32), padding=2)
+    new = {key: p for key, p in grafted.named_parameters() if 'encodings.' in key}
+    assert new
+    if grafted.global_pool == 'token':  # the last layer's bias is zero in the row of the class token
+        new = {key: p for key, p in new.items() if not key.startswith('blocks.1.')}
+    before = {key: p.detach().clone() for key, p in new.items()}
+    optimizer = torch.optim.SGD(grafted.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(grafted(given), torch.arange(5) % 3).backward()
+        optimizer.step()
+    assert not [key for key, p in new.items() if torch.equal(p, before[key])]
+
+    timm_sape.hub.save(grafted, tmp_path / 'model')
+    loaded = timm_sape.hub.load(tmp_path / 'model').eval()
+    assert loaded.base_position == grafted.base_position
+    assert torch.equal(loaded(given), grafted(given))
+
+
+@pytest.mark.parametrize('name', ['eva02_tiny_patch14_224', 'vit_small_plus_patch16_dinov3'])
+def test_classic_base_and_its_checkpoint(name):
+    """A model of timm's Eva class, and its weights from a file, whose table is not square."""
+    base = randomize(timm.create_model(name, **SHAPE).eval())
+    image = torch.cat(pictures([(5, 6)], torch.float32))
+    source = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=base.state_dict(), num_classes=3))
+    for grafted in (
+            timm_sape.graft(base, 'sape2_k'),
+            timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **SHAPE, **source).eval()):
+        assert isinstance(grafted, NaFlexVitPosEnc)
+        torch.testing.assert_close(grafted(image), base(image), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['vit_small_plus_patch16_dinov3', 'vit_small_patch16_rope_mixed_ape_224'])
+def test_augmented_rotation_and_dropped_patches_in_training(name):
+    """The base's rotation is augmented as timm does it, once a batch, and follows the patches that are left."""
+    torch.manual_seed(0)
+    augmented = {**SHAPE, **BASES[name], 'use_naflex': True, 'rope_jitter_coords': 1.5}
+    base = randomize(timm.create_model(name, patch_drop_rate=0.4, **augmented)).train()
+    grafted = timm_sape.graft(base, 'sape2_k')
+    image = torch.cat(pictures([(5, 6)] * 2, torch.float32))
+    found = []
+    for model in (base, grafted):
+        torch.manual_seed(1)
+        found.append(model(image))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch.manual_seed(1)
+    grafted.set_grad_checkpointing()
+    torch.testing.assert_close(grafted(image), found[0], rtol=1e-5, atol=1e-5)
+    grafted(image).sum().backward()
