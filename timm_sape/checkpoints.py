@@ -5,6 +5,7 @@ There are two loading paths, as in timm. The pretrained path (`pretrained=True`,
 `checkpoint_path=`, train.py's `--initial-checkpoint` and `--resume`, validate.py's `--checkpoint`) loads files as they
 are, and refuses others in `refuse_misfit`.
 """
+import errno
 import math
 import re
 import warnings
@@ -64,7 +65,18 @@ def filter_state_dict(
     Raises:
         ValueError: If entries are missing or left over outside the head, or have the wrong shape.
     """
-    state_dict = model.convert_checkpoint(unwrap(state_dict))
+    state_dict = unwrap(state_dict)
+    for name in model.state_dict().keys() & state_dict.keys():
+        if not isinstance(state_dict[name], torch.Tensor) and not name.endswith(GRID):
+            raise ValueError(
+                f'{name} of the checkpoint is a {type(state_dict[name]).__name__}. Entries must be tensors: save it '
+                'again.')
+    try:
+        state_dict = model.convert_checkpoint(state_dict)
+    except (AttributeError, IndexError, RuntimeError, TypeError) as e:
+        raise ValueError(
+            f'The checkpoint has an entry that cannot be adapted to the model ({e}). Create the model with the '
+            'arguments that the checkpoint was trained with.') from e
     for path, encoding in _encodings_with_grids(model):
         grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size)
         if grid is not None:
@@ -80,7 +92,9 @@ def filter_state_dict(
     report = misfit(
         state_dict, model.state_dict(), ignore=tuple(f'{name}.' for name in heads), any_shape=kernels)
     if report:
-        raise ValueError(f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}.')
+        raise ValueError(
+            f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}. Create the model with '
+            'the arguments that the checkpoint was trained with.')
     _warn_of_lost_head(state_dict, model, heads)
     return state_dict
 
@@ -308,11 +322,14 @@ def misfit(
     def listed(keys: List[str]) -> str:
         return ', '.join(sorted(keys)[:4]) + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
 
+    def shape(value: Any) -> Union[str, List[int]]:
+        return list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+
     missing = [k for k in expected if k not in state_dict and not k.startswith(ignore)]
     unexpected = [k for k in state_dict if k not in expected and not k.startswith(ignore)]
     shapes = [
-        f'{k} {list(state_dict[k].shape)} instead of {list(v.shape)}' for k, v in expected.items()
-        if k in state_dict and state_dict[k].shape != v.shape and k not in any_shape and not k.startswith(ignore)]
+        f'{k} {shape(state_dict[k])} instead of {shape(v)}' for k, v in expected.items()
+        if k in state_dict and shape(state_dict[k]) != shape(v) and k not in any_shape and not k.startswith(ignore)]
     reports = (('it lacks ', missing), ('it has ', unexpected), ('it has ', shapes))
     return '; '.join(what + listed(keys) for what, keys in reports if keys)
 
@@ -528,14 +545,17 @@ class Reading:
 def reading_errors(variant: str) -> Iterator[Reading]:
     """Say plainly that a file cannot be read. torch and safetensors raise anything from KeyError to RuntimeError then.
 
-    What the operating system, the network and the Hub say is left as it is.
+    What the operating system, the network and the Hub say is left as it is, but for 'Invalid argument': a damaged file
+    can send its reader to a place before its beginning.
     """
     reading = Reading()
     try:
         yield reading
     except Exception as e:
         package = type(e).__module__.split('.')[0]
-        if not reading.is_under_way or isinstance(e, OSError) or package in ('huggingface_hub', 'httpx', 'requests'):
+        of_the_system = isinstance(e, OSError) and e.errno != errno.EINVAL
+        if not reading.is_under_way or of_the_system or package in ('huggingface_hub', 'httpx', 'requests'):
             raise
         raise ValueError(
-            f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? ({e})') from e
+            f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? Copy or save it again. '
+            f'({e})') from e

@@ -13,13 +13,13 @@ Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 20
 
 A repository that appears to be the authors' exchanges Q and K: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 """
-from typing import Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 
 from . import ops
-from .encodings.checks import is_number
-from .grid import Grid
+from .encodings.checks import is_integer, is_number
+from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
 
 __all__ = ['sape2_attention', 'sape2_bias']
 
@@ -129,20 +129,27 @@ def sape2_attention(
         ValueError: If shapes, sizes, devices, numbers or the mode do not fit, or the requested backend cannot be used.
             Swapped arguments go unnoticed: `table_y` before `table_x`, or (W, H) for `grid_size`.
     """
+    _check_tensors(q=q, k=k, v=v)
     if v.shape != q.shape:
         raise ValueError(f'q, k and v must have one shape [B, h, N, d], got q {list(q.shape)} and v {list(v.shape)}.')
     if not is_number(dropout_p) or not 0 <= dropout_p <= 1:
         raise ValueError(f'dropout_p must be between 0 and 1, got {dropout_p!r}.')
+    if scale is not None and not is_number(scale):
+        raise ValueError(f'scale must be a number, or None for 1/sqrt(d), got {scale!r}.')
+    grid, gate_scale, ref_grid_size = _check(
+        q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
     if not isinstance(bias_scale, torch.Tensor):
         if not is_number(bias_scale):
             raise ValueError(
                 f'bias_scale must be a number, or a tensor of one value per head [{q.shape[1]}], got {bias_scale!r}.')
         bias_scale = q.new_full((), bias_scale, dtype=torch.promote_types(q.dtype, torch.float32))
-    elif bias_scale.ndim and bias_scale.shape != (q.shape[1],):
+    elif bias_scale.is_complex() or bias_scale.ndim and bias_scale.shape != (q.shape[1],):
         raise ValueError(
-            f'bias_scale must be a number or one value per head [{q.shape[1]}], got {list(bias_scale.shape)}.')
-    grid, gate_scale, ref_grid_size = _check(
-        q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
+            f'bias_scale must be a number or one value per head [{q.shape[1]}], got {_shape(bias_scale)}.')
+    if not isinstance(is_causal, int):  # as True and False are
+        raise ValueError(f'is_causal must be True or False, got {type(is_causal).__name__}.')
+    if attn_mask is not None:
+        ops.check_mask(attn_mask, (*q.shape[:3], q.shape[2]), q.device)
     return ops.sape2_attention(
         q, k, v, table_x, table_y, grid,
         mode=mode,
@@ -160,23 +167,27 @@ def _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices,
 ) -> Tuple[Grid, Union[float, torch.Tensor], Optional[Tuple[int, int]]]:
     """The grid, the factor inside the gates, and the size of the trained grid, None if there is nothing to rescale."""
+    _check_tensors(q=q, k=k, table_x=table_x, table_y=table_y)
     if isinstance(gate_scale, torch.Tensor):
-        if gate_scale.numel() != 1:
-            raise ValueError(f'gate_scale must be a number or a tensor of one, got {list(gate_scale.shape)}.')
+        if gate_scale.numel() != 1 or gate_scale.is_complex():
+            raise ValueError(f'gate_scale must be a number or a tensor of one, got {_shape(gate_scale)}.')
         gate_scale = gate_scale.view(())
     elif gate_scale is not None and not is_number(gate_scale):
         raise ValueError(f'gate_scale must be a number, a tensor of one, or None for 1/sqrt(d), got {gate_scale!r}.')
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f'q and k must have one shape [B, h, N, d], got {list(q.shape)} and {list(k.shape)}.')
-    batch, _, num_tokens, dim = q.shape
+    _, _, num_tokens, dim = q.shape
+    if dim < 1:
+        raise ValueError(f'q and k must have a head dim of at least 1, got {list(q.shape)}.')
     sizes = {'grid_size': grid_size, **({} if ref_grid_size is None else {'ref_grid_size': ref_grid_size})}
     for name, size in sizes.items():
-        ints = isinstance(size, Sequence) and all(isinstance(s, (int, torch.SymInt)) for s in size)
-        if not ints or len(size) != 2 or size[0] < 1 or size[1] < 1:
-            raise ValueError(f'{name} must be (H, W) with at least one patch along each, got {size!r}.')
+        if not is_grid_size(size):
+            raise ValueError(
+                f'{name} must be (H, W) with at least one patch along each, got {size!r}. No side may have more than '
+                f'{MOST_PATCHES - 1:,}.')
     if mode not in MODES:
         raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')
-    if not isinstance(num_prefix_tokens, (int, torch.SymInt)) or num_prefix_tokens < 0:
+    if not (is_integer(num_prefix_tokens, 0) or isinstance(num_prefix_tokens, torch.SymInt)):
         raise ValueError(f'num_prefix_tokens must be an integer of 0 or more, got {num_prefix_tokens!r}.')
     for name, table in (('table_x', table_x), ('table_y', table_y)):
         if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] != dim:
@@ -185,16 +196,25 @@ def _check(
     if keep_indices is None:
         num_patches, kept = height * width, f'a {height} x {width} grid'
     else:
-        if not isinstance(keep_indices, torch.Tensor):
-            raise ValueError(f'keep_indices must be a tensor, int64 [{batch}, K], got {type(keep_indices).__name__}.')
-        if keep_indices.ndim != 2 or keep_indices.shape[0] != batch or keep_indices.dtype != torch.int64:
-            raise ValueError(
-                f'keep_indices must be int64 [{batch}, K], got {keep_indices.dtype} {list(keep_indices.shape)}.')
+        check_keep_indices(keep_indices, q)
         num_patches, kept = keep_indices.shape[1], f'{keep_indices.shape[1]} kept patches'
     if num_tokens != num_prefix_tokens + num_patches:
         raise ValueError(
             f'q has {num_tokens} tokens, but {num_prefix_tokens} prefix tokens and {kept} make '
             f'{num_prefix_tokens + num_patches}. Check grid_size=(H, W) and num_prefix_tokens.')
+    if keep_indices is not None:
+        check_kept_patches(keep_indices, height * width)
     grid = Grid(height, width, num_prefix_tokens, keep_indices)
     gate_scale = dim ** -0.5 if gate_scale is None else gate_scale
     return grid, gate_scale, None if ref_grid_size is None or grid.matches(ref_grid_size) else ref_grid_size
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            got = f'{tensor.dtype} {list(tensor.shape)}' if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f'{name} must be a tensor of floating-point numbers, got {got}.')
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f'{tensor.dtype if tensor.is_complex() else ""} {list(tensor.shape)}'.strip()

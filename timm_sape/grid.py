@@ -11,12 +11,14 @@ tokens come first in the sequence and have no position. *Prefix rule*: a prefix 
 in its row or column gets a bias of zero.
 """
 from dataclasses import dataclass, replace
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ['Grid']
+__all__ = ['MOST_PATCHES', 'Grid', 'check_keep_indices', 'check_kept_patches', 'is_grid_size']
+
+MOST_PATCHES = 2 ** 14  # fewer are along a side, so that no damaged file or slip of a finger asks for huge tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,3 +148,47 @@ class Grid:
             return tokens
         index = self.keep_indices[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[-1])
         return tokens.gather(2, index)
+
+
+def is_grid_size(size: Any) -> bool:
+    """Whether this is (H, W), two integers of at least 1. Of symbolic ones only the least is looked at."""
+    return isinstance(size, (tuple, list)) and len(size) == 2 and all(
+        type(s) is int and 0 < s < MOST_PATCHES or isinstance(s, torch.SymInt) and s > 0 for s in size)
+
+
+def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
+    """
+    Args:
+        keep_indices: What should be int64 `[B, K]`.
+        like: A tensor of this batch size, on the device where it should be.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    batch, is_tensor = like.shape[0], isinstance(keep_indices, torch.Tensor)
+    if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or keep_indices.shape[0] != batch:
+        got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
+        raise ValueError(f'keep_indices must be int64 [{batch}, K], got {got}.')
+    if keep_indices.device != like.device:
+        raise ValueError(
+            f'keep_indices must be on {like.device}, where the tokens are, and is on {keep_indices.device}.')
+
+
+def check_kept_patches(keep_indices: torch.Tensor, num_patches: int) -> None:
+    """
+    Args:
+        keep_indices: What should be raster indices of distinct patches, int64 `[B, K]`.
+        num_patches: H*W.
+
+    Raises:
+        ValueError: If they are not. On a GPU nothing is looked at.
+    """
+    if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return  # a look at the values would make a GPU wait
+    if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= num_patches):
+        raise ValueError(
+            f'keep_indices must be from 0 to H*W - 1 = {num_patches - 1}, got {keep_indices.min().item()} to '
+            f'{keep_indices.max().item()}. Prefix tokens do not count.')
+    ordered = keep_indices.sort(dim=1).values
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')

@@ -128,12 +128,12 @@ def _check(coord: torch.Tensor, valid: torch.Tensor, sizes: torch.Tensor) -> Non
         sample = int(wrong.nonzero()[0])
         raise ValueError(
             f'Image {sample} of the batch has a grid of {int(sizes[sample, 0])}x{int(sizes[sample, 1])} patches by its '
-            f'coordinates; the model takes 1 to {MAX_PATCHES} patches an image. patch_coord counts patches, (y, x) '
+            f'coordinates, which must be of 1 to {MAX_PATCHES} patches. Check patch_coord: it counts patches, (y, x) '
             'from (0, 0), not pixels.')
     outside = ((coord < 0) | (coord >= sizes[:, None])).any(dim=-1) & valid
     if outside.any():
         sample, i = (int(index[0]) for index in outside.nonzero(as_tuple=True))
         raise ValueError(
             f'patch_coord {tuple(coord[sample, i].tolist())} in image {sample} of the batch is outside its grid of '
-            f'{int(sizes[sample, 0])}x{int(sizes[sample, 1])} patches. Count from (0, 0); grid_size, if given, is '
-            '(H, W) of each image.')
+            f'{int(sizes[sample, 0])}x{int(sizes[sample, 1])} patches. It must count from (0, 0), and '
+            'grid_size, if given, must be (H, W) of each image.')

@@ -23,8 +23,7 @@ from .encodings import (
     get_encoding,
     is_per_layer,
 )
-from .encodings.checks import is_integer
-from .grid import Grid
+from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 
 __all__ = ['PosEncModel', 'check_ref_grid_size', 'keep_patches']
@@ -256,9 +255,10 @@ def check_ref_grid_size(ref_grid_size: Any) -> None:
     Raises:
         ValueError: If it is neither None nor (H, W).
     """
-    size = ref_grid_size if isinstance(ref_grid_size, (tuple, list)) else ()
-    if ref_grid_size is not None and (len(size) != 2 or not all(is_integer(s, 1) for s in size)):
-        raise ValueError(f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}.')
+    if ref_grid_size is not None and not is_grid_size(ref_grid_size):
+        raise ValueError(
+            f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}. No side may have more than '
+            f'{MOST_PATCHES - 1:,}.')
 
 
 # torch.fx cannot look into what depends on sizes and on what is given.
@@ -272,7 +272,8 @@ def keep_patches(
 ) -> Tuple[torch.Tensor, Grid]:
     """Drop patches, those that the caller does not keep or else as patch dropout has it."""
     if keep_indices is not None:
-        _check_keep_indices(keep_indices, x.shape[0], grid)
+        check_keep_indices(keep_indices, x)
+        check_kept_patches(keep_indices, grid.num_patches)
         index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
         index[:, :grid.num_prefix_tokens] = torch.arange(grid.num_prefix_tokens, device=index.device)
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
@@ -283,19 +284,3 @@ def keep_patches(
             f'patch_drop is a {type(patch_drop).__name__}, which does not tell the encodings which patches are left. '
             'Use timm.layers.PatchDropoutWithIndices, or create the model with patch_drop_rate=.')
     return x, grid if keep_indices is None else replace(grid, keep_indices=keep_indices)
-
-
-def _check_keep_indices(keep_indices: torch.Tensor, batch: int, grid: Grid) -> None:
-    is_tensor = isinstance(keep_indices, torch.Tensor)
-    if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or len(keep_indices) != batch:
-        got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
-        raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
-    if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return  # a look at the values would make a GPU wait
-    if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= grid.num_patches):
-        raise ValueError(
-            f'keep_indices must be from 0 to H*W - 1 = {grid.num_patches - 1}, got {keep_indices.min().item()} to '
-            f'{keep_indices.max().item()}. Prefix tokens do not count.')
-    ordered = keep_indices.sort(dim=1).values
-    if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')

@@ -46,15 +46,15 @@ from torch.nn.modules.module import (
 import timm_sape
 
 from .encodings import get_encoding, parse_pos_enc
-from .encodings.checks import is_integer, is_number
+from .encodings.checks import MOST, is_integer, is_number
 
 __all__ = ['load', 'push', 'save']
 
 CONFIG_NAME = 'config.json'
-MOST = 10 ** 6  # no integer among the arguments of a model is larger
 MOST_LAYERS = 1_000  # no model is deeper
 MOST_PIXELS = 20_000  # no side of an image is longer
 MOST_LEVELS = 10  # no list or mapping in a config is nested deeper
+AGAIN = 'Copy it again, or save the model again.'
 
 
 def _is_size(value: Any, length: int) -> bool:
@@ -188,7 +188,13 @@ def save(
 
     Raises:
         ValueError: If the folder exists, or the model cannot be saved or does not load back to identical logits.
+        OSError: If the folder cannot be made or written.
     """
+    if not isinstance(repo_id, (str, type(None))):
+        raise ValueError(f'repo_id must be OWNER/NAME, got {_short(repo_id)}.')
+    for name, given in (('model_card', model_card), ('model_config', model_config), ('data_config', data_config)):
+        if given is not None and not isinstance(given, dict):
+            raise ValueError(f'{name} must be a dict of entries and values, got {_short(given)}.')
     folder = Path(folder)
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
@@ -285,7 +291,9 @@ def load(
     except OSError:
         raise
     except Exception as e:  # timm does not check the values in a config
-        raise ValueError(f'{where}: {_culprit(config, folder)}{described(e)}') from e
+        culprit = _culprit(config, folder)
+        fix = f'. {AGAIN}' if culprit or not kwargs else ''
+        raise ValueError(f'{where}: {culprit}{described(e).rstrip(".")}{fix}') from e
 
 
 def read_config(where: str, file: Path) -> Dict[str, Any]:
@@ -302,7 +310,7 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as e:
-        raise ValueError(f'{where}: {CONFIG_NAME} is not JSON ({described(e)}).') from e
+        raise ValueError(f'{where}: {CONFIG_NAME} is not JSON ({described(e)}). {AGAIN}') from e
     try:
         entries = dict(_entries(config))
     except RecursionError as e:
@@ -317,11 +325,11 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
             raise ValueError(f'{where}: {path or "all"} of {CONFIG_NAME} must be {what}, not {_short(entries[path])}.')
     for path in ('architecture', *(['pretrained_cfg'] if 'model_args' in config else [])):  # old timm wrote neither
         if path not in config:
-            raise ValueError(f'{where}: {CONFIG_NAME} has no {path}.')
+            raise ValueError(f'{where}: {CONFIG_NAME} has no {path}. {AGAIN}')
     for path, value in entries.items():
         is_wrong = isinstance(value, int) and abs(value) > MOST or isinstance(value, float) and not math.isfinite(value)
         if path.startswith('model_args.') and is_wrong:
-            raise ValueError(f'{where}: {path} of {CONFIG_NAME} is {_short(value)}, which no model has.')
+            raise ValueError(f'{where}: {path} of {CONFIG_NAME} is {_short(value)}, which no model has. {AGAIN}')
     architecture, args = config['architecture'], config.get('model_args', {})
     if not timm.is_model(architecture):
         raise ValueError(
@@ -381,7 +389,8 @@ def _refuse_misfit(where: str, folder: Path, config: Dict[str, Any]) -> None:
         shapes = _shapes(folder)
     except Exception as e:  # safetensors has errors of its own
         raise ValueError(
-            f'{where}: Cannot read the checkpoint {HF_SAFE_WEIGHTS_NAME}. Is it cut off? ({described(e)})') from e
+            f'{where}: Cannot read the checkpoint {HF_SAFE_WEIGHTS_NAME}. Is it cut off? ({described(e)}) '
+            f'{AGAIN}') from e
     cfg = config.get('pretrained_cfg', config)
     num_classes, offset, heads = config.get('num_classes'), cfg.get('label_offset') or 0, cfg.get('classifier') or ()
     for head in [heads] if isinstance(heads, str) else heads:
@@ -389,7 +398,7 @@ def _refuse_misfit(where: str, folder: Path, config: Dict[str, Any]) -> None:
         if num_classes is not None and rows and rows[0] != num_classes + offset:
             raise ValueError(
                 f'{where}: {CONFIG_NAME} has num_classes={num_classes} and label_offset={offset}, but '
-                f'{HF_SAFE_WEIGHTS_NAME} has {rows[0]} classes.')
+                f'{HF_SAFE_WEIGHTS_NAME} has {rows[0]} classes. {AGAIN}')
     try:
         other = _other_shape(config, folder)
     except _TooLarge as e:
@@ -398,13 +407,14 @@ def _refuse_misfit(where: str, folder: Path, config: Dict[str, Any]) -> None:
         largest = max(numbers, key=numbers.get, default=None)
         hint = f' Its largest number is {largest}={numbers[largest]}.' if numbers else ''
         raise ValueError(
-            f'{where}: {CONFIG_NAME} describes a model far larger than {HF_SAFE_WEIGHTS_NAME}.{hint}') from e
+            f'{where}: {CONFIG_NAME} describes a model far larger than {HF_SAFE_WEIGHTS_NAME}.{hint} {AGAIN}') from e
     except Exception:  # load says what is wrong, if it cannot build the model either
         return
     if other:
         culprit = _culprit(config, folder)
         raise ValueError(
-            f'{where}: {culprit}{CONFIG_NAME} describes another model than {HF_SAFE_WEIGHTS_NAME}: {other}.')
+            f'{where}: {culprit}{CONFIG_NAME} describes another model than {HF_SAFE_WEIGHTS_NAME}: {other}. '
+            f'{AGAIN}')
 
 
 def _shapes(folder: Path) -> Dict[str, List[int]]:

@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import feature_take_indices
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
-from . import checkpoints
+from . import checkpoints, ops
 from .attention import adopt_blocks
 from .encodings import parse_pos_enc
 from .grid import Grid
@@ -276,10 +276,11 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         Raises:
             ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch.
         """
-        if x.ndim not in (3, 5):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim not in (3, 5):
+            got = f'{x.dtype} {list(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
             raise ValueError(
-                f'With patch_coord= the model takes patches [B, K, patch height * patch width * C], got '
-                f'{list(x.shape)}. For images leave patch_coord out.')
+                'With patch_coord= the input must be patches [B, K, patch height * patch width * C] of floating-point '
+                f'numbers, got {got}. For images leave patch_coord out.')
         if not self.embeds.is_linear:
             raise ValueError(
                 "The patch embedding is a convolution, for images. For patches use embed_proj_type='linear'.")
@@ -291,13 +292,13 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         is_resized = x.ndim == 5 and self.supports_patch_interpolation
         if not is_resized and math.prod(x.shape[2:]) != size:
             raise ValueError(
-                f'The patches have {math.prod(x.shape[2:])} values, the model takes {size}: {ph}x{pw} pixels in '
-                f'{self.embeds.in_chans} channels. Patches [B, K, ph, pw, C] of other sizes need '
+                f'The patches have {math.prod(x.shape[2:])} values, they must have {size}: {ph}x{pw} pixels in '
+                f'{self.embeds.in_chans} channels. For patches [B, K, ph, pw, C] of other sizes create the model with '
                 'enable_patch_interpolator=True.')
         shape = tuple(x.shape[:2])
-        _check_shape('patch_coord', coord, (*shape, 2), 'integers')
+        _check_shape('patch_coord', coord, (*shape, 2), 'integers', x.device)
         if valid is not None:
-            _check_shape('patch_valid', valid, shape, 'bool or integers')
+            _check_shape('patch_valid', valid, shape, 'bool or integers', x.device)
             if not valid.bool().any(dim=1).all():
                 raise ValueError(
                     'patch_valid is False for all patches of image '
@@ -305,7 +306,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if grid_size is not None:
             _check_shape('grid_size', grid_size, (shape[0], 2), 'integers')
         if object_index is not None:
-            _check_shape('object_index', object_index, shape, 'integers')
+            _check_shape('object_index', object_index, shape, 'integers', x.device)
 
     def forward(
             self,
@@ -393,11 +394,16 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         return {**out, 'patch_valid': valid} if output_dict and is_naflex else out
 
     def _start(self, x, patch_coord, patch_valid, attn_mask, given):
+        patches = x['patches'] if isinstance(x, Mapping) and 'patches' in x else x
         if isinstance(x, Mapping) and x.get('attn_mask') is not None:
             attn_mask = x['attn_mask']
         x, position, valid, kept = self._embed(x, patch_coord, patch_valid, **given)
-        if attn_mask is not None and kept is not None:
-            num_patches = attn_mask.shape[-1] - self.num_prefix_tokens
+        if attn_mask is None:
+            return x, position, valid, None
+        num_patches = patches.shape[1] if isinstance(position, MixedPosition) else position.grid.num_patches
+        num_tokens = self.num_prefix_tokens + num_patches
+        ops.check_mask(attn_mask, (len(x), self.blocks[0].attn.num_heads, num_tokens, num_tokens), x.device)
+        if kept is not None:
             attn_mask = Grid(1, num_patches, self.num_prefix_tokens, keep_indices=kept).keep_pairs(attn_mask)
         return x, position, valid, attn_mask
 
@@ -420,18 +426,27 @@ def _from_dict(x: Mapping[str, torch.Tensor], **arguments: Optional[torch.Tensor
     """The patches and the other arguments out of a dict, which has precedence."""
     for name in ('patches', 'patch_coord'):
         if x.get(name) is None and arguments.get(name) is None:
+            has = ', '.join(key if value is not None else f'{key}=None' for key, value in x.items())
             raise ValueError(
-                f'The dict lacks {name!r}; it has {", ".join(map(repr, x))}. NaFlex input has patches [B, K, ...], '
-                'patch_coord [B, K, 2] and patch_valid [B, K], as create_naflex_loader of timm.data makes it.')
+                f'The dict lacks {name!r}, it has {has}. NaFlex input must have patches [B, K, ...], patch_coord '
+                '[B, K, 2] and patch_valid [B, K], as create_naflex_loader of timm.data makes it.')
     return x['patches'], *(x[name] if x.get(name) is not None else given for name, given in arguments.items())
 
 
-def _check_shape(name: str, tensor: Any, shape: Tuple[int, ...], kind: str) -> None:
+def _check_shape(
+        name: str,
+        tensor: Any,
+        shape: Tuple[int, ...],
+        kind: str,
+        device: Optional[torch.device] = None,
+) -> None:
     is_tensor = isinstance(tensor, torch.Tensor)
     wrong = not is_tensor or tuple(tensor.shape) != shape or tensor.is_floating_point() or tensor.is_complex()
     if wrong or kind == 'integers' and tensor.dtype == torch.bool:
         got = f'{tensor.dtype} {list(tensor.shape)}' if is_tensor else type(tensor).__name__
         raise ValueError(f'{name} must be {kind} {list(shape)}, got {got}.')
+    if device is not None and tensor.device != device:
+        raise ValueError(f'{name} must be on {device}, where the patches are, and is on {tensor.device}.')
 
 
 def _create_naflexvit(variant: str, pretrained: bool = False, **kwargs) -> NaFlexVitPosEnc:

@@ -19,17 +19,16 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 
-from . import checkpoints
+from . import checkpoints, ops
 from .attention import PosEncAttention, PosEncBlock
 from .encodings import encoding_keywords, get_encoding, list_encodings, parse_pos_enc
-from .encodings.checks import is_integer
+from .encodings.checks import MOST, is_integer, is_number
 from .encodings.registry import AUTO
-from .grid import Grid
+from .grid import MOST_PATCHES, Grid
 from .host import PosEncModel, check_ref_grid_size, keep_patches
 from .position import Position
 
@@ -97,17 +96,22 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         for name in kwargs:
             for part in parts:
                 if name in encoding_keywords(part):
-                    raise ValueError(f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}}.')
+                    raise ValueError(
+                        f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}} sets it.')
         check_sizes(img_size, patch_size)
-        if not 0 <= patch_drop_rate < 1:
-            raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate}.')
-        for name, value, least in (
-                ('embed_dim', embed_dim, 1), ('num_heads', num_heads, 1), ('depth', depth, 1),
-                ('reg_tokens', kwargs.get('reg_tokens', 0), 0)):
-            if not is_integer(value, least):
-                raise ValueError(f'{name} must be an integer of at least {least}, got {value!r}.')
+        if not is_number(patch_drop_rate) or not 0 <= patch_drop_rate < 1:
+            raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate!r}.')
+        for name, value, least, most in (
+                ('embed_dim', embed_dim, 1, MOST), ('num_heads', num_heads, 1, MOST), ('depth', depth, 1, 1000),
+                ('reg_tokens', kwargs.get('reg_tokens', 0), 0, MOST)):
+            if not is_integer(value, least) or value > most:
+                raise ValueError(f'{name} must be an integer of at least {least} and at most {most:,}, got {value!r}.')
+        for name, value in (('dynamic_img_size', dynamic_img_size), ('dynamic_img_pad', dynamic_img_pad)):
+            if not isinstance(value, bool):
+                raise ValueError(f'{name} must be True or False, got {value!r}.')
         if embed_dim % num_heads:
-            raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}.')
+            raise ValueError(
+                f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}. Choose another num_heads.')
         check_ref_grid_size(ref_grid_size)
 
         super().__init__(
@@ -175,8 +179,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             ValueError: If the patch size does not divide the image size.
         """
         kernel, stride = self.patch_embed.patch_size, self.patch_size
-        new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
-        new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
+        new_kernel = kernel if patch_size is None else _pair(patch_size)
+        new_size = self.patch_embed.img_size if img_size is None else _pair(img_size)
         _check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
             check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
@@ -268,7 +272,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
         """
         x, position = self.embed(x, keep_indices, object_index)
-        x, _ = self._run_blocks(x, position, _keep_mask(attn_mask, position), is_causal)
+        mask = _keep_mask(attn_mask, position, x, self.blocks[0].attn.num_heads)
+        x, _ = self._run_blocks(x, position, mask, is_causal)
         return self.norm(x)
 
     def forward_intermediates(
@@ -315,7 +320,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         grid = position.grid
         if output_fmt == 'NCHW' and grid.keep_indices is not None:
             raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
-        attn_mask = _keep_mask(attn_mask, position)
+        attn_mask = _keep_mask(attn_mask, position, x, self.blocks[0].attn.num_heads)
         x, taken = self._run_blocks(
             x, position, attn_mask, is_causal, take_indices, max_index + 1 if stop_early else None)
         return self._collect_intermediates(
@@ -325,14 +330,19 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
 def _check_integers(**sizes) -> None:
     for name, size in sizes.items():
-        size = to_2tuple(size)
-        if len(size) != 2 or not all(isinstance(s, Integral) and s >= 1 for s in size):
+        size = _pair(size)
+        if len(size) != 2 or not all(isinstance(s, Integral) and s is not True and s >= 1 for s in size):
             raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
+
+
+def _pair(size: Any) -> Tuple[Any, ...]:
+    """(height, width) of what is given for both, or for each. Not `to_2tuple`, which fails on some that are neither."""
+    return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
 
 
 def check_sizes(img_size, patch_size) -> None:
     _check_integers(img_size=img_size, patch_size=patch_size)
-    img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
+    img_size, patch_size = _pair(img_size), _pair(patch_size)
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
     if any(i < p for i, p in zip(img_size, patch_size)):
         raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')
@@ -340,14 +350,29 @@ def check_sizes(img_size, patch_size) -> None:
         raise ValueError(
             f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
             'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
+    height, width = (i // p for i, p in zip(img_size, patch_size))
+    if max(height, width) >= MOST_PATCHES or height * width > 2 ** 22:
+        raise ValueError(
+            f'img_size={img_size} makes {height:,} x {width:,} patches of patch_size={patch_size}, more than any model '
+            'can use. Use a smaller img_size or a larger patch_size.')
 
 
 # What follows depends on sizes and on what is given, which torch.fx cannot look into.
 
 @torch.fx.wrap
-def _keep_mask(attn_mask: Optional[torch.Tensor], position: Position) -> Optional[torch.Tensor]:
-    """A mask for all tokens of the grid, reduced to the tokens in the sequence."""
-    return None if attn_mask is None else position.grid.keep_pairs(attn_mask)
+def _keep_mask(
+        attn_mask: Optional[torch.Tensor],
+        position: Position,
+        x: torch.Tensor,
+        num_heads: int,
+) -> Optional[torch.Tensor]:
+    """A mask for all tokens of the grid, reduced to the tokens in the sequence, x."""
+    if attn_mask is None:
+        return None
+    grid = position.grid
+    num_tokens = grid.num_prefix_tokens + grid.num_patches
+    ops.check_mask(attn_mask, (x.shape[0], num_heads, num_tokens, num_tokens), x.device)
+    return grid.keep_pairs(attn_mask)
 
 
 @torch.fx.wrap
@@ -424,15 +449,21 @@ def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTrans
     ref_grid_size = kwargs.get('ref_grid_size')
     out_indices = take_out_indices(kwargs)
     filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size)
-    with checkpoints.reading_errors(variant) as reading:
-        return build_model_with_cfg(
-            reading.begins_after(VisionTransformerPosEnc),
-            variant,
-            pretrained,
-            pretrained_filter_fn=reading.ends_before(filter_fn),
-            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-            **kwargs,
-        )
+    try:
+        with checkpoints.reading_errors(variant) as reading:
+            return build_model_with_cfg(
+                reading.begins_after(VisionTransformerPosEnc),
+                variant,
+                pretrained,
+                pretrained_filter_fn=reading.ends_before(filter_fn),
+                feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+                **kwargs,
+            )
+    except RuntimeError as e:
+        if "can't allocate memory" not in str(e):  # as torch says it on a CPU
+            raise
+        raise ValueError(
+            f'{variant} of this size does not fit into memory. Choose a smaller img_size, embed_dim or depth.') from e
 
 
 # Entrypoints:

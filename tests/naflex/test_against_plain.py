@@ -22,7 +22,7 @@ def third_party():
 def mixes(pos_enc):
     """Whether positions are weighed apart from tokens, by an encoding or a gate.
 
-    NaFlexVit has no rows for prefix tokens. They are added to these tokens once and for all, and cannot be weighed then.
+    NaFlexVit has no rows for prefix tokens. They are added to these tokens once and for all, so nothing can weigh them.
     """
     return pos_enc == 'auto_ape' or any(timm_sape.get_encoding(name).overrides('mix') for name in pos_enc.split('+'))
 

@@ -123,7 +123,8 @@ def test_table_of_two_possible_grids():
     def load(plain, img_size, **declared):
         overlay = dict(state_dict=plain.state_dict(), **declared)
         return timm.create_model(
-            'test_naflexvit_pos_enc', img_size=img_size, pretrained=True, pretrained_cfg_overlay=overlay, **shape).eval()
+            'test_naflexvit_pos_enc', img_size=img_size, pretrained=True, pretrained_cfg_overlay=overlay,
+            **shape).eval()
 
     with pytest.raises(ValueError, match=r'36 rows, .* are 4x8 or 6x6\. .* input_size=\(3, 32, 64\)'):
         load(square, (32, 64))
@@ -357,8 +358,8 @@ def at(index, value):
     ({'patch_valid': lambda v: v[:, :-1]}, r'patch_valid must be bool or integers \[2, 30\]'),
     ({'patch_valid': lambda v: v.float()}, 'patch_valid must be bool'),
     ({'patch_valid': at(1, False)}, 'False for all patches of image 1'),
-    ({'patches': lambda p: p[..., :-1]}, 'the model takes 192: 8x8 pixels in 3 channels'),
-    ({'patches': lambda p: p[0]}, 'the model takes patches'),
+    ({'patches': lambda p: p[..., :-1]}, 'they must have 192: 8x8 pixels in 3 channels'),
+    ({'patches': lambda p: p[0]}, 'the input must be patches'),
     ({'patches': lambda p: p.unflatten(2, (3, 8, 8))}, r'\[B, K, ph, pw, C\] of 3 channels'),
     ({'patches': torch.zeros(2, 30, 16, 16, 3)}, 'have 768 values, .* enable_patch_interpolator=True'),
     ({'grid_size': torch.tensor([[5, 6], [3, 3]])}, r'\(0, 3\) in image 1 .* outside its grid of 3x3'),

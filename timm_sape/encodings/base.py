@@ -62,6 +62,7 @@ def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
     By default timm's function truncates at +-2, whatever the standard deviation. It also draws in the tensor's dtype,
     and in half precision some of these draws are infinite before they are truncated.
     """
+    std = float(std)
     wide = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
     trunc_normal_(wide, std=std, a=-100 * std, b=100 * std)
     with torch.no_grad():
@@ -165,7 +166,7 @@ class PositionEncoding(nn.Module):
     ) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f'dim={dim} is not divisible by num_heads={num_heads}.')
+            raise ValueError(f'dim={dim} is not divisible by num_heads={num_heads}. Choose another num_heads.')
         if not isinstance(grid_size, Sequence) or len(grid_size) != 2:
             raise ValueError(f'grid_size must be (H, W) in patches, got {grid_size!r}.')
         self.dim = dim
@@ -554,7 +555,8 @@ class _SavesGrid(PositionEncoding):
         Raises:
             ValueError: If the entry is not a grid.
         """
-        sizes = state.tolist() if isinstance(state, torch.Tensor) and not state.is_complex() else state
+        has_numbers = isinstance(state, torch.Tensor) and not state.is_complex() and not state.is_meta
+        sizes = state.tolist() if has_numbers else state
         is_pair = isinstance(sizes, list) and len(sizes) == 2
         # The upper bound keeps a damaged file from making us allocate huge tables. NaN fails the comparison.
         if not is_pair or not all(isinstance(s, (int, float)) and 0.5 < s < 2 ** 14 for s in sizes):
@@ -697,8 +699,14 @@ class ResizedEncoding(_SavesGrid, ABC):
             return
         for name in self.RESIZED:
             key = f'{path}.{name}'
-            if key in state_dict:
+            if key not in state_dict:
+                continue
+            try:
                 state_dict[key] = self.resample(name, state_dict[key], grid_size, self.grid_size)
+            except Exception as e:  # encodings do not check the entries of a damaged file
+                raise ValueError(
+                    f'{key} of the checkpoint cannot be resized from a grid of {grid_size[0]}x{grid_size[1]} patches. '
+                    f'Is the file damaged? Copy or save it again. ({e})') from e
         state_dict[f'{path}._extra_state'] = self.get_extra_state()
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:

@@ -9,7 +9,7 @@ import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
 from .base import FixedEncoding, PositionEncoding, RotaryEncoding
-from .checks import is_number
+from .checks import MOST, is_number
 
 __all__ = [
     'create_encoding',
@@ -267,27 +267,41 @@ def parse_pos_enc(
         part = _resolve(name)
         if part not in keywords:
             others = [other for other in keywords if other.removeprefix(AUTO) == part.removeprefix(AUTO)]
-            hint = f' Write {others[0]!r}, or put {part!r} into pos_enc.' if others else ''
+            hint = f'Write {others[0]!r}, or' if others else 'Leave them out, or'
             raise ValueError(
-                f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.{hint}')
+                f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}. {hint} put '
+                f'{part!r} into pos_enc.')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
         _check_keywords(part, values)
+        for keyword, value in values.items():
+            if _largest_integer(value) > MOST:
+                raise ValueError(
+                    f'Position encoding {part!r}: {keyword}={value!r} is larger than any model needs. Give at most '
+                    f'{MOST:,}.')
         keywords[part] = values
     return keywords
+
+
+def _largest_integer(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(map(_largest_integer, inner), default=abs(value) if isinstance(value, int) else 0)
 
 
 def _check_composition(pos_enc: str, resolved: List[str]) -> None:
     plain = [name.removeprefix(AUTO) for name in resolved]
     for name in plain:
         if plain.count(name) > 1:
-            raise ValueError(f'pos_enc={pos_enc!r} names {name!r} more than once.')
+            raise ValueError(f'pos_enc={pos_enc!r} names {name!r} more than once. Name it once.')
     if 'nope' in plain and len(plain) > 1:
-        raise ValueError(f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined.")
+        raise ValueError(
+            f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined. Leave it out.")
     for name, cls in zip(resolved, map(_encodings.get, plain)):
         for other in cls.excludes.keys() & set(plain):
-            raise ValueError(f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}.')
+            raise ValueError(
+                f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}. Keep one of '
+                'them.')
     rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides('rotation')]
     if len(rotations) > 1:
         raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
@@ -310,7 +324,7 @@ def plain_keywords(pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) ->
         raise ValueError(
             f'pos_enc_kwargs must map parts to their keywords, got the text {pos_enc_kwargs!r}. On a command line, '
             f'quote it and the names in it: --model-kwargs "pos_enc_kwargs={meant}".')
-    given = _plain_json(pos_enc_kwargs or {})
+    given = _plain_json({} if pos_enc_kwargs is None else pos_enc_kwargs)
     if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
         raise ValueError(
             "pos_enc_kwargs must map parts to their keywords, e.g. {'sape2_k': {'preset': 'equations'}}, "

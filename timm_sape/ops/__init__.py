@@ -13,7 +13,7 @@
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
 """
-from .attention import attend, merge_masks, probabilities
+from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
 from .precision import no_autocast, upcast
@@ -24,6 +24,7 @@ __all__ = [
     'BACKENDS',
     'attend',
     'axis_codes',
+    'check_mask',
     'contextual_bias',
     'merge_masks',
     'no_autocast',

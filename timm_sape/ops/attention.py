@@ -1,7 +1,7 @@
 """Scaled dot-product attention with a bias that may be wider than q, k and v."""
 import math
 from contextlib import nullcontext
-from typing import Optional
+from typing import Any, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,29 @@ import torch.nn.functional as F
 from .precision import no_autocast
 from .transforms import is_transformed
 
-__all__ = ['attend', 'merge_masks', 'probabilities']
+__all__ = ['attend', 'check_mask', 'merge_masks', 'probabilities']
+
+
+def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> None:
+    """
+    Args:
+        attn_mask: What should be a mask, additive or bool.
+        shape: B, h, N, N. What is symbolic is not looked at.
+        device: Where the tokens are.
+
+    Raises:
+        ValueError: If it is no tensor, on another device, or not broadcastable to `[B, h, N, N]`.
+    """
+    if not isinstance(attn_mask, torch.Tensor) or attn_mask.device != device:
+        got = f'one on {attn_mask.device}' if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
+        raise ValueError(
+            f'attn_mask must be a tensor on {device}, bool (True where attention is allowed) or float (added), got '
+            f'{got}.')
+    sizes = zip(reversed(attn_mask.shape), reversed(shape))
+    wrong = [size for size, full in sizes if type(size) is type(full) is int and size not in (1, full)]
+    if wrong or not 2 <= attn_mask.ndim <= 4:
+        raise ValueError(
+            f'attn_mask must be broadcastable to [B, h, N, N] = {list(shape)}, got {list(attn_mask.shape)}.')
 
 
 def merge_masks(

@@ -143,6 +143,8 @@ def axis_codes(
         axis_keys: As for `sape2_bias`. Whatever computes the codes takes one k for both axes, so it runs once for each.
         backend: As `choose_backend` returns it.
     """
+    if backend != 'reference':  # operators compute in the dtype of q, float32 at least
+        table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
     if axis_keys is not None:
         (codes_x, _), (_, codes_y) = (
             axis_codes(
@@ -160,7 +162,6 @@ def axis_codes(
         operator = torch_axis_codes
     p, (height, width) = grid.num_prefix_tokens, grid.size
     ref_height, ref_width = ref_grid_size or grid.size
-    table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
     return operator(
         q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
         ref_width / width, ref_height / height)
