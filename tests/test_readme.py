@@ -1,4 +1,4 @@
-"""The README agrees with the registry and the results, and its code runs. As a script, prints the encodings' table."""
+"""The figures in the documents are those that were measured. As a script, prints the encodings' table."""
 import csv
 import operator
 import re
@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-import timm_sape
 from timm_sape.cli import experiment, main
-from timm_sape.encodings.registry import _encodings, encodings_table
+from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.experiment import load_plan, summary_table
 from timm_sape.lab.experiment.results import read_archive
 from timm_sape.lab.intervals import mean_interval, unpaired_interval
 
-README = Path(__file__).parent.parent / 'README.md'
-RESULTS = README.parent / 'results'
+ROOT = Path(__file__).parent.parent
+README, DOCS, RESULTS = ROOT / 'README.md', ROOT / 'docs', ROOT / 'results'
 TABLES = sorted(RESULTS.glob('*/*.md'))
 NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')
 
@@ -30,7 +29,8 @@ def read_csv(path):
 
 
 def test_table_is_that_of_the_registry():
-    assert encodings_table() in README.read_text(), 'run `python tests/test_readme.py` and paste what it prints'
+    page = re.sub(r'\[(`\w+`)\]\(encodings/\w+\.md\)', r'\1', (DOCS / 'encodings.md').read_text())
+    assert encodings_table() in page, 'run `python docs/make_pages.py`'
 
 
 def test_costs_are_those_that_were_measured():
@@ -39,16 +39,17 @@ def test_costs_are_those_that_were_measured():
     for path in results:
         rows = read_csv(path)
         shown = f'{cost_table(rows)}\n\n{rows[0]["notes"]}'
-        assert shown in README.read_text() and path.name in README.read_text()
+        page = (DOCS / 'cost.md').read_text()
+        assert shown in page and path.name in page
 
 
 def test_costs_of_sape2_are_those_that_were_measured():
     """Forward and backward time over plain attention: for each file a line for our code and one for Appendix D."""
-    lines = README.read_text().splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r'\| ours, .*\(results/sape2_.*\.csv\)', line)]
+    lines = (DOCS / 'cost.md').read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r'\| ours, .*\(\.\./results/sape2_.*\.csv\)', line)]
     assert len(starts) == 3
     for start in starts:
-        path = README.parent / re.search(r'\((.*?)\)', lines[start])[1]
+        path = DOCS / re.search(r'\((.*?)\)', lines[start])[1]
         rows = read_csv(path)
         for line, backend in ((lines[start], 'torch'), (lines[start + 1], 'appendix')):
             found = [float(row['both_vs_plain']) for row in rows if row['backend'] == backend]
@@ -74,7 +75,7 @@ def test_tables_are_those_of_the_archive(table, tmp_path, monkeypatch):
     """Byte for byte. (So are the curves, but they change with the version of matplotlib.)"""
     monkeypatch.setattr(experiment, 'find_spec', lambda name: None)  # no curves
     shutil.copy(table.parent / 'runs.jsonl', tmp_path)
-    plan = README.parent / 'train_configs' / 'cpu_cifar10' / f'{table.stem}.yaml'
+    plan = ROOT / 'train_configs' / 'cpu_cifar10' / f'{table.stem}.yaml'
     assert main(['experiment', str(plan), '--output', str(tmp_path), '--tables']) == 0
     for path in (table, table.with_suffix('.csv')):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
@@ -92,12 +93,12 @@ def test_archives_have_the_runs_of_the_tables_once(folder):
 
 def test_a_line_of_the_archive_repeats_the_run(tmp_path, monkeypatch):
     """The code of EXPERIMENTS.md writes the options that the plan had."""
-    guide = (README.parent / 'train_configs' / 'EXPERIMENTS.md').read_text()
+    guide = (ROOT / 'train_configs' / 'EXPERIMENTS.md').read_text()
     code, = re.findall(r'```python\n(.*?)```', guide, flags=re.DOTALL)
     (tmp_path / 'results').symlink_to(RESULTS)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    run, = load_plan(README.parent / 'train_configs' / 'cpu_cifar10' / 'plan.yaml').select(['APE'], [1])
+    run, = load_plan(ROOT / 'train_configs' / 'cpu_cifar10' / 'plan.yaml').select(['APE'], [1])
     assert yaml.safe_load(Path('config.yaml').read_text()) == run.config
 
 
@@ -113,9 +114,10 @@ def test_results_are_those_of_the_runs():
     """Top-1 and the difference to APE, line by line."""
     notes, rows = runs_of('plan')
     table = summary_table(rows, 'APE').splitlines()
-    assert notes in README.read_text() and len(table) == 2 + len({row['model'] for row in rows})
+    page = (RESULTS / 'README.md').read_text()
+    assert notes in page and len(table) == 2 + len({row['model'] for row in rows})
     for line in table[2:]:
-        assert line.rsplit(' | ', 3)[0] in README.read_text(), line
+        assert line.rsplit(' | ', 3)[0] in page, line
 
 
 def difference_of(values, others):
@@ -228,23 +230,30 @@ def test_differences_that_hang_on_the_interval():
         assert sum(low < 0 < high for low, high in (paired, unpaired)) == 1
 
 
-def test_code_runs(tmp_path, monkeypatch):
-    """All of the code, but with random weights where it would download some."""
-    monkeypatch.chdir(tmp_path)
-    known = timm_sape.list_encodings()
-    blocks = re.findall(r'```python\n(.*?)```', README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 6
-    scope = {}
-    try:
-        for block in blocks:
-            exec(block.replace('pretrained=True', 'pretrained=False'), scope)
-        model = scope['timm'].create_model('test_vit_pos_enc', pos_enc='ape+my_encoding')
-        assert model(scope['torch'].randn(1, 3, 160, 160)).shape == (1, 1000)
-        saved = scope['timm'].create_model(f'local-dir:{tmp_path}/my_model', pretrained=True)
-        assert saved.pos_enc == 'ape+auto_sape2_k' and saved.num_classes == 10
-    finally:
-        for name in set(timm_sape.list_encodings()) - set(known):
-            del _encodings[name]
+def test_readme_has_the_new_seeds():
+    """Top-1 of three models at both rates, and the difference to APE."""
+    top1 = top1_of('pairs', '456789')
+    for model in ('APE', 'SaPE2(K)+APE', 'RoPE-2D'):
+        cells = [model]
+        for end in ('', ', rate .00075'):
+            found, ape = top1[f'{model}{end}'], top1[f'APE{end}']
+            cells += [spread_of(found), '' if model == 'APE' else difference_of(found, ape)]
+        assert f'| {" | ".join(cells)} |' in README.read_text()
+
+
+def test_advice_is_that_of_the_results():
+    """Numbers in the prose of the README and of docs/."""
+    costs = [float(row['step_ratio']) for path in RESULTS.glob('cost*.csv') for row in read_csv(path)]
+    assert '1 to 35 % slower' in README.read_text() and 1.3 < max(costs) < 1.355
+    kept = {}
+    for row in read_csv(RESULTS / 'resolutions_cpu.csv'):
+        if row['model'] == 'RoPE-2D' and row['height'] == row['width'] and row['height'] in ('32', '64'):
+            kept.setdefault((row['policy'], row['height']), []).append(float(row['top1']) - 10)
+    share = {
+        policy: statistics.mean(kept[policy, '64']) / statistics.mean(kept[policy, '32'])
+        for policy in ('rescale', 'extrapolate')}
+    assert 'it lost [more than half]' in README.read_text()
+    assert share['rescale'] > 0.95 and share['extrapolate'] < 0.5
 
 
 if __name__ == '__main__':

@@ -43,9 +43,9 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
 
 
-def add_image_options(parser: argparse.ArgumentParser) -> None:
+def add_image_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the options of subcommands that look at one image."""
-    parser.add_argument('--image', required=True, metavar='FILE', help="is squashed to the model's image size")
+    parser.add_argument('--image', required=required, metavar='FILE', help="is squashed to the model's image size")
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
 

@@ -29,14 +29,17 @@ examples:
   timm-sape map --model local-dir:FOLDER --image cat.jpg --heads all --output heads.pdf --numbers heads.csv
   timm-sape map --model vit_small_patch16_224 --image cat.jpg --what similarity --output ape.png
   timm-sape map --model MODEL --image cat.jpg --what distance --output distance.png
+  timm-sape map --gallery gallery.png
 
 --what bias: what position adds to the logits of attention; for rotations, scale * (Rq.Rk - q.k). attention: the
 probabilities. similarity: cosines of the vectors that are added to the tokens. distance: how far each head looks, for
-all layers. A small map shows one row of the matrix: from one patch to all others.""",
+all layers. A small map shows one row of the matrix: from one patch to all others. --gallery draws every encoding,
+also those of --import, in an untrained model of its own; it takes no other options but --force.""",
     )
-    parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
-    add_image_options(parser)
-    parser.add_argument('--output', required=True, type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
+    parser.add_argument('--model', metavar='MODEL', help=MODELS_HELP)
+    add_image_options(parser, required=False)
+    parser.add_argument('--output', type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
+    parser.add_argument('--gallery', type=Path, metavar='FILE', help='draw all encodings in one picture instead')
     parser.add_argument('--what', choices=WHAT, default='bias', help='(default: %(default)s)')
     parser.add_argument(
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='patches to draw a small map for (default: two)')
@@ -55,6 +58,13 @@ def _patch(text: str) -> Tuple[int, int]:
 
 
 def _map(args: argparse.Namespace) -> int:
+    missing = [f'--{name}' for name in ('model', 'image', 'output') if getattr(args, name) is None]
+    if args.gallery is not None:
+        if len(missing) < 3:
+            raise CommandError('--gallery draws models of its own; leave --model, --image and --output out')
+        return _gallery(args.gallery, args.force)
+    if missing:
+        raise CommandError(f'give {", ".join(missing)}; or --gallery FILE for a picture of all encodings')
     with readable():  # a name may be too long
         check_outputs([args.output], args.force, FIGURES)
         check_outputs([args.numbers], args.force, ('.csv', '.json'))
@@ -103,6 +113,18 @@ def _map(args: argparse.Namespace) -> int:
         writers[args.numbers] = table_writer(rows, notes, '')
     write_files(writers, args.force)
     print(*writers, sep='\n')
+    return 0
+
+
+def _gallery(path: Path, force: bool) -> int:
+    with readable():
+        check_outputs([path], force, FIGURES)
+
+    from ..analysis.gallery import draw_gallery, gallery_panels
+
+    figure = draw_gallery(gallery_panels())
+    write_files({path: lambda path: figure.savefig(path, dpi=100)}, force)
+    print(path)
     return 0
 
 

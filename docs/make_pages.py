@@ -1,0 +1,322 @@
+"""Write what is generated in the documents: a page for each encoding, and the tables between `begin` and `end` marks.
+
+    python docs/make_pages.py              write the pages and the tables
+    python docs/make_pages.py --pictures   draw the gallery and the picture of each encoding again, too
+
+Descriptions come from docstrings, figures from results/*.csv. tests/test_docs.py checks that all of it is up to date.
+"""
+import argparse
+import csv
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import timm_sape
+from timm_sape.encodings.registry import encoding_title, encodings_table
+from timm_sape.lab.bench import cost_table
+from timm_sape.lab.intervals import difference, spread, unpaired_interval
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, RESULTS = ROOT / 'docs', ROOT / 'results'
+
+# Where the docstring of the class does not have it in a line.
+EQUATIONS = {
+    'ape': 'x_i + e[i], with a learned vector e[i] for each token i.',
+    'irpe_k': 'Logits get (q_i / sqrt(d)) . r_k[I(i, j)], where I(i, j) is the bucket of the offset p_i - p_j.',
+    'irpe_q': 'Logits get (k_j / sqrt(d)) . r_q[I(j, i)], where I(j, i) is the bucket of the offset p_j - p_i.',
+    'irpe_qk': 'Logits get (q_i / sqrt(d)) . r_k[I(i, j)] + (k_j / sqrt(d)) . r_q[I(j, i)], where I(i, j) is the '
+               'bucket of the offset p_i - p_j.',
+    'irpe_qkv': 'As irpe_qk, and the output gets sum_j attn_ij r_v[I(i, j)].',
+    'nope': 'x_i, unchanged.',
+    'sape2': 'Along the row of patch i: p_im = sum over j >= m of sigmoid(q_i.k_j / sqrt(d)), and the code c_i has the '
+             'entry e[p_im] . {vector} for each column m. Logits get |c_i - c_n| along rows, plus the same along '
+             'columns.',
+    'sape2sq': 'Logits get |c_i - c_n|^2, summed over both axes, where c are the codes of SaPE2, made with {vector}.',
+}
+VECTORS = {'q': 'q_i', 'k': 'k_i', 'qk': 'q_i, and another one with k_i,'}
+
+ON_NAFLEX = {
+    'tokens': 'Each image gets the vectors of its own grid.',
+    'tokens after a block': 'Each image is convolved on its own grid.',
+    'tokens in each layer': 'Each image gets the vectors of its own grid, in each layer.',
+    'q and k': "One rotation for the whole batch, with the angles of each image's own grid. Attention stays fused.",
+    'logits, by geometry': 'Each image gets the bias of its own grid. Images of one grid are computed together.',
+    'logits, from content': 'Each image gets the bias of its own grid. Images of one grid are computed together.',
+    'logits, from content, as channels of q and k':
+        'Each image gets the channels of its own grid. Images of one grid are computed together.',
+    'values': 'The term for values is computed for each image on its own grid.',
+}
+NAFLEX_EXTRA = {
+    'ape': "The table is resized for each image as timm's NaFlexVit does it.",
+    'nope': 'Nothing to do.',
+    'ope': 'Objects are found in the patches of an image where none is missing; otherwise give '
+           '`object_index=`, `[B, K]`.',
+    'pemix': 'The same weights for all images.',
+}
+MODELS = {  # rows of results/cpu_cifar10/plan.csv
+    'ape': ['APE'], 'cope': ['CoPE+APE'], 'nope': ['none'], 'rope2d': ['RoPE-2D'], 'rope2d_mixed': ['RoPE-2D mixed'],
+    'rpb': ['relative bias'], 'sape2_k': ['SaPE2(K)+APE', 'SaPE2(K)'], 'sape2_q': ['SaPE2(Q)+APE'], 'shaw': ['Shaw'],
+}
+
+
+def read_csv(path):
+    with open(path, newline='', encoding='utf-8') as f:
+        return list(csv.DictReader(f))
+
+
+def table(head, rows):
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines)
+
+
+def values_of(rows, model, key='top1'):
+    """Values of a model's runs by their seed."""
+    return {row['seed']: float(row[key]) for row in rows if row['model'] == model}
+
+
+def beside(values, base):
+    """Mean ± standard deviation, and the difference to the runs of another model with both 95 % intervals."""
+    if values == base:
+        return [spread(list(values.values())), '', '']
+    low, high = unpaired_interval(list(values.values()), list(base.values()))
+    differences = [values[seed] - base[seed] for seed in values]
+    return [spread(list(values.values())), difference(differences), f'[{low:+.2f}, {high:+.2f}]']
+
+
+# tables, by the name of their mark
+
+
+def results():
+    rows = read_csv(RESULTS / 'cpu_cifar10' / 'pairs.csv')
+    found = []
+    for model in ('APE', 'SaPE2(K)+APE', 'RoPE-2D'):
+        cells = [f'`{model}`' if model == 'none' else model]
+        for end in ('', ', rate .00075'):
+            values, base = (values_of(rows, f'{name}{end}') for name in (model, 'APE'))
+            cells += beside(values, base)[:2]
+        found.append(cells)
+    seeds = len(values)
+    head = ['model', 'top-1 (%)', 'difference to APE', 'at half the rate (%)', 'difference to APE']
+    return (
+        f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds, 95 % intervals of '
+        f'the pairs:\n\n{table(head, found)}')
+
+
+def encodings():
+    """The table of the registry, with a link to the page of each."""
+    return re.sub(r'^\| `(\w+)`', r'| [`\1`](encodings/\1.md)', encodings_table(), flags=re.MULTILINE)
+
+
+def sizes():
+    rows = [row for row in read_csv(RESULTS / 'resolutions_cpu.csv') if row['height'] == row['width']]
+    found, widths = [], sorted({int(row['height']) for row in rows})
+    for model, policy in (
+            ('APE', 'own'), ('SaPE2(K)+APE', 'own'), ('RoPE-2D', 'rescale'), ('RoPE-2D', 'extrapolate')):
+        own = [row for row in rows if row['model'] == model and row['policy'] == policy]
+        means = [spread([float(row['top1']) for row in own if int(row['height']) == width], 1) for width in widths]
+        found.append([model if policy == 'own' else f'{model}, `{policy}`', *means])
+    return table(['top-1 (%)', *(f'{width} px' for width in widths)], found) + f'\n\n{rows[0]["notes"]}'
+
+
+def finetune():
+    rows = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
+    base = values_of(rows, 'none')
+    found = []
+    for model in dict.fromkeys(row['model'] for row in rows):
+        cells = beside(values_of(rows, model), base)
+        found.append([model if model == 'none' else f'`{model}`', *cells[:2]])
+    return table(['grafted', 'top-1 (%)', 'difference to none'], found) + (
+        f'\n\n{len(base)} seeds, one base, 95 % intervals of the pairs; {rows[0]["notes"]}')
+
+
+def position_bias():
+    rows = read_csv(RESULTS / 'position_bias_cpu.csv')
+    head = ['encoding', 'top-1', 'P-SHAP, classes that depend on position', 'P-SHAP, the others',
+            'one-sided Mann-Whitney p']
+    return table(head, [
+        [f'`{row["encoding"]}`', row['top-1'], *(
+            f'{float(row[f"P-SHAP, {kind}"]):.2f}'.removeprefix('0')
+            for kind in ('position-dependent', 'independent')), row['p, one-sided'].replace('<', 'below ')]
+        for row in rows])
+
+
+def cost():
+    rows = read_csv(RESULTS / 'cost_cpu.csv')
+    return f'{cost_table(rows)}\n\n{rows[0]["notes"]}'
+
+
+SAPE2_FILES = (
+    ('sape2_cpu', '[AMD EPYC](../results/sape2_cpu.csv), two threads'),
+    ('sape2_cpu_1thread', '[AMD EPYC](../results/sape2_cpu_1thread.csv), one thread'),
+    ('sape2_cpu_xeon', 'an earlier version, [Intel Xeon](../results/sape2_cpu_xeon.csv), two threads'),
+)
+
+
+def sape2():
+    found = []
+    for name, where in SAPE2_FILES:
+        rows = read_csv(RESULTS / f'{name}.csv')
+        for backend, what in (('torch', f'ours, {where}'), ('appendix', 'the code printed in the paper, corrected')):
+            own = {int(row['n']): float(row['both_vs_plain']) for row in rows if row['backend'] == backend}
+            found.append([what, *(f'{ratio:.1f}' for ratio in own.values())])
+    return table(['patches', *(f'{n:,}' for n in own)], found)
+
+
+def sape2_models():
+    found = []
+    for name, where in SAPE2_FILES:
+        rows = read_csv(RESULTS / f'{name}-models.csv')
+        own = {row['setting']: row['step_ratio'] for row in rows
+               if row['pos_enc'] == 'ape+sape2_k' and row['backend'] == 'torch'}
+        found.append([where.replace('.csv', '-models.csv'), *(f'{float(ratio):.2f}' for ratio in own.values())])
+    return table(['image size / patch size', *own], found)
+
+
+# pages of encodings
+
+
+def sections(name):
+    """The docstrings of an encoding's file and class as (about, equation, details, descriptions of keywords)."""
+    cls = timm_sape.get_encoding(name)
+    about = inspect.cleandoc(inspect.getmodule(cls).__doc__).split('\n\n')
+    family = next((base for base in cls.__mro__[1:] if base.__module__ == cls.__module__ and base.__doc__), None)
+    paragraphs, keywords = [], ''
+    for doc in (cls.__doc__, family.__doc__ if family else ''):
+        doc = inspect.cleandoc(doc or '')
+        keywords += f'{doc}\n\n'
+        text = re.split(r'\n\n(?:Args|Raises|Inherited keywords):', doc)[0]
+        paragraphs += text.split('\n\n')[1:] if doc.startswith(inspect.cleandoc(cls.__doc__)) else text.split('\n\n')
+    entries = re.findall(r'^    (\w+): (.*(?:\n {8}.*)*)', keywords, flags=re.MULTILINE)
+    base_doc = inspect.cleandoc(timm_sape.CoordinateEncoding.__doc__)
+    entries += re.findall(r'^    (resolution): (.*(?:\n {8}.*)*)', base_doc, flags=re.MULTILINE)
+    described = {}
+    for keyword, text in entries:
+        described.setdefault(keyword, ' '.join(text.split()))
+    kind = name if name in EQUATIONS else name.split('_')[0]
+    if kind in EQUATIONS:
+        equation = EQUATIONS[kind].replace('{vector}', VECTORS.get(name.split('_')[-1], ''))
+    else:
+        equation, *paragraphs = paragraphs
+    return about, equation, paragraphs, described
+
+
+def wrap(text):
+    """Plain paragraphs as lines of 120; lists and tables stay."""
+    if re.match(r'[-|]', text):
+        return text
+    return textwrap.fill(' '.join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def escape(text):
+    """Stars in formulas are no emphasis."""
+    return re.sub(r'(?<!`)\*', r'\\*', text)
+
+
+def page(name):
+    cls = timm_sape.get_encoding(name)
+    about, equation, details, described = sections(name)
+    source = ' '.join(about[0].split())
+    lines = [
+        f'# {name}: {encoding_title(name)}', '<!-- Written by `python docs/make_pages.py`. -->',
+        *(wrap(escape(part)) for part in about[1:] or ['The baseline that shows how much position matters.']),
+        f'```text\n{wrap(equation)}\n```',
+        f'![What it does between one patch and the others]({name}.png)',
+        '*Seen from the framed patch. [What the picture shows](../gallery.md)*',
+    ]
+    model = f'vit_small_{name}' if cls.alone else 'vit_small_pos_enc'
+    pos_enc = name if cls.alone else f'{name}+sincos2d'
+    argument = '' if cls.alone else f", pos_enc='{pos_enc}'"
+    facts = [
+        ['source', f'{source}{f" [Link]({cls.paper})" if cls.paper else ""}'],
+        ['model', f"`timm.create_model('{model}'{argument})`" + (
+            f', `{model}_ape`' if cls.alone and cls.supplements_ape and len(cls.acts_on()) else '')],
+        ['acts on', ', '.join(cls.acts_on()) or 'nothing'],
+        ['attention', cls.attention_kernel()],
+        ['depends on differences of positions only', 'yes' if cls.relative else 'no'],
+        ['parameters added', escape(cls.adds or 'none')],
+        ['on another grid', cls.resolution],
+        ['on NaFlexVit', NAFLEX_EXTRA.get(name) or ON_NAFLEX[cls.acts_on()[0]]],
+        ['gate', {None: 'none', 1.0: f'`auto_{name}`, starts at 1'}.get(
+            cls.gate_init, f'`auto_{name}`, starts at {cls.gate_init}')],
+    ]
+    lines += [table(['', ''], facts), *(wrap(escape(part)) for part in details)]
+    keywords = timm_sape.encoding_keywords(name)
+    lines.append('## Keywords')
+    if keywords:
+        lines.append(table(['keyword', 'default', ''], [
+            [f'`{keyword}`', f'`{default!r}`', escape(described[keyword]).replace('|', '\\|')]
+            for keyword, default in keywords.items()]))
+        lines.append(f"Give them as `pos_enc_kwargs={{'{name}': {{...}}}}`.")
+    else:
+        lines.append('None.')
+    lines += ['## Cost and accuracy', cost_of(name)]
+    found = accuracy_of(name)
+    if found:
+        lines.append(found)
+    return '\n\n'.join(line for line in lines if line) + '\n'
+
+
+def cost_of(name):
+    rows = [row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['pos_enc'] in (name, f'ape+{name}')]
+    found = [[
+        row['setting'], f'{int(row["params_added"]):,}',
+        *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step', 'step_peak'))] for row in rows]
+    return (
+        f'`{rows[0]["pos_enc"]}` in ViT-S, as ratios to `ape` on a CPU ([all, and how they were measured](../cost.md)):'
+        '\n\n'
+        + table(['image / patch size', 'parameters added', 'forward', 'step', 'peak memory of a step'], found))
+
+
+def accuracy_of(name):
+    rows = read_csv(RESULTS / 'cpu_cifar10' / 'plan.csv')
+    base = values_of(rows, 'APE')
+    found = [[model, *beside(values_of(rows, model), base)] for model in MODELS.get(name, ())]
+    if not found:
+        return ''
+    return (
+        f'Ten epochs of 10,000 images of CIFAR-10 with a small model, {len(base)} seeds '
+        '([what this says, and what it does not](../../results/README.md)):\n\n'
+        + table(['model', 'top-1 (%)', 'difference to APE', 'not paired'], found))
+
+
+# all files
+
+
+TABLES = {
+    f.__name__: f for f in (results, encodings, sizes, finetune, position_bias, cost, sape2, sape2_models)}
+PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
+
+
+def pages():
+    """The text of each file that has anything generated, by its path."""
+    texts = {}
+    for path in PAGES:
+        def fill(mark):
+            return f'{mark[1]}\n{TABLES[mark[2]]()}\n{mark[3]}'
+
+        text = path.read_text(encoding='utf-8')
+        texts[path] = re.sub(
+            r'(<!-- begin (\w+): python docs/make_pages\.py -->)\n.*?(<!-- end \2 -->)', fill, text, flags=re.DOTALL)
+    for name in timm_sape.list_encodings():
+        texts[DOCS / 'encodings' / f'{name}.md'] = page(name)
+    return texts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--pictures', action='store_true', help='draw the pictures again')
+    args = parser.parse_args()
+    for path, text in pages().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding='utf-8')
+    if args.pictures:
+        from timm_sape.analysis.gallery import draw_gallery, gallery_panels
+        panels = gallery_panels()
+        draw_gallery(panels).savefig(DOCS / 'gallery.png', dpi=100)
+        for panel in panels:
+            draw_gallery([panel]).savefig(DOCS / 'encodings' / f'{panel.name}.png', dpi=100)
+
+
+if __name__ == '__main__':
+    main()

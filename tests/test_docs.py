@@ -1,0 +1,178 @@
+"""The documents: what is generated is up to date, links lead somewhere, and the code runs."""
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import matplotlib
+import pytest
+from PIL import Image
+
+import timm_sape
+from timm_sape.cli import main, make_parser
+from timm_sape.encodings.registry import _encodings
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / 'README.md'
+DOCS = sorted((ROOT / 'docs').glob('*.md'))
+PAGES = [README, *DOCS]
+LINKED = [
+    *PAGES, *sorted((ROOT / 'docs' / 'encodings').glob('*.md')), ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md',
+    ROOT / 'results' / 'README.md', *sorted((ROOT / 'train_configs').glob('*.md'))]
+SCRIPTS = "timm's scripts and a folder of images"  # what a block needs that .ci/full runs
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(scope='module')
+def make_pages():
+    spec = importlib.util.spec_from_file_location('make_pages', ROOT / 'docs' / 'make_pages.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(path, language):
+    """Blocks of code as (code, what it needs), the latter from a comment in the line before, or ''."""
+    found = re.findall(
+        rf'(?:<!-- needs: (.*?) -->\n)?^( *)```{language}\n(.*?)^ *```', path.read_text(), re.DOTALL | re.MULTILINE)
+    return [(textwrap.dedent(code), needs) for needs, _, code in found]
+
+
+def commands(code):
+    """The commands of a shell block, as lists of words."""
+    lines = code.replace('\\\n', ' ').splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def slugs(path):
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r'^```.*?^```', '', path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r'^#+ (.*)$', text, flags=re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles}
+
+
+def test_generated_parts_are_up_to_date(make_pages):
+    stale = [name_of(path) for path, text in make_pages.pages().items() if path.read_text() != text]
+    assert not stale, f'run `python docs/make_pages.py`: {stale}'
+
+
+def test_each_encoding_has_a_page_and_a_picture():
+    folder = ROOT / 'docs' / 'encodings'
+    for suffix in ('.md', '.png'):
+        assert sorted(path.stem for path in folder.glob(f'*{suffix}')) == timm_sape.list_encodings()
+    assert (ROOT / 'docs' / 'gallery.png').stat().st_size < 300_000
+
+
+def test_readme_is_short():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 200 and any(line.startswith('![') for line in lines[:25])
+
+
+@pytest.mark.parametrize('path', LINKED, ids=name_of)
+def test_links_lead_somewhere(path):
+    text = re.sub(r'^ *```.*?^ *```', '', path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r'\]\(([^()\s]+)\)', re.sub(r'`[^`]*`', '``', text))
+    assert targets or path not in PAGES
+    for target in targets:
+        file, _, anchor = target.partition('#')
+        if file.startswith(('http://', 'https://')):
+            continue
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        if anchor:
+            assert anchor in slugs(found), target
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """A working folder with cat.jpg and a folder of images, as the documents name them."""
+    monkeypatch.chdir(tmp_path)
+    for split in ('train', 'val'):
+        for label, colour in (('cat', 'red'), ('dog', 'blue')):
+            folder = tmp_path / 'DATA' / split / label
+            folder.mkdir(parents=True)
+            for i in range(4):
+                Image.linear_gradient('L').convert('RGB').resize((32 + 8 * i, 32)).save(folder / f'{i}.png')
+                Image.new('RGB', (40, 32), colour).save(folder / f'{i + 4}.png')
+    Image.linear_gradient('L').convert('RGB').save(tmp_path / 'cat.jpg')
+    return tmp_path
+
+
+@pytest.mark.parametrize('path', PAGES, ids=name_of)
+def test_python_runs(path, tmp_path, monkeypatch):
+    """All of it, but with random weights where it would download some. Blocks of a page follow each other."""
+    monkeypatch.chdir(tmp_path)
+    known, scope = set(timm_sape.list_encodings()), {}
+    try:
+        for code, needs in blocks(path, 'python'):
+            if not needs:
+                lines = [
+                    line if 'local-dir' in line else line.replace('pretrained=True', 'pretrained=False')
+                    for line in code.splitlines()]
+                exec('\n'.join(lines), scope)
+        if path == README:
+            check_readme(scope, tmp_path)
+    finally:
+        for name in set(timm_sape.list_encodings()) - known:
+            del _encodings[name]
+
+
+def check_readme(scope, folder):
+    """What its blocks have left behind is what it says."""
+    assert len(blocks(README, 'python')) == 4 and len(blocks(README, 'bash')) == 4
+    timm, torch = scope['timm'], scope['torch']
+    model = scope['model']
+    assert model.pos_enc == 'ape+my_encoding'
+    slopes = [p for name, p in model.named_parameters() if name.endswith('my_encoding.slope')]
+    assert [p.shape for p in slopes] == [(6, 1, 1)] * 12 and all((p == 0.2).all() for p in slopes)
+    small = timm.create_model('test_vit_pos_enc', pos_enc='ape+my_encoding', global_pool='avg')
+    logits = small(torch.randn(1, 3, 160, 160))
+    assert logits.shape == (1, 1000)
+    logits.square().sum().backward()
+    assert all(p.grad.abs().min() > 0 for name, p in small.named_parameters() if 'slope' in name)
+    kept = small.forward_features(torch.randn(1, 3, 160, 160), keep_indices=torch.arange(4)[None])
+    assert kept.shape == (1, 5, 64)
+    saved = timm.create_model(f'local-dir:{folder}/my_model', pretrained=True)
+    assert saved.pos_enc == 'ape+auto_sape2_k' and saved.num_classes == 10 and scope['logits'].shape == (1, 1000)
+
+
+@pytest.mark.parametrize('path', PAGES, ids=name_of)
+def test_commands_run(path, images, monkeypatch):
+    """Those of blocks that need nothing special. Of the others at least our own options exist."""
+    monkeypatch.setitem(matplotlib.rcParams, 'savefig.dpi', 50)
+    for code, needs in blocks(path, 'bash'):
+        for words in commands(code):
+            if needs:
+                if words[0] == 'timm-sape':
+                    make_parser().parse_args(words[1:])
+                continue
+            assert words[0] == 'timm-sape', f'mark the block with <!-- needs: ... -->: {words}'
+            assert main(words[1:]) == 0, words
+
+
+@pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="needs timm's scripts, see .ci/full")
+@pytest.mark.parametrize('path', [README, ROOT / 'docs' / 'training.md'], ids=name_of)
+def test_scripts_run(path, images):
+    """The blocks that train and validate on a folder of images, as printed, but for cloning timm."""
+    (images / 'pytorch-image-models').symlink_to(Path(os.environ['TIMM_SCRIPTS']).resolve())
+    codes = [code for code, needs in blocks(path, 'bash') if needs == SCRIPTS]
+    assert codes
+    bin_folder = images / 'bin'
+    bin_folder.mkdir()
+    (bin_folder / 'timm-sape').write_text(f'#!/bin/sh\nexec {sys.executable} -m timm_sape "$@"\n')
+    (bin_folder / 'timm-sape').chmod(0o755)
+    env = {
+        **os.environ, 'PATH': f'{bin_folder}{os.pathsep}{os.environ["PATH"]}',
+        'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}
+    for code in codes:
+        code = re.sub(r'^git clone .*\n', '', code, flags=re.MULTILINE)
+        done = subprocess.run(['bash', '-e', '-c', code], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert 'output' in code and list(images.glob('output/*/model_best.pth.tar'))
