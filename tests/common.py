@@ -2,6 +2,7 @@
 import zlib
 from contextlib import contextmanager
 
+import pytest
 import timm
 import torch
 import torch.nn as nn
@@ -22,6 +23,9 @@ torch.set_num_threads(1)  # these models are too small for more
 POS_ENCS = [
     name if timm_sape.get_encoding(name).alone else f'ape+{name}' for name in timm_sape.list_encodings()
 ] + COMPOSITIONS
+# One of each kind, for tests that take seconds; the others run with --full.
+OFTEN = [
+    'ape', 'cpb', 'irpe_qkv', 'ope', 'peg', 'rope_dinov3', 'sape2_k', 'cope', 'auto_rope2d', 'ape+toy_layer+toy_shared']
 # Keywords of the models in the contracts. Positions must not change at random in training. And logits must not be so
 # large (squares of large codes) that in low precision the rounding of q and k hides mistakes.
 KEYWORDS = {
@@ -30,6 +34,11 @@ KEYWORDS = {
     'sape2sq_k': {'bias_scale': 0.1},
     'sape2sq_q': {'bias_scale': 0.1},
 }
+
+
+def rarely(pos_encs):
+    """Parameters of a test that takes long: those beyond one of each kind are marked `full`."""
+    return [pytest.param(pos_enc, marks=[] if pos_enc in OFTEN else pytest.mark.full) for pos_enc in pos_encs]
 
 
 def images(grid, batch=2, seed=0):

@@ -18,11 +18,10 @@ from timm.models import save_for_hf
 from timm.utils.onnx import onnx_export
 
 import timm_sape
-from common import COMPOSITIONS, POS_ENCS, Maker, ToyLayer, images, registered
+from common import COMPOSITIONS, POS_ENCS, Maker, ToyLayer, images, rarely, registered
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'export.py'
 ENCODINGS = [pos_enc for pos_enc in POS_ENCS if pos_enc not in COMPOSITIONS] + ['auto_rope2d', 'ape+sape2_k']
-OFTEN = ['ape', 'cpb', 'irpe_qkv', 'ope', 'peg', 'rope_dinov3', 'sape2_k', 'cope', 'auto_rope2d']  # one of each kind
 COMPLEX = onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128
 TOL = 1e-5
 DEPRECATED = 'ignore::DeprecationWarning', 'ignore::torch.jit.TracerWarning', 'ignore:Constant folding:UserWarning'
@@ -72,8 +71,7 @@ def check_export(model, path, *batches, dynamo=True, dynamic_size=True):
     check_parity(path, model, *batches)
 
 
-@pytest.mark.parametrize('pos_enc', [
-    pytest.param(pos_enc, marks=[] if pos_enc in OFTEN else pytest.mark.full) for pos_enc in ENCODINGS])
+@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS))
 def test_every_encoding(pos_enc, tmp_path):
     """Dynamic batch, height and width, on square and other grids, the trained one and larger ones."""
     model = Maker(pos_enc)(dynamic_img_size=True, depth=1)

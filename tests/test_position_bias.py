@@ -25,6 +25,7 @@ def colours(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_example(colours, tmp_path):
     command = [
         sys.executable, str(EXAMPLE), '--data-dir', str(colours), '--output', str(tmp_path), '--epochs', '10',

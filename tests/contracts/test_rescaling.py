@@ -13,7 +13,7 @@ RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm
 
 
 @pytest.mark.parametrize('pos_enc', RESCALING)
-@pytest.mark.parametrize('name', ['dynamic_img_size', 'set_input_size', 'three_roads', 'meta_device', 'half', 'config'])
+@pytest.mark.parametrize('name', ['dynamic_img_size', 'set_input_size', 'three_ways', 'meta_device', 'half', 'config'])
 def test_contract_with_rescaling(name, pos_enc):
     """The trained grid, which such an encoding has to know, is never lost."""
     for grid in CONTRACTS[name].grids[:2]:

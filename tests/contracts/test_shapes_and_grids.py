@@ -133,7 +133,7 @@ OTHER_GRIDS = {(3, 5): [(4, 6), (2, 3)], (4, 4): [(2, 8), (6, 6)], (1, 7): [(5, 
 
 
 @contracts.add(grids=list(OTHER_GRIDS))
-def three_roads(make):
+def three_ways(make):
     """Weights give the same on another grid by all three ways to it: a forward pass, `set_input_size`, loading."""
     model = make(dynamic_img_size=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -89,14 +89,14 @@ class Scaled(ReferenceGridEncoding):
 
 @controls.broken_encoding('set_input_size', 'new size: differs')
 @controls.broken_encoding('set_patch_size', 'new patch size: differs')
-@controls.broken_encoding('three_roads', 'set_input_size to .*: differs')
+@controls.broken_encoding('three_ways', 'set_input_size to .*: differs')
 class ReferenceFollowsSize(Scaled):
     def set_grid_size(self, grid_size):
         super().set_grid_size(grid_size)
         self.ref_grid_size = self.grid_size
 
 
-@controls.broken_encoding('three_roads', 'it was trained on grid', ValueError)
+@controls.broken_encoding('three_ways', 'it was trained on grid', ValueError)
 class ReferenceIsNotSaved(Scaled):
     def set_extra_state(self, state):
         pass
