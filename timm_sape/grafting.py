@@ -217,7 +217,7 @@ def _check_kind(model: nn.Module) -> None:
         attn = getattr(model.blocks[0], 'attn', None)
         if kinds or attn is None:
             kinds = kinds or [type(model.blocks[0]).__name__]
-            raise ValueError(f'{what}: position would have to act inside {" and ".join(kinds)}, which is not rebuilt.')
+            raise ValueError(f'{what}: timm_sape has no version of {" and ".join(kinds)} in which position acts.')
         if attn.num_heads * attn.head_dim != model.embed_dim:
             raise ValueError(
                 f'{what}: its {attn.num_heads} heads of {attn.head_dim} channels are not of its width, '

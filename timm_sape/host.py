@@ -31,17 +31,17 @@ __all__ = ['PosEncModel', 'check_ref_grid_size', 'keep_patches']
 
 class PosEncModel(nn.Module):
     """A timm model with any set of position encodings."""
-    #: The position that a grafted model has by itself and computes by timm's modules, in words; empty for none.
+    #: In words, the position encoding that the base of a graft has itself, computed by timm's modules. Empty for none.
     base_position: str = ''
 
     @property
     def grid_size(self) -> Tuple[int, int]:
-        """(H, W), the grid that the model is made for."""
+        """(H, W) in patches, the grid of the model's own image size."""
         raise NotImplementedError
 
     @property
     def kernel_size(self) -> Tuple[int, int]:
-        """Height and width of the last kernel of the patch embedding, in what comes before it."""
+        """(height, width) of the patch embedding's last kernel: in pixels, or with a stem in entries of its output."""
         raise NotImplementedError
 
     def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -56,19 +56,19 @@ class PosEncModel(nn.Module):
             dtype=None,
             own_rotation: Optional[bool] = None,
     ) -> None:
-        """Give a model that timm's constructor has built its encodings.
+        """Create the encodings of a model that timm's constructor has built.
 
-        They come last because timm's constructor initializes every linear layer inside the blocks anew. They draw their
-        initial values from a fork of the CPU's random generator, and leave it as timm leaves it. So models of one seed
-        start from one backbone and see the same images in the same order, unless an encoding draws numbers while it
-        trains (`cape`).
+        They come last because timm's constructor initializes every linear layer inside the blocks. Their initial values
+        come from a fork of the CPU's random generator. So models of one seed have the same backbone and see the same
+        images in the same order, unless an encoding draws random numbers in training (`cape`).
 
         Args:
             parts: Keywords of each encoding by its name, as of `parse_pos_enc`.
             ref_grid_size: As in the constructor.
             device: Device of parameters and buffers.
             dtype: Their dtype.
-            own_rotation: None, or that the host rotates q and k by itself, and whether in the layout of rotated halves.
+            own_rotation: None if the host has no rotation of its own; else whether that rotation pairs channels t and
+                t + d/2 (True) or 2t and 2t + 1 (False).
         """
         self.take_patch_drop(self.patch_drop)
         self.pos_enc = '+'.join(parts)
@@ -87,7 +87,7 @@ class PosEncModel(nn.Module):
         classes = {name: get_encoding(name) for name in parts}
         rotate_half = own_rotation or any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         with torch.random.fork_rng(devices=[]):
-            # not the numbers that are drawn next, say for a new head
+            # A new seed, so that encodings do not repeat the numbers that are drawn next, say for a new head.
             torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
             self.encodings = SharedEncodings({
                 name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
@@ -101,14 +101,14 @@ class PosEncModel(nn.Module):
                     rotate_half=rotate_half,
                     needs_position=bool(own) or self.encodings.act_on_blocks() or own_rotation is not None,
                 )
-        # If only parameters are on the meta device, accelerate will set the entries of a checkpoint one by one.
+        # If only parameters are on the meta device, accelerate sets the entries of a checkpoint one by one later.
         if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
             for encoding in self.position_encodings().values():
                 if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
                     encoding.expect_grid()
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
-        """Drop patches as timm's PatchDropout does, if this is one, such that encodings know which are left."""
+        """Replace timm's PatchDropout by the one that returns indices, which tell encodings what patches are left."""
         if isinstance(patch_drop, PatchDropout):
             self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
 
@@ -116,13 +116,13 @@ class PosEncModel(nn.Module):
         """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
 
         Raises:
-            ValueError: On such a checkpoint, naming the roads on which it would be adapted.
+            ValueError: On such a checkpoint, naming the loading paths that would adapt it.
         """
         checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> 'PosEncModel':
-        """As in torch; warns of gates that are 0 and frozen, behind which an encoding does nothing and never will."""
+        """As in torch, with a warning if a gate is 0 and frozen: its encoding does nothing, and cannot learn."""
         if mode and any(p.requires_grad for p in self.parameters()):
             gates = {
                 name: encoding.gate.weight
@@ -138,7 +138,7 @@ class PosEncModel(nn.Module):
         return super().train(mode)
 
     def base_terms(self, x: torch.Tensor, grid: Grid) -> List[torch.Tensor]:
-        """What the base of a graft adds to the tokens x, `[B, N, D]`, by itself: nothing, or one `[B|1, N, D]`."""
+        """What the base of a graft itself adds to the tokens x, `[B, N, D]`: nothing, or one term `[B|1, N, D]`."""
         return []
 
     def position_encodings(self) -> Dict[str, PositionEncoding]:
@@ -147,14 +147,14 @@ class PosEncModel(nn.Module):
 
     @property
     def ref_grid_size(self) -> Optional[Tuple[int, int]]:
-        """(H, W) that never-resized encodings were trained on, None without any."""
+        """(H, W) that encodings whose tables are never resized were trained on. None if there are none."""
         for encoding in self.position_encodings().values():
             if isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None:
                 return encoding.ref_grid_size
         return None
 
-    # timm records here what a model was created with, and saves it as `model_args`. Ours adds what is true of the
-    # encodings, in canonical form, however they were spelled and whatever has happened since.
+    # timm records here the arguments that a model was created with, and saves them as `model_args`. The arguments of
+    # the encodings come from the model itself: in one spelling, and as they are now.
     @property
     def _model_args(self) -> Dict[str, Any]:
         args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
@@ -187,7 +187,7 @@ class PosEncModel(nn.Module):
             prune_norm: bool = False,
             prune_head: bool = True,
     ) -> List[int]:
-        """Cut the model down to the layers that certain intermediates need; timm's contract."""
+        """Remove the blocks after the last intermediate that is asked for, as in timm."""
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for encoding in self.encodings.values():
             encoding.set_depth(len(self.blocks))
@@ -220,7 +220,7 @@ class PosEncModel(nn.Module):
             intermediates_only: bool,
             output_dict: bool,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
-        """What `forward_intermediates` returns. `map_size` is that of maps, None for tokens."""
+        """What `forward_intermediates` returns. `map_size` is (H, W) of maps, None for tokens."""
         p = self.num_prefix_tokens
         taken = [self.norm(y) for y in taken] if norm else taken
         prefix = [y[:, :p] for y in taken] if p and return_prefix_tokens else None
@@ -261,7 +261,7 @@ def check_ref_grid_size(ref_grid_size: Any) -> None:
             f'{MOST_PATCHES - 1:,}.')
 
 
-# torch.fx cannot look into what depends on sizes and on what is given.
+# torch.fx cannot trace this: it depends on sizes and on which arguments are given.
 
 @torch.fx.wrap
 def keep_patches(
@@ -270,7 +270,7 @@ def keep_patches(
         grid: Grid,
         keep_indices: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, Grid]:
-    """Drop patches, those that the caller does not keep or else as patch dropout has it."""
+    """Drop patches: those that `keep_indices` leaves out, or, without it, as patch dropout decides."""
     if keep_indices is not None:
         check_keep_indices(keep_indices, x)
         check_kept_patches(keep_indices, grid.num_patches)

@@ -357,7 +357,7 @@ def check_sizes(img_size, patch_size) -> None:
             'can use. Use a smaller img_size or a larger patch_size.')
 
 
-# What follows depends on sizes and on what is given, which torch.fx cannot look into.
+# torch.fx cannot trace what follows: it depends on sizes and on which arguments are given.
 
 @torch.fx.wrap
 def _keep_mask(
