@@ -3,6 +3,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,30 @@ def test_each_encoding_has_a_page_and_a_picture():
     for suffix in ('.md', '.png'):
         assert sorted(path.stem for path in folder.glob(f'*{suffix}')) == timm_sape.list_encodings()
     assert (ROOT / 'docs' / 'gallery.png').stat().st_size < 300_000
+
+
+def test_site(tmp_path):
+    """Strictly: any wrong link or anchor, or a docstring that names what is not there, is an error."""
+    command = [sys.executable, ROOT / 'docs' / 'build_site.py', tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, 'NO_MKDOCS_2_WARNING': '1'})
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / 'api.html').read_text()
+    names = [*timm_sape.__all__, 'functional.sape2_attention', 'hub.load']
+    missing = [name for name in names if name not in ('functional', 'hub') and f'id="timm_sape.{name}"' not in api]
+    assert not missing and (tmp_path / 'docs' / 'encodings' / 'sape2_k.html').exists()
+
+
+def test_site_notices_wrong_links(tmp_path):
+    """The negative control."""
+    for name in ('docs', 'timm_sape'):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns('__pycache__'))
+    for name in ('README.md', 'CHANGELOG.md', 'CONTRIBUTING.md', 'results', 'train_configs', 'examples', '.ci'):
+        (tmp_path / name).symlink_to(ROOT / name)
+    page = tmp_path / 'docs' / 'gallery.md'
+    page.write_text(page.read_text() + '\n[nowhere](encodings.md#nowhere)\n')
+    command = [sys.executable, tmp_path / 'docs' / 'build_site.py', tmp_path / 'site']
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "does not contain an anchor '#nowhere'" in done.stderr
 
 
 def test_readme_is_short():
