@@ -240,11 +240,11 @@ def page(name):
         ['gate', {None: 'none', 1.0: f'`auto_{name}`, starts at 1'}.get(
             cls.gate_init, f'`auto_{name}`, starts at {cls.gate_init}')],
     ]
-    lines += [table(['', ''], facts), *(wrap(escape(part)) for part in details)]
+    lines += [table(['property', 'value'], facts), *(wrap(escape(part)) for part in details)]
     keywords = timm_sape.encoding_keywords(name)
     lines.append('## Keywords')
     if keywords:
-        lines.append(table(['keyword', 'default', ''], [
+        lines.append(table(['keyword', 'default', 'meaning'], [
             [f'`{keyword}`', f'`{default!r}`', escape(described[keyword]).replace('|', '\\|')]
             for keyword, default in keywords.items()]))
         lines.append(f"Give them as `pos_enc_kwargs={{'{name}': {{...}}}}`.")

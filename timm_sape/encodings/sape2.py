@@ -1,17 +1,18 @@
 """SaPE2 (Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 2025).
 
-A patch counts, along its row and along its column, how much of what lies there concerns it (the gates), and looks the
-counts up in a learned table. The vector of what it finds is its code; the bias between two patches is the distance of
-their codes, one along x plus one along y. 2-D in that rows and columns are counted apart.
+Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. The sum of the
+gates from column m to the end of the row is the position that i gives to column m: it counts patches that matter to i,
+not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i, one for
+each column, are the code of i along x. The code along y is made likewise from the column of i. Two patches get a bias
+in attention that is the distance of their codes along x plus the distance along y.
 
-The paper prints code in its Appendix D, which differs from its equations in two scales (see `SemanticAwareEncoding`).
-There is a repository that appears to be the authors'; who calls what K and Q is in the table `NAMES`, which `help` of
-each encoding shows.
+The paper's equations and the code in its Appendix D differ in two scales; `preset` chooses between them. A public
+repository that appears to be the authors' exchanges the names K and Q: `help` of each encoding has a table.
 
-What it can tell: the x bias does not change when rows change places, nor the y bias when columns do, and on a constant
-image the bias is zero. It supplements a position encoding rather than replacing one, hence `ape+sape2_k`.
+The bias says little about geometry alone. Exchanging rows leaves the x part unchanged, exchanging columns the y part,
+and on a constant image the bias is zero. So it is used beside another encoding: `ape+sape2_k`.
 
-Cost: distances of N x N codes of length W and of length H, on top of attention.
+Cost: on top of attention, N x N distances between codes of length W, and between codes of length H.
 """
 from typing import Any, Dict, Optional, Tuple, Union
 
@@ -30,7 +31,8 @@ PRESETS = {
 }
 
 NAMES = """
-Who calls what by which name. e is what a patch looks up; the gates are of q.k everywhere.
+The names of the variants in each source. e is an entry of the table, looked up by position. The gates are always
+computed from q.k.
 
 | | text, Eq. 12 | Appendix D | repository, b802237 | repository, 97e3229 | here |
 |---|---|---|---|---|---|
@@ -53,25 +55,25 @@ second with itself. `sape2_qk` concatenates the codes of q and k instead. Every 
 class SemanticAwareEncoding(ReferenceGridEncoding):
     """What encodings with SaPE2's codes have in common: the tables, the scales and their keywords.
 
-    The paper's equations and the code of its Appendix D differ in two scales; a preset chooses both, a keyword given
-    explicitly beats it. Computed in float32 at least. The tables, the learned gain and the matrices of separate keys
-    have no weight decay.
+    The paper's equations and the code of its Appendix D differ in two scales. `preset` sets both of them;
+    `gate_scale` and `bias_scale` override it. Computed in float32 at least. The tables, the learned gain and the
+    matrices of separate keys have no weight decay.
 
     Args:
         preset: 'appendix' (gates scaled by 1/sqrt(d), bias not scaled) or 'equations' (gates not scaled, bias scaled by
             1/sqrt(d)). It chooses these scales and nothing else: Appendix D multiplies the queries, as 'sape2_q' does.
         gate_scale: Factor of q.k inside the gates: 'head_dim' for 1/sqrt(d), 'one', or a number. Default: the preset's.
         bias_scale: Factor of the bias: 'one', 'head_dim' for 1/sqrt(d), 'learned' for one gain per head, or a number.
-            Negative numbers flip the sign: by the paper's equations distant codes attract, by its prose (5.4) they
-            repel. Default: the preset's.
+            By the paper's equations patches with distant codes attend to each other more; by its prose (5.4) less,
+            which a negative number does. Default: the preset's.
         bias_init: Initial value of the learned gain. Default: the preset's scale.
-        npos: Embeddings per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, all that can be counted.
+        npos: Table entries per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, one a whole position.
         table_std: Standard deviation of the tables' truncated normal initial values.
-        separate_keys: Start of two matrices d x d, one for each axis, shared by the heads, which k is multiplied with
-            before gates and codes see it: 'zero' as in the repository (see the table), or 'identity', which starts as
-            if there were none. None for none. With 'zero' all gates are 1/2 at first, so the codes of 'sape2_q' and
-            'sape2_qk' start from geometry. 'sape2_k' and 'sape2sq_k' are dead with it: their codes are 0, so are the
-            distances, a distance of 0 has no gradient, and they add nothing for ever.
+        separate_keys: Multiply k by a matrix d x d before it is used for gates and codes, one matrix for each axis,
+            shared by the heads. 'zero' and 'identity' say how the matrices start; None for no matrices. 'zero' is
+            what the repository has (see the table): all gates are 1/2 at first, so that the codes of 'sape2_q' and
+            'sape2_qk' start from geometry. 'sape2_k' and 'sape2sq_k' never learn with 'zero': their codes are 0, so
+            all distances are 0, and a distance of 0 has no gradient.
 
     Raises:
         ValueError: If a value is none of these.
@@ -217,7 +219,7 @@ def _with_names(cls):
 class SemanticAwarePositionEncodingQ(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on queries (SaPE2(Q)).
 
-    Embeddings are multiplied with the queries, as in Appendix D.
+    Entries of the table are multiplied with the queries, as in Appendix D.
     """
     mode = 'q'
 
@@ -227,8 +229,8 @@ class SemanticAwarePositionEncodingQ(SemanticAwarePositionEncoding):
 class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on keys (SaPE2(K)).
 
-    Embeddings are multiplied with the keys; the gates are of q.k still. It is `sape2` because the paper prints one
-    figure for SaPE2+APE (Table 1) and for SaPE2(K)+APE (Table 2).
+    Entries of the table are multiplied with the keys; the gates are computed from q.k as in the other variants. `sape2`
+    is another name of it, because the paper prints the same accuracy for SaPE2+APE (Table 1) and SaPE2(K)+APE (Table 2).
     """
     mode = 'k'
 
@@ -238,6 +240,6 @@ class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
 class SemanticAwarePositionEncodingQK(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on queries and keys (SaPE2(QK)).
 
-    SaPE2 on both Q and K, which the paper names (5.3) but does not define: here their codes are concatenated.
+    The paper names SaPE2 on both Q and K (5.3) but does not define it. Here the two codes are concatenated.
     """
     mode = 'qk'
