@@ -1,10 +1,10 @@
 """SaPE2 (Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 2025).
 
-Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. The sum of the
-gates from column m to the end of the row is the position that i gives to column m: it counts patches that matter to i,
-not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i, one for
-each column, are the code of i along x. The code along y is made likewise from the column of i. Two patches get a bias
-in attention that is the distance of their codes along x plus the distance along y.
+Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. The sum of
+the gates from column m to the end of the row is the position that i gives to column m: it counts patches that matter
+to i, not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i,
+one for each column, are the code of i along x. The code along y is made likewise from the column of i. Two patches
+get a bias in attention that is the distance of their codes along x plus the distance along y.
 
 The paper's equations and the code in its Appendix D differ in two scales; `preset` chooses between them. A public
 repository that appears to be the authors' exchanges the names K and Q: `help` of each encoding has a table.
@@ -230,7 +230,7 @@ class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on keys (SaPE2(K)).
 
     Entries of the table are multiplied with the keys; the gates are computed from q.k as in the other variants. `sape2`
-    is another name of it, because the paper prints the same accuracy for SaPE2+APE (Table 1) and SaPE2(K)+APE (Table 2).
+    is another name of it, because the paper prints one accuracy for SaPE2+APE (Table 1) and SaPE2(K)+APE (Table 2).
     """
     mode = 'k'
 
