@@ -224,6 +224,17 @@ def test_frozen_gates_of_a_graft_are_warned_about(wrap):
     assert "modules_to_save=['auto_rope2d', 'auto_sape2_k']" in message
 
 
+def test_a_frozen_gate_of_any_layer_is_warned_about():
+    """Also if the part of it on this rank of FSDP is empty elsewhere."""
+    model = graft('rope2d')
+    first, *others = [gate for name, gate in gates(model).items()]
+    first.requires_grad_(False)
+    (message,) = warnings_of_training(model)
+    assert message.startswith('The gates of auto_rope2d are 0 and frozen')
+    first.data = first.data[:0]
+    assert others and warnings_of_training(model) == []
+
+
 def test_open_gates_are_not_warned_about():
     assert warnings_of_training(graft()) == []
     assert warnings_of_training(adapted(graft()), mode=False) == []

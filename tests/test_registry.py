@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shlex
+import warnings
 
 import pytest
 import timm
@@ -17,6 +18,7 @@ from harness import assert_near
 from timm_sape import PositionEncoding, create_encoding, list_encodings, register_encoding
 from timm_sape.encodings import registry
 from timm_sape.encodings.base import rotation_table
+from timm_sape.position import LayerEncodings, SharedEncodings
 
 HOST = dict(dim=64, num_heads=4, grid_size=(4, 4), num_prefix_tokens=1)
 
@@ -639,3 +641,53 @@ def test_overrides():
     assert [hook for hook in PositionEncoding.HOOKS if Toy.overrides(hook)] == []
     assert Embed.acts_on() == ('tokens',)
     assert ContentBias.acts_on() == ('logits, from content',)
+
+
+def test_names_that_would_hide_an_attribute():
+    """Of the modules that hold encodings by name; the list is complete."""
+    for held in (SharedEncodings(), LayerEncodings()):
+        assert {name for name in dir(held) if re.fullmatch(r'[a-z][a-z0-9_]*', name)} <= registry.RESERVED
+    for name in ('position', 'values', 'layer', 'train'):
+        with pytest.raises(ValueError, match=f'{name!r}: it would hide an attribute'):
+            register_encoding(name)(type('Mine', (PositionEncoding,), {}))
+
+
+def test_an_encoding_put_into_a_built_layer_acts():
+    model = timm.create_model('test_vit_nope', img_size=32, num_classes=3).eval()
+    x = torch.randn(2, 3, 32, 32)
+    before = model(x)
+    encodings = model.blocks[0].attn.encodings
+    encodings['rpb'] = create_encoding('rpb', dim=64, num_heads=4, grid_size=(2, 2), num_prefix_tokens=1)
+    nn.init.normal_(encodings['rpb'].table)
+    assert not torch.allclose(model(x), before)
+    del encodings['rpb']
+    assert torch.equal(model(x), before)
+
+
+def test_a_bias_of_other_heads():
+    class Wrong(PositionEncoding):
+        """Three heads of four."""
+        name = 'wrong'
+
+        def position_bias(self, grid):
+            return grid.between_tokens(torch.zeros(3, grid.num_patches, grid.num_patches))
+
+    encoding = Wrong(dim=32, num_heads=4, grid_size=(2, 3))
+    with pytest.raises(ValueError, match=r'returned \[3, 7, 7\], which does not broadcast .* 4 heads and N = 7'):
+        encoding(torch.zeros(1), grid=timm_sape.Grid(2, 3, 1), hook='position_bias')
+
+
+def test_sape2_that_cannot_learn_says_so():
+    host = dict(dim=32, num_heads=4, grid_size=(2, 3))
+    with pytest.warns(UserWarning, match="'sape2_k' with separate_keys='zero' never learns"):
+        create_encoding('sape2_k', separate_keys='zero', **host)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        create_encoding('sape2_q', separate_keys='zero', **host)
+        create_encoding('sape2_k', separate_keys='identity', **host)
+
+
+def test_frozen_tables_stay_frozen_on_another_grid():
+    encoding = create_encoding('sape2_k', dim=32, num_heads=4, grid_size=(2, 3)).requires_grad_(False)
+    encoding.set_ref_grid_size((4, 5))
+    assert encoding.table_x.shape[0] == 6 and not any(p.requires_grad for p in encoding.parameters())

@@ -45,7 +45,7 @@ PRETRAINED_PATHS = (
     'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
 TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
-GRID = '._extra_state'  # how the name of an entry ends in which an encoding saves its grid
+GRID = '._extra_state'  # suffix of the entry in which an encoding saves its grid
 
 GridSize = Tuple[int, int]
 

@@ -146,7 +146,7 @@ def sape2_attention(
     elif bias_scale.is_complex() or bias_scale.ndim and bias_scale.shape != (q.shape[1],):
         raise ValueError(
             f'bias_scale must be a number or one value per head [{q.shape[1]}], got {_shape(bias_scale)}.')
-    if not isinstance(is_causal, int):  # as True and False are
+    if not isinstance(is_causal, bool):
         raise ValueError(f'is_causal must be True or False, got {type(is_causal).__name__}.')
     if attn_mask is not None:
         ops.check_mask(attn_mask, (*q.shape[:3], q.shape[2]), q.device)

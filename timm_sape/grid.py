@@ -157,7 +157,8 @@ def is_grid_size(size: Any) -> bool:
 
 
 def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
-    """
+    """Check that `keep_indices` is int64 `[B, K]`, on the device of the tokens.
+
     Args:
         keep_indices: What should be int64 `[B, K]`.
         like: A tensor of this batch size, on the device where it should be.
@@ -168,14 +169,15 @@ def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
     batch, is_tensor = like.shape[0], isinstance(keep_indices, torch.Tensor)
     if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or keep_indices.shape[0] != batch:
         got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
-        raise ValueError(f'keep_indices must be int64 [{batch}, K], got {got}.')
+        raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
     if keep_indices.device != like.device:
         raise ValueError(
             f'keep_indices must be on {like.device}, where the tokens are, and is on {keep_indices.device}.')
 
 
 def check_kept_patches(keep_indices: torch.Tensor, num_patches: int) -> None:
-    """
+    """Check that `keep_indices` are distinct patches of the grid.
+
     Args:
         keep_indices: What should be raster indices of distinct patches, int64 `[B, K]`.
         num_patches: H*W.

@@ -23,10 +23,11 @@ from .encodings import (
     get_encoding,
     is_per_layer,
 )
+from .encodings.checks import MOST, is_integer, is_number
 from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 
-__all__ = ['PosEncModel', 'check_ref_grid_size', 'keep_patches']
+__all__ = ['PosEncModel', 'check_flags', 'check_ref_grid_size', 'check_shape', 'keep_patches']
 
 
 class PosEncModel(nn.Module):
@@ -124,12 +125,14 @@ class PosEncModel(nn.Module):
     def train(self, mode: bool = True) -> 'PosEncModel':
         """As in torch, with a warning if a gate is 0 and frozen: its encoding does nothing, and cannot learn."""
         if mode and any(p.requires_grad for p in self.parameters()):
-            gates = {
-                name: encoding.gate.weight
+            gates = [
+                (name, encoding.gate.weight)
                 for encodings in (self.encodings, *(block.attn.encodings for block in self.blocks))
-                for name, encoding in encodings.items() if encoding.gate is not None}
-            closed = sorted(
-                name for name, w in gates.items() if not w.requires_grad and not w.is_meta and w.item() == 0)
+                for name, encoding in encodings.items() if encoding.gate is not None]
+            closed = sorted({
+                name for name, weight in gates
+                # FSDP may leave an empty part of it on a rank
+                if not weight.requires_grad and not weight.is_meta and weight.numel() and not weight.detach().any()})
             if closed:
                 warnings.warn(
                     f'The gates of {", ".join(closed)} are 0 and frozen: these encodings do nothing, and training will '
@@ -250,8 +253,37 @@ class PosEncModel(nn.Module):
         return checkpoint(run, x, attn_mask, *position.tensors())
 
 
-def check_ref_grid_size(ref_grid_size: Any) -> None:
+def check_shape(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, patch_drop_rate: Any) -> None:
+    """Check the sizes of a model, whatever they are.
+
+    Raises:
+        ValueError: If one is no number of its range, or the heads do not divide the embed dim.
     """
+    if not is_number(patch_drop_rate) or not 0 <= patch_drop_rate < 1:
+        raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate!r}.')
+    for name, value, least, most in (
+            ('embed_dim', embed_dim, 1, MOST), ('num_heads', num_heads, 1, MOST), ('depth', depth, 1, 1000),
+            ('reg_tokens', reg_tokens, 0, MOST)):
+        if not is_integer(value, least) or value > most:
+            raise ValueError(f'{name} must be an integer of at least {least} and at most {most:,}, got {value!r}.')
+    if embed_dim % num_heads:
+        raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}. Choose another num_heads.')
+
+
+def check_flags(**flags: Any) -> None:
+    """Check that all are True or False.
+
+    Raises:
+        ValueError: If one is neither True nor False.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f'{name} must be True or False, got {value!r}.')
+
+
+def check_ref_grid_size(ref_grid_size: Any) -> None:
+    """Check that it is None or (H, W).
+
     Raises:
         ValueError: If it is neither None nor (H, W).
     """

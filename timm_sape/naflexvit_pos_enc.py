@@ -23,7 +23,7 @@ from .attention import adopt_blocks
 from .encodings import parse_pos_enc
 from .grid import Grid
 from .grid_groups import GridGroups, grid_sizes, group_by_grid
-from .host import PosEncModel, check_ref_grid_size, keep_patches
+from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, keep_patches
 from .position import AnyPosition, MixedPosition, Position
 from .vit_pos_enc import SIZES, base_cfg, check_sizes, named_encodings, take_out_indices, warn_of_misnomer
 
@@ -72,6 +72,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         _refuse_position_of_timm(cfg, kwargs)
         check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size))
+        asked = {**vars(cfg), **kwargs}
+        check_shape(*(
+            asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))
+        check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
         check_ref_grid_size(ref_grid_size)
         super().__init__(
             replace(cfg, pos_embed='learned', pos_embed_grid_size=None, rope_type='', block_fn=None, attn_layer=None),
@@ -114,7 +118,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         return checkpoints.convert_to_naflex(state_dict, self)
 
     def embed(self, x: Patches, *args, **kwargs) -> Tuple[torch.Tensor, AnyPosition]:
-        """Everything before the blocks, for whoever runs the blocks one by one.
+        """Everything before the blocks, for code that runs the blocks one by one.
 
         Args:
             x: Images or patches, and all other arguments, as for `forward`, but for `attn_mask`.
@@ -136,7 +140,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             keep_indices: Optional[torch.Tensor] = None,
             object_index: Optional[torch.Tensor] = None,
     ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """As `embed`, and the validity of the patches that are left and their places among those given, `[B, K]`."""
+        """As `embed`, plus the `patch_valid` of the patches that are left, and their indices in the input, `[B, K]`."""
         if isinstance(x, Mapping):
             x, patch_coord, patch_valid, grid_size, keep_indices, object_index = _from_dict(
                 x, patch_coord=patch_coord, patch_valid=patch_valid, grid_size=grid_size, keep_indices=keep_indices,
@@ -314,7 +318,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patch_coord: Optional[torch.Tensor] = None,
             patch_valid: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
-            **given: torch.Tensor,
+            *,
+            grid_size: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Images or patches to logits.
 
@@ -325,10 +332,11 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patch_valid: False or 0 for padding, `[B, K]`. None if there is none.
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]` with N = P + K. Padding is masked in any case.
-            given: `grid_size`, (H, W) of each image, integers `[B, 2]`; needed where patches of its last row or column
-                are missing, otherwise found from the coordinates. `keep_indices`, places of the patches to keep among
-                those given, distinct, int64 `[B, K']`. `object_index`, the object of each patch, integers `[B, K]`, for
-                encodings that use it (`ope`, which finds it in the patches where none of an image is missing).
+            grid_size: (H, W) of each image, integers `[B, 2]`. Needed where patches of its last row or column are
+                missing, otherwise found from the coordinates.
+            keep_indices: Indices of the patches to keep among the input patches, distinct, int64 `[B, K']`.
+            object_index: The object of each patch, integers `[B, K]`, for encodings that use it (`ope`; without it
+                `ope` finds the objects of images that have all patches).
 
         Returns:
             `[B, num_classes]`.
@@ -337,7 +345,9 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             ValueError: If shapes or dtypes are wrong, an image has no valid patch or the same one twice, or
                 coordinates are outside the grid.
         """
-        features = self.forward_features(x, patch_coord, patch_valid, attn_mask, **given)
+        features = self.forward_features(
+            x, patch_coord, patch_valid, attn_mask,
+            grid_size=grid_size, keep_indices=keep_indices, object_index=object_index)
         return self.forward_head(**features) if isinstance(features, dict) else self.forward_head(features)
 
     def forward_features(
@@ -346,9 +356,13 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patch_coord: Optional[torch.Tensor] = None,
             patch_valid: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
-            **given: torch.Tensor,
+            *,
+            grid_size: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
     ) -> Union[torch.Tensor, Dict[str, torch.Tensor]]:
         """As `forward`, to normalized tokens `[B, N, D]`; for patches a dict of them and of `patch_valid`."""
+        given = dict(grid_size=grid_size, keep_indices=keep_indices, object_index=object_index)
         x, position, valid, attn_mask = self._start(patches, patch_coord, patch_valid, attn_mask, given)
         x, _ = self._run_blocks(x, position, attn_mask)
         x = self.norm(x)
@@ -367,7 +381,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patch_coord: Optional[torch.Tensor] = None,
             patch_valid: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
-            **given: torch.Tensor,
+            *,
+            grid_size: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
         """Features of several blocks in one forward pass; timm's contract, arguments as for `forward`.
 
@@ -378,6 +395,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        given = dict(grid_size=grid_size, keep_indices=keep_indices, object_index=object_index)
         x, position, valid, attn_mask = self._start(x, patch_coord, patch_valid, attn_mask, given)
         is_naflex = isinstance(position, MixedPosition)
         if output_fmt == 'NCHW' and (is_naflex or position.grid.keep_indices is not None):
@@ -393,7 +411,15 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             intermediates_only, output_dict)
         return {**out, 'patch_valid': valid} if output_dict and is_naflex else out
 
-    def _start(self, x, patch_coord, patch_valid, attn_mask, given):
+    def _start(
+            self,
+            x: Patches,
+            patch_coord: Optional[torch.Tensor],
+            patch_valid: Optional[torch.Tensor],
+            attn_mask: Optional[torch.Tensor],
+            given: Dict[str, Optional[torch.Tensor]],
+    ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """Tokens, their position, the validity of the patches that are left, and the mask for them."""
         patches = x['patches'] if isinstance(x, Mapping) and 'patches' in x else x
         if isinstance(x, Mapping) and x.get('attn_mask') is not None:
             attn_mask = x['attn_mask']
@@ -409,7 +435,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
 
 def _refuse_position_of_timm(cfg: NaFlexVitCfg, kwargs: Mapping[str, Any]) -> None:
-    """
+    """Refuse the fields of timm's configuration that choose a position encoding.
+
     Raises:
         ValueError: If position is chosen by fields of timm's configuration, which have no effect here.
     """
@@ -418,7 +445,7 @@ def _refuse_position_of_timm(cfg: NaFlexVitCfg, kwargs: Mapping[str, Any]) -> No
         if name == 'pos_embed_interp_mode' and {**vars(cfg), **kwargs}['enable_patch_interpolator']:
             continue  # it is that of the patch embedding too
         if name in ('block_fn', 'attn_layer') or name.startswith(('pos_embed', 'rope_')):
-            instead = 'img_size= says it' if name == 'pos_embed_grid_size' else 'pos_enc= decides about it'
+            instead = 'img_size= sets it' if name == 'pos_embed_grid_size' else 'pos_enc= decides about position'
             raise ValueError(f'{name}= cannot be chosen here: {instead}.')
 
 
@@ -453,7 +480,7 @@ def _create_naflexvit(variant: str, pretrained: bool = False, **kwargs) -> NaFle
     """Build a model by timm's builder.
 
     Raises:
-        ValueError: If the encodings are not those of the saved model that it is made after, or weights do not fit.
+        ValueError: If a saved model is loaded with other encodings than its own, or weights do not fit.
     """
     checkpoints.refuse_other_encoding(variant, kwargs)
     out_indices = take_out_indices(kwargs)
@@ -470,7 +497,7 @@ def _create_naflexvit(variant: str, pretrained: bool = False, **kwargs) -> NaFle
 
 
 # Entrypoints are named as those of the plain ViT: naflexvit_small_sape2_k, naflexvit_small_sape2_k_ape,
-# naflexvit_small_pos_enc, ... With class token and pooling by it they are the same functions of one image.
+# naflexvit_small_pos_enc, ... Of one image they compute what the plain models compute.
 def _entrypoints() -> Dict[str, Tuple[str, str]]:
     """Size and `pos_enc` of each model name."""
     return {name.replace('vit', 'naflexvit', 1): named for name, named in named_encodings().items()}

@@ -101,7 +101,7 @@ class MixedPosition:
         return self.rotation, *(tensor for part in self.parts for tensor in part.tensors())
 
     def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'MixedPosition':
-        """The same position made of other tensors, in the order of `tensors()`."""
+        """A copy with other tensors, in the order of `tensors()`."""
         rotation, *rest = tensors
         size = len(rest) // len(self.parts)
         parts = tuple(part.with_tensors(*rest[i * size:(i + 1) * size]) for i, part in enumerate(self.parts))
@@ -115,10 +115,11 @@ class MixedPosition:
 
 
 AnyPosition = Union[Position, MixedPosition]
+LOGIT_HOOKS = ('position_bias', 'content_bias', 'attend', 'channels', 'values')  # they act on logits or probabilities
 
 
-# torch.fx cannot trace what follows, which depends on sizes and on what is there. `torch.fx.wrap` makes each call a
-# single node, whoever traces.
+# torch.fx cannot trace the methods below, because they branch on sizes and on None. `torch.fx.wrap` makes each call one
+# node, with any tracer.
 
 @torch.fx.wrap
 def _call(module: nn.Module, method: str, *args, **kwargs) -> Any:
@@ -223,15 +224,10 @@ class LayerEncodings(nn.ModuleDict):
         self.layer = layer
         self.rotate_half = rotate_half
         self.needs_position = needs_position
-        self._names = {
-            hook: tuple(name for name, encoding in self.items() if encoding.overrides(hook))
-            for hook in (*PositionEncoding.HOOKS, 'attend')}
-        self._act_on_logits = any(
-            self._names[hook] for hook in ('position_bias', 'content_bias', 'attend', 'channels', 'values'))
 
     def acting_on(self, hook: str) -> List[PositionEncoding]:
         """The encodings of this layer that override a hook."""
-        return [self[name] for name in self._names[hook]]
+        return [encoding for encoding in self.values() if encoding.overrides(hook)]
 
     def forward(
             self,
@@ -350,7 +346,7 @@ class LayerEncodings(nn.ModuleDict):
         if is_causal:
             raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
         given = dict(scale=scale, dropout_p=dropout_p, fused=fused)
-        if position.has_bias or self._act_on_logits:
+        if position.has_bias or any(map(self.acting_on, LOGIT_HOOKS)):
             return self._attend_by_group(q, k, v, x, position, attn_mask, given)
         # Rotations and masks are cheap for the whole batch, padding included.
         q, k = self._rotated(q, k, position)
@@ -456,7 +452,7 @@ class LayerEncodings(nn.ModuleDict):
             raise ValueError(
                 f'position must be what model.embed() returns along with the tokens, got {type(position).__name__}. '
                 'Masks are passed as attn_mask=.')
-        if position is None and self.needs_position:
+        if position is None and (self.needs_position or len(self)):
             raise ValueError(
                 'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '
                 'Call model(images), model.forward_features(images) or model.forward_intermediates(images); to run '

@@ -26,10 +26,10 @@ from timm.models.vision_transformer import VisionTransformer
 from . import checkpoints, ops
 from .attention import PosEncAttention, PosEncBlock
 from .encodings import encoding_keywords, get_encoding, list_encodings, parse_pos_enc
-from .encodings.checks import MOST, is_integer, is_number
+from .encodings.checks import is_integer
 from .encodings.registry import AUTO
 from .grid import MOST_PATCHES, Grid
-from .host import PosEncModel, check_ref_grid_size, keep_patches
+from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, keep_patches
 from .position import Position
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
@@ -99,19 +99,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
                     raise ValueError(
                         f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}} sets it.')
         check_sizes(img_size, patch_size)
-        if not is_number(patch_drop_rate) or not 0 <= patch_drop_rate < 1:
-            raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate!r}.')
-        for name, value, least, most in (
-                ('embed_dim', embed_dim, 1, MOST), ('num_heads', num_heads, 1, MOST), ('depth', depth, 1, 1000),
-                ('reg_tokens', kwargs.get('reg_tokens', 0), 0, MOST)):
-            if not is_integer(value, least) or value > most:
-                raise ValueError(f'{name} must be an integer of at least {least} and at most {most:,}, got {value!r}.')
-        for name, value in (('dynamic_img_size', dynamic_img_size), ('dynamic_img_pad', dynamic_img_pad)):
-            if not isinstance(value, bool):
-                raise ValueError(f'{name} must be True or False, got {value!r}.')
-        if embed_dim % num_heads:
-            raise ValueError(
-                f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}. Choose another num_heads.')
+        check_shape(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
+        check_flags(dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
         check_ref_grid_size(ref_grid_size)
 
         super().__init__(
@@ -336,11 +325,16 @@ def _check_integers(**sizes) -> None:
 
 
 def _pair(size: Any) -> Tuple[Any, ...]:
-    """(height, width) of what is given for both, or for each. Not `to_2tuple`, which fails on some that are neither."""
+    """A size as a tuple: one number stands for both sides. Wrong input is returned as it is, for `_check_integers`."""
     return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
 
 
 def check_sizes(img_size, patch_size) -> None:
+    """Check that patches tile an image; both sizes are int or (height, width).
+
+    Raises:
+        ValueError: If a size is not a positive integer, the patches do not tile the image, or there are too many.
+    """
     _check_integers(img_size=img_size, patch_size=patch_size)
     img_size, patch_size = _pair(img_size), _pair(patch_size)
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))

@@ -384,7 +384,10 @@ def test_wrong_arguments():
             ({'pos_embed_ar_preserving': True}, 'pos_enc= decides'), ({'rope_temperature': 100.}, 'pos_enc= decides'),
             ({'pos_embed_interp_mode': 'bilinear'}, 'pos_enc= decides'),
             ({'cfg': NaFlexVitCfg(rope_type='axial')}, 'rope_type= .* pos_enc= decides'),
-            ({'pos_embed_grid_size': (3, 3)}, 'img_size= says it'), ({'img_size': 41}, 'does not divide'),
+            ({'pos_embed_grid_size': (3, 3)}, 'img_size= sets it'), ({'img_size': 41}, 'does not divide'),
+            ({'patch_drop_rate': 1.5}, 'patch_drop_rate must be'), ({'depth': 0}, 'depth must be an integer'),
+            ({'num_heads': 0}, 'num_heads must be an integer'), ({'num_heads': 5}, 'not divisible by num_heads=5'),
+            ({'reg_tokens': -1}, 'reg_tokens must be'), ({'dynamic_img_pad': 'yes'}, 'must be True or False'),
             ({'pos_enc': 'rope3d'}, 'Unknown position encoding'), ({'pos_enc_kwargs': {'ape': {}}}, 'not a part of')):
         with pytest.raises(ValueError, match=message):
             small(**{'pos_enc': 'rope2d', **kwargs})

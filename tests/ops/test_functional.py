@@ -340,13 +340,16 @@ WRONG = {  # in bias and attention alike
     'table of one row': (
         dict(table_y=torch.zeros(1, DIM)), r'table_y must be \[npos, 4\] with npos >= 2, got \[1, 4\]'),
     'kept patches of one image': (
-        dict(keep_indices=torch.arange(6)), r'keep_indices must be int64 \[3, K\], got torch.int64 \[6\]'),
+        dict(keep_indices=torch.arange(6)), r'keep_indices must be int64 \[B, K\] = \[3, K\], got torch.int64 \[6\]'),
     'kept patches of another batch': (
-        dict(keep_indices=torch.zeros(2, 6, dtype=torch.int64)), r'keep_indices must be int64 \[3, K\].*\[2, 6\]'),
+        dict(keep_indices=torch.zeros(2, 6, dtype=torch.int64)),
+        r'keep_indices must be int64 \[B, K\] = \[3, K\].*\[2, 6\]'),
     'kept patches in int32': (
-        dict(keep_indices=torch.zeros(B, 6, dtype=torch.int32)), r'keep_indices must be int64 \[3, K\].*torch.int32'),
+        dict(keep_indices=torch.zeros(B, 6, dtype=torch.int32)),
+        r'keep_indices must be int64 \[B, K\] = \[3, K\].*torch.int32'),
     'kept patches as a mask': (
-        dict(keep_indices=torch.ones(B, 6, dtype=torch.bool)), r'keep_indices must be int64 \[3, K\].*torch.bool'),
+        dict(keep_indices=torch.ones(B, 6, dtype=torch.bool)),
+        r'keep_indices must be int64 \[B, K\] = \[3, K\].*torch.bool'),
     'fewer kept patches than tokens': (
         dict(keep_indices=torch.zeros(B, 4, dtype=torch.int64)),
         'q has 8 tokens, but 2 prefix tokens and 4 kept patches make 6'),

@@ -206,12 +206,14 @@ class PositionEncoding(nn.Module):
     def _check_bias(self, hook: str, bias: torch.Tensor, grid: Grid) -> None:
         patches = grid.num_patches if grid.keep_indices is None else grid.keep_indices.shape[1]
         num_tokens = grid.num_prefix_tokens + patches
-        fits = (size in (1, num_tokens) for size in bias.shape[-2:] if type(size) is int)
+        expected = (self.num_heads, num_tokens, num_tokens)
+        fits = (size in (1, full) for size, full in zip(bias.shape[-3:], expected[-bias.ndim:]) if type(size) is int)
         if type(num_tokens) is int and not all(fits):
             raise ValueError(
                 f'{self.name!r}: {hook} returned {list(bias.shape)}, which does not broadcast to [B, h, N, N] with '
-                f'N = {num_tokens} tokens, {grid.num_prefix_tokens} of them prefix tokens. grid.between_tokens(bias) '
-                'turns a bias between all patches into one between the tokens in the sequence.')
+                f'{self.num_heads} heads and N = {num_tokens} tokens, {grid.num_prefix_tokens} of them prefix tokens. '
+                'grid.between_tokens(bias) turns a bias between all patches into one between the tokens in the '
+                'sequence.')
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """x times the gate, if there is one. For hooks that must apply it before they round or take a sine."""
@@ -691,8 +693,8 @@ class ResizedEncoding(_SavesGrid, ABC):
         if saved != self.grid_size:
             raise ValueError(
                 f'{self.name!r}: the checkpoint is of a grid of {saved[0]}x{saved[1]} patches, the model has '
-                f'{self.grid_size[0]}x{self.grid_size[1]}. Load it into a model of its own size, then call '
-                'set_input_size.')
+                f'{self.grid_size[0]}x{self.grid_size[1]}. Create the model with the img_size of the checkpoint '
+                '(a plain ViT can then change it by set_input_size), or load with pretrained=True, which resizes.')
 
     def adapt(self, grid_size: Tuple[int, int], state_dict: Dict[str, torch.Tensor], path: str) -> None:
         if grid_size == self.grid_size:

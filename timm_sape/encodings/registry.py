@@ -8,6 +8,8 @@ import json
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
+import torch.nn as nn
+
 from .base import FixedEncoding, PositionEncoding, RotaryEncoding
 from .checks import MOST, is_number
 
@@ -29,6 +31,10 @@ EncodingT = TypeVar('EncodingT', bound=PositionEncoding)
 _encodings: Dict[str, Type[PositionEncoding]] = {}
 _aliases: Dict[str, str] = {}
 
+# Attributes of the modules that hold encodings by name, `SharedEncodings` and `LayerEncodings`
+RESERVED = {
+    *dir(nn.ModuleDict()), 'act_on_blocks', 'acting_on', 'add_after', 'add_before', 'embed', 'layer', 'logits',
+    'needs_position', 'position', 'rotate_half', 'terms'}
 AUTO = 'auto_'  # prefix of a name: what the encoding contributes is multiplied by a learned scalar, the gate
 HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model, not users
 
@@ -61,16 +67,22 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
                         f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
-        for method in sorted(getattr(cls, '__abstractmethods__', ())):
+        missing = sorted(getattr(cls, '__abstractmethods__', ()))
+        if missing:
+            method = getattr(cls, missing[0])
             raise ValueError(
-                f'Encoding {name!r}: {cls.__name__} must define {method}{inspect.signature(getattr(cls, method))}: '
-                f'{inspect.getdoc(getattr(cls, method)).splitlines()[0]}')
+                f'Encoding {name!r}: {cls.__name__} must define {missing[0]}{inspect.signature(method)}: '
+                f'{inspect.getdoc(method).splitlines()[0]}')
         if isinstance(aliases, str):
             raise ValueError(f'Encoding {name!r}: aliases must be a sequence of names, got the string {aliases!r}.')
         names = [name, *aliases]
         for new in names:
             if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
                 raise ValueError(f'Encoding name {new!r}: use lowercase letters, digits and underscores.')
+            if new in RESERVED:
+                raise ValueError(
+                    f'Encoding name {new!r}: it would hide an attribute of the modules that hold encodings. Choose '
+                    'another name.')
             if new.startswith(AUTO):
                 raise ValueError(
                     f'Encoding name {new!r}: the prefix {AUTO!r} is reserved for gated encodings. Leave it out.')

@@ -24,9 +24,9 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     between -1 and 1.
 
     In training, positions can be augmented at random: first a shift, then a jitter, then a rescaling. Each forward pass
-    draws once for all images and layers. (`auto_rope_dinov3` draws in each layer, because each layer has its own gate
-    and so its own rotation.) The numbers come from torch's default generator on the model's device; timm draws on the
-    CPU.
+    draws once for all images of one grid, the same for all layers. (`auto_rope_dinov3` draws in each layer, because
+    each layer has its own gate and so its own rotation.) The numbers come from torch's default generator on the model's
+    device; timm draws on the CPU.
 
     Angles are equal to those of timm's `RotaryEmbeddingDinoV3`. They are computed here because timm's module returns
     only sines and cosines, and a gate must multiply the angles.

@@ -14,6 +14,7 @@ and on a constant image the bias is zero. So it is used beside another encoding:
 
 Cost: on top of attention, N x N distances between codes of length W, and between codes of length H.
 """
+import warnings
 from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
@@ -107,6 +108,10 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
                 f'{name!r} needs npos to be an integer of 2 or more, got {npos!r}. Leave it out for one per count.')
         if not is_number(table_std) or table_std <= 0:
             raise ValueError(f'{name!r} needs a positive table_std, got {table_std!r}.')
+        if separate_keys == 'zero' and self.mode == 'k':
+            warnings.warn(
+                f"{name!r} with separate_keys='zero' never learns: all codes are 0 and get no gradient. It is there to "
+                "repeat a run of the repository. To train, use 'identity', or 'sape2_q'.")
         if separate_keys not in (None, 'zero', 'identity'):
             raise ValueError(
                 f"{name!r}: separate_keys must be 'zero', 'identity' or None for none, got {separate_keys!r}.")
@@ -171,7 +176,8 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         for name, npos in (('table_x', npos_x), ('table_y', npos_y)):
             table = getattr(self, name)
             if table.shape[0] != npos:
-                setattr(self, name, nn.Parameter(table.new_empty(npos, self.head_dim)))
+                setattr(self, name, nn.Parameter(
+                    table.new_empty(npos, self.head_dim), requires_grad=table.requires_grad))
                 fill_trunc_normal(getattr(self, name), self.table_std)
 
     def codes(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:

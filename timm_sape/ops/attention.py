@@ -13,7 +13,8 @@ __all__ = ['attend', 'check_mask', 'merge_masks', 'probabilities']
 
 
 def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> None:
-    """
+    """Check that a mask is a tensor on the device of the tokens, and broadcastable to the logits.
+
     Args:
         attn_mask: What should be a mask, additive or bool.
         shape: B, h, N, N. What is symbolic is not looked at.
@@ -110,6 +111,7 @@ def attend(
     if not fused or is_transformed():
         return F.dropout(probabilities(q, k, mask, scale=scale), dropout_p).to(v.dtype) @ v
     if q.shape[-1] != v.shape[-1]:
+        assert q.shape[-1] > v.shape[-1], 'encodings add channels to q and k, they take none away'
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         return attend(q, k, padded, mask, scale=scale, dropout_p=dropout_p)[..., :v.shape[-1]]
     if not additive:

@@ -26,7 +26,11 @@ def _from_environment() -> Optional[str]:
 
 @contextmanager
 def using_backend(backend: Optional[str]) -> Iterator[None]:
-    """Set `TIMM_SAPE_BACKEND` within a `with` block; None unsets it."""
+    """Set `TIMM_SAPE_BACKEND` within a `with` block; None unsets it.
+
+    The variable belongs to the process, so other threads see it. A graph that torch.compile has built keeps its
+    backend; call `torch.compiler.reset()` before.
+    """
     before = os.environ.pop(VARIABLE, None)
     try:
         if backend is not None:
