@@ -20,9 +20,8 @@ from .encodings import (
 from .grafting import graft
 from .grid import Grid
 from .naflexvit_pos_enc import NaFlexVitPosEnc
+from .version import __version__ as __version__
 from .vit_pos_enc import VisionTransformerPosEnc
-
-__version__ = '0.1.0.dev0'
 
 __all__ = [
     'CoordinateEncoding',

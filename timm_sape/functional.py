@@ -18,7 +18,7 @@ from typing import Any, Optional, Tuple, Union
 import torch
 
 from . import ops
-from .encodings.checks import is_integer, is_number
+from .checks import is_integer, is_number
 from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
 
 __all__ = ['sape2_attention', 'sape2_bias']

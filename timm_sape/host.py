@@ -15,6 +15,7 @@ from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.models import checkpoint
 
 from . import checkpoints
+from .checks import MOST, is_integer, is_number
 from .encodings import (
     PositionEncoding,
     ReferenceGridEncoding,
@@ -23,7 +24,6 @@ from .encodings import (
     get_encoding,
     is_per_layer,
 )
-from .encodings.checks import MOST, is_integer, is_number
 from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 

@@ -43,10 +43,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-import timm_sape
-
+from .checks import MOST, is_integer, is_number
 from .encodings import get_encoding, parse_pos_enc
-from .encodings.checks import MOST, is_integer, is_number
+from .version import __version__
 
 __all__ = ['load', 'push', 'save']
 
@@ -217,7 +216,7 @@ def save(
         config = json.loads((staged / CONFIG_NAME).read_text())
         # timm reads it at the root of the config; with this one, transformers would pass it to create_model twice
         config['model_args'].pop('num_classes', None)
-        config['timm_sape'] = {'version': timm_sape.__version__, 'sha256': _sha256(staged / HF_SAFE_WEIGHTS_NAME)}
+        config['timm_sape'] = {'version': __version__, 'sha256': _sha256(staged / HF_SAFE_WEIGHTS_NAME)}
         (staged / CONFIG_NAME).write_text(json.dumps(config, indent=2))
         _refuse_other_logits(model, staged, config['pretrained_cfg']['input_size'])
 
@@ -316,9 +315,9 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
     except RecursionError as e:
         raise ValueError(f'{where}: {CONFIG_NAME} is nested too deeply, at {e}.') from None
     version = entries.get('timm_sape.version')
-    if isinstance(version, str) and _release(version) > _release(timm_sape.__version__):
+    if isinstance(version, str) and _release(version) > _release(__version__):
         raise ValueError(
-            f'{where} was written by timm-sape {version}, newer than {timm_sape.__version__}, which is installed: '
+            f'{where} was written by timm-sape {version}, newer than {__version__}, which is installed: '
             'pip install -U timm-sape.')
     for path, (is_right, what) in FIELDS.items():
         if path in entries and not is_right(entries[path]):
@@ -334,13 +333,13 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
     if not timm.is_model(architecture):
         raise ValueError(
             f'{where} is a {_short(architecture)}, which neither timm {timm.__version__} nor timm-sape '
-            f'{timm_sape.__version__} knows. If another package registers it, import that first.')
+            f'{__version__} knows. If another package registers it, import that first.')
     try:
         if args.get('pos_enc') is not None:
             parse_pos_enc(args['pos_enc'], args.get('pos_enc_kwargs'))
     except Exception as e:  # encodings of others check their keywords as they like
         raise ValueError(
-            f'{where}: timm-sape {timm_sape.__version__} cannot make its position encoding. ({described(e)})') from e
+            f'{where}: timm-sape {__version__} cannot make its position encoding. ({described(e)})') from e
     return config
 
 
@@ -494,7 +493,7 @@ def no_retries() -> Iterator[Optional[Exception]]:
 
 
 def _library() -> Dict[str, str]:
-    return {'library_name': 'timm-sape', 'library_version': timm_sape.__version__}
+    return {'library_name': 'timm-sape', 'library_version': __version__}
 
 
 def _release(version: str) -> Tuple[int, ...]:
@@ -589,7 +588,7 @@ def _card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict[str
             for name, keywords in parts.items()]
     details.update(given)
     details['Arguments'] = f'`{json.dumps(args)}`'
-    details['Written by'] = f'timm-sape {timm_sape.__version__}, timm {timm.__version__}, torch {torch.__version__}'
+    details['Written by'] = f'timm-sape {__version__}, timm {timm.__version__}, torch {torch.__version__}'
     encoding = f' with the position encoding `{args["pos_enc"]}`' if 'pos_enc' in args else ''
     is_stock = model_entrypoint(config['architecture']).__module__.startswith('timm.models.')
     needs = '' if is_stock else ' It needs the package timm-sape, whose import registers it with timm.'

@@ -25,8 +25,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from . import checkpoints, ops
 from .attention import PosEncAttention, PosEncBlock
+from .checks import is_integer
 from .encodings import encoding_keywords, get_encoding, list_encodings, parse_pos_enc
-from .encodings.checks import is_integer
 from .encodings.registry import AUTO
 from .grid import MOST_PATCHES, Grid
 from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, keep_patches

@@ -11,9 +11,9 @@ from typing import Tuple
 import torch
 import torch.nn.functional as F
 
+from ..checks import is_number
 from ..grid import Grid
 from .base import FixedEncoding
-from .checks import is_number
 from .registry import register_encoding
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn as nn
 
 from .. import ops
+from ..checks import is_integer
 from ..grid import Grid
 from .base import ReferenceGridEncoding
-from .checks import is_integer
 from .registry import register_encoding
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn as nn
 
 from .. import ops
+from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import ReferenceGridEncoding
-from .checks import is_integer, is_number
 from .layers import WideLinear
 from .registry import register_encoding
 from .rpb import between_patches

@@ -12,9 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .. import ops
+from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import CoordinateEncoding
-from .checks import is_integer, is_number
 from .layers import WideLinear
 from .registry import register_encoding
 

@@ -17,9 +17,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .. import ops
+from ..checks import is_number
 from ..grid import Grid
 from .base import PositionEncoding
-from .checks import is_number
 from .registry import register_encoding
 
 METHODS = ('product', 'euclidean', 'quantized', 'cross')

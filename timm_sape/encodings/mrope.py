@@ -12,9 +12,9 @@ from typing import Optional, Sequence
 
 import torch
 
+from ..checks import is_integer
 from ..grid import Grid
 from .base import CoordinateEncoding, FixedRotaryEncoding
-from .checks import is_integer
 from .registry import register_encoding
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .. import ops
+from ..checks import is_number
 from ..grid import Grid
 from .base import CoordinateEncoding, FixedEncoding
-from .checks import is_number
 from .registry import register_encoding
 
 

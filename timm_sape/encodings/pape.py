@@ -15,9 +15,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .. import ops
+from ..checks import is_integer
 from ..grid import Grid
 from .base import CoordinateEncoding
-from .checks import is_integer
 from .registry import register_encoding
 
 # UNIT: unit of coordinates, in patches. WEIGHT: multiplies the channels of k and divides those of q. With these values

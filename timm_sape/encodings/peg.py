@@ -7,9 +7,9 @@ attention passes it on to the others. Costs k^2 multiplications per entry of the
 import torch
 import torch.nn as nn
 
+from ..checks import is_integer
 from ..grid import Grid
 from .base import PositionEncoding
-from .checks import is_integer
 from .registry import register_encoding
 
 

@@ -10,8 +10,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type,
 
 import torch.nn as nn
 
+from ..checks import MOST, is_number
 from .base import FixedEncoding, PositionEncoding, RotaryEncoding
-from .checks import MOST, is_number
 
 __all__ = [
     'create_encoding',

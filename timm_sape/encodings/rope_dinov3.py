@@ -8,9 +8,9 @@ from typing import Optional
 
 import torch
 
+from ..checks import is_number
 from ..grid import Grid
 from .base import FixedRotaryEncoding, rotation_table
-from .checks import is_number
 from .registry import register_encoding
 
 

@@ -21,9 +21,9 @@ import torch
 import torch.nn as nn
 
 from .. import ops
+from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import ReferenceGridEncoding, fill_trunc_normal
-from .checks import is_integer, is_number
 from .registry import register_encoding
 
 PRESETS = {

@@ -24,7 +24,7 @@ from timm.data import RandAugment, rand_augment_transform
 from torch.utils.data import Dataset, Subset
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from ..encodings.checks import is_integer
+from ..checks import is_integer
 
 __all__ = [
     'CIFAR10Position',
