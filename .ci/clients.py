@@ -323,8 +323,8 @@ def check_torch_fully_shard_leaves(make):
     from torch.distributed.fsdp import fully_shard
     one_process()
     mesh, model = init_device_mesh('cpu', (1,)), make(num_classes=5)
-    for module in [m for m in model.modules() if m is not model and [*m.parameters(recurse=False)]]:
-        fully_shard(module, mesh=mesh)
+    for module in [m for m in model.modules() if m is not model and [*m.parameters(recurse=False)]][::-1]:
+        fully_shard(module, mesh=mesh)  # torch wants children before parents
     train(fully_shard(model, mesh=mesh))
     return model, train(make(num_classes=5))
 
