@@ -227,7 +227,8 @@ def check_timm_features(make):
             lambda x: pooled(reference.forward_intermediates(x, indices=(0, 1), intermediates_only=True)))
 
 
-@client('timm', "AttentionExtract(method='hook')")
+@client('timm', "AttentionExtract(method='hook')", why=(
+    'a bug of ours, not mended yet: since commit 8ebfbd5 no attention calls the module `attn_drop`, which is hooked.'))
 def check_timm_attention_hook(make):
     from timm.layers import set_fused_attn
     from timm.utils import AttentionExtract
@@ -242,7 +243,7 @@ def check_timm_attention_hook(make):
 
 
 @client('timm', "AttentionExtract(method='fx')", why=(
-    "torch.fx does not look into our attention, whose steps depend on the grid. Use `method='hook'`."))
+    'torch.fx does not look into our attention, whose steps depend on the grid.'))
 def check_timm_attention_fx(make):
     from timm.layers import set_fused_attn
     from timm.utils import AttentionExtract
