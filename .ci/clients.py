@@ -65,15 +65,17 @@ class NotApplicable(Exception):
     """The feature has nothing to do with this encoding."""
 
 
-def client(package, feature):
+def client(package, feature, why=''):
     """Register a check.
 
     Args:
         package: The client's name on PyPI.
         feature: What of it is checked.
+        why: The cause, if some of our models fail and that is not mended.
     """
     def register(check):
         check.package, check.feature, check.name = package, feature, check.__name__.removeprefix('check_')
+        check.why = why
         CHECKS.append(check)
         return check
     return register
@@ -225,7 +227,8 @@ def check_timm_features(make):
             lambda x: pooled(reference.forward_intermediates(x, indices=(0, 1), intermediates_only=True)))
 
 
-@client('timm', "AttentionExtract(method='hook')")
+@client('timm', "AttentionExtract(method='hook')", why=(
+    'a bug of ours, not mended yet: since commit 8ebfbd5 no attention calls the module `attn_drop`, which is hooked.'))
 def check_timm_attention_hook(make):
     from timm.layers import set_fused_attn
     from timm.utils import AttentionExtract
@@ -239,7 +242,8 @@ def check_timm_attention_hook(make):
     return run
 
 
-@client('timm', "AttentionExtract(method='fx')")
+@client('timm', "AttentionExtract(method='fx')", why=(
+    'torch.fx does not look into our attention, whose steps depend on the grid.'))
 def check_timm_attention_fx(make):
     from timm.layers import set_fused_attn
     from timm.utils import AttentionExtract
@@ -323,8 +327,8 @@ def check_torch_fully_shard_leaves(make):
     from torch.distributed.fsdp import fully_shard
     one_process()
     mesh, model = init_device_mesh('cpu', (1,)), make(num_classes=5)
-    for module in [m for m in model.modules() if m is not model and [*m.parameters(recurse=False)]]:
-        fully_shard(module, mesh=mesh)
+    for module in [m for m in model.modules() if m is not model and [*m.parameters(recurse=False)]][::-1]:
+        fully_shard(module, mesh=mesh)  # torch wants children before parents
     train(fully_shard(model, mesh=mesh))
     return model, train(make(num_classes=5))
 
@@ -419,7 +423,9 @@ def check_torch_to_empty(make):
     return model, make()
 
 
-@client('torch', 'meta device, load_state_dict(assign=True)')
+@client('torch', 'meta device, load_state_dict(assign=True)', why=(
+    'their tables are buffers that are no part of a state dict, so they stay on the meta device. ViTs of timm with '
+    'RoPE (`vit_small_patch16_rope_224`) fail with the same message. Use `to_empty`, as in the row above.'))
 def check_torch_assign(make):
     model = make.asleep(device='meta')
     model.load_state_dict(make().state_dict(), assign=True)
@@ -858,13 +864,18 @@ def lightly_vit(make):
     return MaskedVisionTransformerTIMM(make(), weight_initialization='skip', pos_embed_initialization='skip')
 
 
-@client('lightly', 'MaskedVisionTransformerTIMM: encode')
+LIGHTLY = (
+    'the class adds `pos_embed` itself, which most of our models do not have, and calls the blocks with tokens alone, '
+    'without their position. Use `forward_features(keep_indices=...)`, as in the row with `random_token_mask`.')
+
+
+@client('lightly', 'MaskedVisionTransformerTIMM: encode', why=LIGHTLY)
 def check_lightly(make):
     model, reference = lightly_vit(make), make()
     return lambda x: model.encode(x).mean(1), lambda x: reference.forward_features(x).mean(1)
 
 
-@client('lightly', 'MaskedVisionTransformerTIMM: initialisation of its own')
+@client('lightly', 'MaskedVisionTransformerTIMM: initialisation of its own', why=LIGHTLY)
 def check_lightly_init(make):
     from lightly.models.modules import MaskedVisionTransformerTIMM
     return MaskedVisionTransformerTIMM(make())
@@ -875,7 +886,7 @@ def darkest(x):
     return F.unfold(x, PATCH, stride=PATCH).mean(1).argsort(1)[:, :50] + 1
 
 
-@client('lightly', 'MAE: encode(idx_keep)')
+@client('lightly', 'MAE: encode(idx_keep)', why=LIGHTLY)
 def check_lightly_mae(make):
     model, reference, everything = lightly_vit(make), make(), torch.arange(101).expand(2, -1)
     found = model.encode(images(), idx_keep=everything)
@@ -883,13 +894,36 @@ def check_lightly_mae(make):
     return lambda x: model.encode(x, idx_keep=darkest(x)).mean(1)
 
 
-@client('lightly', 'SimMIM: encode(idx_mask), gradients')
+@client('lightly', 'SimMIM: encode(idx_mask), gradients', why=LIGHTLY)
 def check_lightly_simmim(make):
     model = lightly_vit(make)
     nn.init.normal_(model.mask_token)
     model.encode(images(), idx_mask=darkest(images())).square().mean().backward()
     assert model.mask_token.grad.abs().max() > 0
     return lambda x: model.encode(x, idx_mask=darkest(x)).mean(1)
+
+
+@client('lightly', "MAE: random_token_mask, our forward_features(keep_indices=), lightly's decoder, gradients")
+def check_lightly_keep_indices(make):
+    from lightly.models import utils
+    from lightly.models.modules import MaskedVisionTransformerDecoderTIMM
+    model = make()
+    wrapped = lightly_vit(make) if make.encoding == CONTROL else None  # timm's ViT has no keep_indices
+    vit = wrapped.vit if wrapped else model
+
+    def encode(x, kept):  # the class token is kept, as token 0
+        return wrapped.encode(x, idx_keep=kept) if wrapped else model.forward_features(x, keep_indices=kept[:, 1:] - 1)
+
+    kept, masked = utils.random_token_mask((2, 101), mask_ratio=0.75)
+    decoder = MaskedVisionTransformerDecoderTIMM(num_patches=100, embed_dim=64, depth=1, num_heads=2)
+    tokens = utils.repeat_token(decoder.mask_token, (2, 101))
+    tokens = decoder(utils.set_at_index(tokens, kept, encode(images(), kept)))
+    found = nn.Linear(64, 3 * PATCH * PATCH)(utils.get_at_index(tokens, masked))
+    F.mse_loss(found, utils.get_at_index(utils.patchify(images(), PATCH), masked - 1)).backward()
+    assert all(p.grad is not None for p in vit.blocks.parameters()), 'no gradient'
+    everything = encode(images(), torch.arange(101).expand(2, -1))
+    assert difference(everything, make().forward_features(images())) < SAME, 'keeping all is not the same'
+    return lambda x: encode(x, F.pad(darkest(x), (1, 0))).mean(1)
 
 
 @client('torchgeo', 'ClassificationTask(model=test_vit_...), one training step')
@@ -1069,7 +1103,9 @@ def check_bitsandbytes(make):
     return lambda x: model(x).logits, make(), ROUGH
 
 
-@client('torch-pruning', 'half of the hidden units of each MLP')
+@client('torch-pruning', 'half of the hidden units of each MLP', why=(
+    'its graph does not know the size of channels that an encoding makes with a parameter of its own and appends to q '
+    'and k.'))
 def check_torch_pruning(make):
     import torch_pruning
     model = make()
@@ -1101,7 +1137,14 @@ def sample_gradients(make, prepare):
     return run, lambda x: gradients_one_by_one([reference, reference], x.split(1), LABELS.split(1))
 
 
-@client('opacus', 'GradSampleModule')
+OPACUS_BUFFERS = 'opacus refuses a layer with parameters and buffers, and these keep their tables in buffers. See {}.'
+OPACUS_LAYERS = (
+    'without trainable tokens opacus hooks each module that has parameters. It wants a single input and a batch '
+    'dimension, but an encoding has further arguments, and some biases are the same for all samples. See {}.')
+OPACUS_ADVICE = 'the row with the tokens frozen where there are buffers'
+
+
+@client('opacus', 'GradSampleModule', why=OPACUS_BUFFERS.format(OPACUS_ADVICE))
 def check_opacus(make):
     return sample_gradients(make, lambda model: model)
 
@@ -1113,18 +1156,35 @@ def freeze_parameters(model, names):
     return model
 
 
-@client('opacus', 'GradSampleModule, tokens and pos_embed frozen')
+@client('opacus', 'GradSampleModule, tokens and pos_embed frozen only where there are buffers')
+def check_opacus_advice(make):
+    def prepare(model):
+        return freeze_parameters(model, ('cls_token', 'pos_embed')) if [*model.buffers()] else model
+    return sample_gradients(make, prepare)
+
+
+@client('opacus', 'GradSampleModule, tokens and pos_embed frozen', why=OPACUS_LAYERS.format(OPACUS_ADVICE))
 def check_opacus_frozen_tokens(make):
     return sample_gradients(make, lambda model: freeze_parameters(model, ('cls_token', 'pos_embed')))
 
 
-@client('opacus', 'GradSampleModule, all but the last block and the head frozen')
+@client(
+    'opacus', 'GradSampleModule, all but the last block and the head frozen', why=OPACUS_LAYERS.format('the next row'))
 def check_opacus_frozen(make):
     return sample_gradients(make, lambda model: freeze_parameters(
         model, ('cls_token', 'pos_embed', 'patch_embed', 'encodings', 'blocks.0')))
 
 
-@client('opacus', 'PrivacyEngine.make_private, one step without noise')
+@client(
+    'opacus', 'GradSampleModule, all but cls_token, the last block and the head frozen',
+    why=OPACUS_BUFFERS.format('the row above'))
+def check_opacus_frozen_but_token(make):
+    return sample_gradients(make, lambda model: freeze_parameters(
+        model, ('pos_embed', 'patch_embed', 'encodings', 'blocks.0')))
+
+
+@client(
+    'opacus', 'PrivacyEngine.make_private, one step without noise', why=OPACUS_BUFFERS.format(OPACUS_ADVICE))
 def check_opacus_engine(make):
     from opacus import PrivacyEngine
     model = make(num_classes=5).train()
@@ -1145,7 +1205,9 @@ def check_fvcore(make):
     check_count(make, lambda model: int(FlopCountAnalysis(model, images()).total()), PRODUCTS)
 
 
-@client('torchinfo', 'summary: number of parameters')
+@client('torchinfo', 'summary: number of parameters', why=(
+    'torchinfo counts the parameters of a module once more if it is called outside its parent, as `peg` is after the '
+    'first block.'))
 def check_torchinfo(make):
     from torchinfo import summary
     found = summary(make(), input_data=images(), verbose=0).total_params
@@ -1168,7 +1230,8 @@ def check_ptflops(make):
     assert found == expected, f'{found:,} parameters instead of {expected:,}'
 
 
-@client('thop', 'as many operations as nope, and the layers of the encoding')
+@client('thop', 'as many operations as nope, and the layers of the encoding', why=(
+    "thop counts `nn.Linear` but none of its subclasses, which the encodings' layers are."))
 def check_thop(make):
     from thop import profile
     check_count(make, lambda model: int(profile(model, (images(),), verbose=False)[0]), LAYERS)
@@ -1326,6 +1389,8 @@ def render(table):
             names, (text, *_) = zip(*said)
             who = {len(ENCODINGS): 'all of ours', len(ENCODINGS) + 1: 'all'}.get(len(names), ', '.join(names))
             notes.append(f'- **{check.package}, {check.feature}**, {column}, {who}: {text}')
+        if groups and check.why:
+            notes.append(f'  - Why: {check.why}')
     lines += [f'| {name} | {why} | | | | | |' for name, why in UNAVAILABLE.items()]
     return '\n'.join([*lines, '', *notes])
 

@@ -222,8 +222,10 @@ def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
         main(['map', *arguments])
 
 
-def test_no_device_without_numbers(capsys):
-    assert main(['sweep', 'model', '--data-dir', 'data', '--sizes', '24', '--device', 'meta', '--amp']) == 2
+@pytest.mark.parametrize(
+    'command', ['sweep model --data-dir data --sizes 24 --amp', 'bench', 'bench sape2', 'bench naflex'])
+def test_no_device_without_numbers(command, capsys):
+    assert main([*command.split(), '--device', 'meta']) == 2
     error, = capsys.readouterr().err.splitlines()
     assert error.startswith('timm-sape: --device meta: ') and error.endswith('; name a device that can run models')
 

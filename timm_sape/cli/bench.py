@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional
 
 from .common import CommandError, add_command
+from .data_options import check_device
 from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -55,13 +56,9 @@ def _bench(args: argparse.Namespace) -> int:
         raise CommandError('--batch-size and --repeats must be at least 1')
     if not timm.list_models(args.model, module='vit_pos_enc'):
         raise CommandError(f'{args.model!r} is not one of our models; see timm.list_models(module="vit_pos_enc")')
-    try:
-        device = torch.device(args.device)
-        torch.empty(1, device=device)
-    except (AssertionError, RuntimeError) as e:
-        raise CommandError(str(e)) from e
+    check_device(args.device)
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
-    where = f'{dtype}, medians of {args.repeats}; {about(device)}'
+    where = f'{dtype}, medians of {args.repeats}; {about(torch.device(args.device))}'
     measure = {'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex}[args.what]
     return measure(args, settings, where)
 

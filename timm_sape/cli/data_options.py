@@ -12,6 +12,7 @@ __all__ = [
     'MODELS_HELP',
     'add_data_options',
     'add_image_options',
+    'check_device',
     'image_size',
     'loading',
     'measured_on',
@@ -77,6 +78,19 @@ def memory_size() -> Optional[int]:
         return None
 
 
+def check_device(device: str) -> None:
+    """
+    Raises:
+        CommandError: If no model can run on the device.
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=device).item()  # 'meta' holds no numbers
+    except (AssertionError, RuntimeError) as e:
+        raise CommandError(f'--device {device}: {_one_line(e)}; name a device that can run models') from e
+
+
 def loading(args: argparse.Namespace) -> Dict[str, Any]:
     """The data options as arguments of `sweep` and `compare`, with the data set opened.
 
@@ -92,10 +106,7 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
         value = getattr(args, name)
         if value is not None and value < least:
             raise CommandError(f'--{name.replace("_", "-")} must be at least {least}, got {value}')
-    try:
-        torch.zeros(1, device=args.device).item()  # 'meta' holds no numbers
-    except (AssertionError, RuntimeError) as e:
-        raise CommandError(f'--device {args.device}: {_one_line(e)}; name a device that can run models') from e
+    check_device(args.device)
     torch.manual_seed(args.seed)  # for random weights
     return {
         'data': open_dataset(args.data_dir, args.dataset, args.split),
