@@ -227,8 +227,7 @@ def check_timm_features(make):
             lambda x: pooled(reference.forward_intermediates(x, indices=(0, 1), intermediates_only=True)))
 
 
-@client('timm', "AttentionExtract(method='hook')", why=(
-    'a bug of ours, not mended yet: since commit 8ebfbd5 no attention calls the module `attn_drop`, which is hooked.'))
+@client('timm', "AttentionExtract(method='hook')")
 def check_timm_attention_hook(make):
     from timm.layers import set_fused_attn
     from timm.utils import AttentionExtract

@@ -5,13 +5,15 @@
 from contextlib import contextmanager
 
 import pytest
+import timm
 import torch
 import torch.nn as nn
+from timm.utils import AttentionExtract
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import timm_sape
-from common import PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, registered
+from common import HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, images, registered
 
 RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm_sape.encoding_keywords(name)]
 
@@ -106,3 +108,24 @@ def test_trained_grid_without_memory(name):
     expected.set_input_size(img_size=(4 * PATCH, 6 * PATCH))
     check_same(model, expected, make.images(grid=(4, 6)))
     assert model.ref_grid_size == make.grid
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'rope2d', 'rpb', 'sape2_k', 'cope+sape2_k', 'irpe_qkv'])
+def test_probabilities_reach_hooks(pos_enc):
+    """`timm.utils.AttentionExtract` hooks the module that drops probabilities."""
+    timm.layers.set_fused_attn(False)
+    try:
+        model = Maker(pos_enc)()
+    finally:
+        timm.layers.set_fused_attn(True)
+    x = images((3, 5))
+    expected = model(x)
+    found = AttentionExtract(model, method='hook')(x)
+    assert len(found) == 2 and all(attn.shape == (2, HEADS, 20, 20) for attn in found.values())
+    for attn in found.values():
+        torch.testing.assert_close(attn.sum(-1), torch.ones(2, HEADS, 20))
+    torch.testing.assert_close(model(x), expected)
+    handles = [block.attn.attn_drop.register_forward_hook(lambda *_: 0 * _[2]) for block in model.blocks]
+    assert not torch.allclose(model(x), expected)  # what a hook returns takes effect
+    for handle in handles:
+        handle.remove()

@@ -67,6 +67,7 @@ class HostsEncodings(nn.Module):
             attn_mask=attn_mask,
             is_causal=is_causal,
             dropout_p=self.attn_drop.p if self.training else 0.,
+            drop=self.attn_drop,
             fused=self.fused_attn,
         )  # [B, h, N, d]
         out = self.norm(out.transpose(1, 2).flatten(2))  # [B, N, D]

@@ -241,6 +241,7 @@ class LayerEncodings(nn.ModuleDict):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
             dropout_p: float = 0.0,
+            drop: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
             fused: bool = True,
     ) -> torch.Tensor:
         """Attention with position: rotations, biases, further channels and terms for values.
@@ -256,6 +257,7 @@ class LayerEncodings(nn.ModuleDict):
                 `[B, h, N, N]`.
             is_causal: Mask out all later tokens.
             dropout_p: Dropout rate of the probabilities.
+            drop: Module that applies this dropout to explicit probabilities, so that hooks on it see them.
             fused: False for an explicit softmax.
 
         Returns:
@@ -266,7 +268,7 @@ class LayerEncodings(nn.ModuleDict):
         """
         return _call(
             self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,
-            dropout_p=dropout_p, fused=fused)
+            dropout_p=dropout_p, drop=drop, fused=fused)
 
     def add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         """The normed tokens before the attention layer, with what encodings add there, `[B, N, D]`."""
@@ -307,16 +309,16 @@ class LayerEncodings(nn.ModuleDict):
         return content, total
 
     def _attend(
-            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, fused,
+            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, drop, fused,
     ) -> torch.Tensor:
         self._check(position)
         if position is None:
             mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
-            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         if isinstance(position, MixedPosition):
             return self._attend_mixed(
                 q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p,
-                fused=fused)
+                drop=drop, fused=fused)
 
         grid, values = position.grid, self.acting_on('values')
         attending = [] if values else self.acting_on('attend')[:1]
@@ -330,22 +332,24 @@ class LayerEncodings(nn.ModuleDict):
 
         if attending:
             return attending[0](
-                q, k, v, rotated_q, rotated_k, mask=mask, grid=grid, scale=scale, dropout_p=dropout_p, fused=fused,
-                hook='attend')
+                q, k, v, rotated_q, rotated_k, mask=mask, grid=grid, scale=scale, dropout_p=dropout_p, drop=drop,
+                fused=fused, hook='attend')
         if not values:
-            return ops.attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
-        attn = F.dropout(ops.probabilities(rotated_q, rotated_k, mask, scale=scale), dropout_p)  # [B, h, N, N]
+            return ops.attend(
+                rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
+        attn = ops.probabilities(rotated_q, rotated_k, mask, scale=scale)  # [B, h, N, N]
+        attn = F.dropout(attn, dropout_p) if drop is None else drop(attn)
         out = attn.to(v.dtype) @ v
         for encoding in values:
             out = out + encoding(attn, grid=grid, hook='values').to(v.dtype)
         return out
 
     def _attend_mixed(
-            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, fused,
+            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, drop, fused,
     ) -> torch.Tensor:
         if is_causal:
             raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
-        given = dict(scale=scale, dropout_p=dropout_p, fused=fused)
+        given = dict(scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         if position.has_bias or any(map(self.acting_on, LOGIT_HOOKS)):
             return self._attend_by_group(q, k, v, x, position, attn_mask, given)
         # Rotations and masks are cheap for the whole batch, padding included.

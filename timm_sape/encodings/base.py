@@ -35,7 +35,7 @@ folder's `__init__.py`. Which base class?
 | `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
 """
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -317,6 +317,7 @@ class PositionEncoding(nn.Module):
             grid: Grid,
             scale: float,
             dropout_p: float,
+            drop: Callable[[torch.Tensor], torch.Tensor],
             fused: bool,
     ) -> torch.Tensor:
         """Attention with the bias of `content_bias`, for encodings that can compute it without an N x N tensor.
@@ -335,7 +336,8 @@ class PositionEncoding(nn.Module):
             grid: The grid.
             scale: Factor of the product.
             dropout_p: Dropout rate of the probabilities.
-            fused: As for `ops.attend`.
+            drop: As for `ops.attend`.
+            fused: Likewise.
 
         Returns:
             `[B, h, N, d]`.

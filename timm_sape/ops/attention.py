@@ -1,7 +1,7 @@
 """Scaled dot-product attention with a bias that may be wider than q, k and v."""
 import math
 from contextlib import nullcontext
-from typing import Any, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,7 @@ def attend(
         *,
         scale: float,
         dropout_p: float = 0.0,
+        drop: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         fused: bool = True,
 ) -> torch.Tensor:
     """softmax(scale * q.k + mask) v by PyTorch's scaled_dot_product_attention.
@@ -101,6 +102,7 @@ def attend(
         mask: As `merge_masks` returns it.
         scale: Factor of q.k.
         dropout_p: Dropout rate of the probabilities.
+        drop: Module that applies this dropout to explicit probabilities, so that hooks on it see them.
         fused: False for an explicit softmax, as timm's attention has it after `set_fused_attn(False)`.
 
     Returns:
@@ -109,7 +111,8 @@ def attend(
     additive = mask is not None and mask.dtype != torch.bool
     # Fused kernels have no forward mode. Under vmap they do not see that an additive mask needs a gradient.
     if not fused or is_transformed():
-        return F.dropout(probabilities(q, k, mask, scale=scale), dropout_p).to(v.dtype) @ v
+        attn = probabilities(q, k, mask, scale=scale)
+        return (F.dropout(attn, dropout_p) if drop is None else drop(attn)).to(v.dtype) @ v
     if q.shape[-1] != v.shape[-1]:
         assert q.shape[-1] > v.shape[-1], 'encodings add channels to q and k, they take none away'
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))

@@ -1,5 +1,5 @@
 """SaPE2's bias, and attention with it. This is the one place that chooses between reference, torch and triton."""
-from typing import Optional, Tuple, Union
+from typing import Callable, Optional, Tuple, Union
 
 import torch
 
@@ -72,6 +72,7 @@ def sape2_attention(
         rotated: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
         mask: Optional[torch.Tensor] = None,
         dropout_p: float = 0.0,
+        drop: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         fused: bool = True,
         backend: Optional[str] = None,
 ) -> torch.Tensor:
@@ -85,7 +86,8 @@ def sape2_attention(
         rotated: q and k for the product in the logits, `[B, h, N, d+C]`, if it is not made of q and k themselves.
         mask: As `merge_masks` returns it.
         dropout_p: Dropout rate of the probabilities.
-        fused: As for `attend`.
+        drop: As for `attend`.
+        fused: Likewise.
         backend: One of `BACKENDS`; None to choose.
 
     Returns:
@@ -113,7 +115,7 @@ def sape2_attention(
     if backend == 'reference':
         bias = bias_scale.to(codes_x.dtype).view(-1, 1, 1) * _bias(codes_x, codes_y, grid)
         mask = merge_masks(bias, mask, False, q.shape[2], q.device)
-        return attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, fused=fused)
+        return attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
     if backend == 'triton':
         from .triton_distances import triton_distance_attention as operator
     else:
