@@ -25,7 +25,7 @@ from timm_sape.lab.machine import about  # noqa: E402
 ENCODINGS = ('sape2_k', 'cope', 'irpe_qkv')
 TOLERANCE = 1e-5
 REFUSED = ('eva02_enormous_patch14_clip_224',)  # all others can be grafted
-LARGEST_WIDTH = 1024  # that of ViT-L; beyond it a model keeps 8 heads
+LARGEST_WIDTH = 768  # that of ViT-B; beyond it a model keeps 8 heads
 SIZE = GRID[0] * PATCH, GRID[1] * PATCH
 SHAPE = dict(
     depth=2, num_classes=3, img_size=SIZE, patch_size=PATCH,
@@ -36,7 +36,7 @@ ABOUT = """\
 `python .ci/naflex_grafts.py > results/naflex_grafts.md`; {about}
 
 {grafted} of {tried} architectures can be grafted; with each of {encodings}, all is right in {right}. Weights are
-large random numbers; depth is cut to 2, patches to 8 x 8 pixels, and widths beyond ViT-L's 1024 to 8 heads of as many
+large random numbers; depth is cut to 2, patches to 8 x 8 pixels, and widths beyond ViT-B's 768 to 8 heads of as many
 channels as before (column `width`).
 
 - Differences of logits at the start are relative to the largest logit; the largest of the three grafts counts, and
@@ -71,7 +71,7 @@ def trained(grafted, given):
     """Two training steps. Returns the number of new parameters, and the names of those that stood still."""
     new = {name: p for name, p in grafted.named_parameters() if 'encodings.' in name}
     before = {name: p.detach().clone() for name, p in new.items()}
-    optimizer = torch.optim.SGD(grafted.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(grafted.parameters(), lr=0.01)  # larger steps may saturate softmax
     for _ in range(2):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(grafted(given), torch.arange(len(SIZES)) % 3).backward()
