@@ -25,7 +25,7 @@ from timm_sape.lab.machine import about  # noqa: E402
 ENCODINGS = ('sape2_k', 'cope', 'irpe_qkv')
 TOLERANCE = 1e-5
 REFUSED = ('eva02_enormous_patch14_clip_224',)  # all others can be grafted
-LARGEST_WIDTH = 768  # that of ViT-B; beyond it a model keeps 8 heads
+LARGEST_WIDTH = 384  # that of ViT-S; beyond it a model keeps 4 heads
 SIZE = GRID[0] * PATCH, GRID[1] * PATCH
 SHAPE = dict(
     depth=2, num_classes=3, img_size=SIZE, patch_size=PATCH,
@@ -36,7 +36,7 @@ ABOUT = """\
 `python .ci/naflex_grafts.py > results/naflex_grafts.md`; {about}
 
 {grafted} of {tried} architectures can be grafted; with each of {encodings}, all is right in {right}. Weights are
-large random numbers; depth is cut to 2, patches to 8 x 8 pixels, and widths beyond ViT-B's 768 to 8 heads of as many
+large random numbers; depth is cut to 2, patches to 8 x 8 pixels, and widths beyond ViT-S's 384 to 4 heads of as many
 channels as before (column `width`).
 
 - Differences of logits at the start are relative to the largest logit; the largest of the three grafts counts, and
@@ -57,7 +57,7 @@ def shape_of(name):
     heads = blocks[0].attn.num_heads
     shape = dict(SHAPE)
     if model.embed_dim > LARGEST_WIDTH:
-        shape.update(embed_dim=8 * blocks[0].attn.head_dim, num_heads=8)
+        shape.update(embed_dim=4 * blocks[0].attn.head_dim, num_heads=4)
     if 'sapiens2' in name:  # the large ones have fewer keys, in the middle blocks
         shape['num_kv_heads'] = [shape.get('num_heads', heads) * b.attn.num_kv_heads // heads for b in blocks]
     return shape
