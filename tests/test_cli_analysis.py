@@ -371,6 +371,8 @@ def test_list(capsys):
     assert [line[0] for line in found] == ['model', *timm.list_models('vit_small_rope2d*')]
     expected = sum(p.numel() for p in timm.create_model('vit_small_rope2d_mixed_ape').parameters())
     assert ['vit_small_rope2d_mixed_ape', 'ape+rope2d_mixed', '224', 'x', '224', f'{expected:,}'] in found
+    assert main(['list', 'models', 'naflexvit_small_rope2d']) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ['rope2d', 'any']
     assert main(['list', 'models', '*_graft']) == 0
     found = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert found == ['model', *timm.list_models('*_graft', exclude_filters='vit_graft')]

@@ -393,10 +393,12 @@ class _Builder:
         self.cache_dir = cache_dir
         self.load_base = load_base
         self.arguments: Dict[str, Any] = {}  # arguments of the base, known when timm calls `build`
+        self.is_eva = False  # whether it must compute what timm's Eva class does, known then too
 
     def build(self, **arguments) -> PosEncModel:
         """What timm's builder calls for the model."""
         self.arguments = arguments
+        self.is_eva = is_model_in_modules(self.base, ('eva',)) and not arguments.get('use_naflex')
         model = self._build_base(self.load_base, self.cfg)
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
             self.arguments = {**arguments, 'use_naflex': True}
@@ -439,11 +441,14 @@ class _Builder:
             **arguments,
         )
         try:
-            return build()
+            model = build()
         except TypeError as e:
             if not arguments.get('use_naflex'):
                 raise
             raise ValueError(f'{self.base!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
+        if self.is_eva and isinstance(model, NaFlexVit) and model.attn_pool is not None:
+            model.pool_include_prefix = True  # as in Eva; NaFlexVit's attention pool would leave the class token out
+        return model
 
 
 def _known_base(base: Any) -> str:

@@ -73,7 +73,8 @@ def test_training_and_saving(name, tmp_path):
     assert torch.equal(loaded(given), grafted(given))
 
 
-@pytest.mark.parametrize('name', ['eva02_tiny_patch14_224', 'vit_small_plus_patch16_dinov3'])
+@pytest.mark.parametrize(
+    'name', ['eva02_tiny_patch14_224', 'vit_small_plus_patch16_dinov3', 'vit_pe_core_tiny_patch16_384'])
 def test_classic_base_and_its_checkpoint(name):
     """A model of timm's Eva class, and its weights from a file, whose table is not square."""
     base = randomize(timm.create_model(name, **SHAPE).eval())

@@ -16,7 +16,8 @@ Which one? Little has been measured, with small models on CIFAR-10: see results/
 Models are called vit_{tiny,small,base}_{name}, and vit_{tiny,small,base}_{name}_ape if the encoding acts inside
 attention; `timm-sape list models` shows them. lookhere does not fit the 3 heads of vit_tiny: there is no
 vit_tiny_lookhere. Any other set: timm.create_model('vit_small_ape', pos_enc='ape+rope2d+rpb'). `auto_` before a name
-adds a learned gate."""
+adds a learned gate. naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit, with every encoding: images of
+any aspect ratio in one batch, each with what it would get alone."""
 
 
 def add(commands) -> None:
@@ -27,7 +28,7 @@ def add(commands) -> None:
 examples:
   timm-sape list
   timm-sape list 'rope*'
-  timm-sape list models 'vit_small_sape2*'
+  timm-sape list models '*vit_small_sape2*'
   timm-sape list --import my_encoding.py
 
 Parameters are those that ViT-S/16 at 224 px has more than without position. For the keywords of an encoding, ask
@@ -52,7 +53,7 @@ def _list(args: argparse.Namespace) -> int:
 
     if what == 'models':
         names = sorted(
-            name for module in ('vit_pos_enc', 'grafting')
+            name for module in ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
             for name in timm.list_models(pattern, module=module, exclude_filters='vit_graft'))  # which needs a base
         rows = [('model', 'encoding', 'image', 'parameters')]
     else:
@@ -74,8 +75,9 @@ def _list(args: argparse.Namespace) -> int:
 
 def _model_row(name: str):
     model = _create(name)
-    height, width = model.patch_embed.img_size
-    return name, model.pos_enc, f'{height} x {width}', f'{_num_parameters(model):,}'
+    is_naflex = not hasattr(model, 'patch_embed')
+    image = 'any' if is_naflex else '{} x {}'.format(*model.patch_embed.img_size)
+    return name, model.pos_enc, image, f'{_num_parameters(model):,}'
 
 
 def _encoding_row(name: str, plain: int):
@@ -98,8 +100,10 @@ def _create(name: str, **kwargs):
     import timm
     import torch
 
+    if 'naflexvit' not in name:
+        kwargs['weight_init'] = 'skip'  # init takes long even on 'meta', but timm's NaFlexVit has no such mode
     with torch.device('meta'):
-        return timm.create_model(name, weight_init='skip', **kwargs)  # init takes long even on 'meta'
+        return timm.create_model(name, **kwargs)
 
 
 def _num_parameters(model) -> int:

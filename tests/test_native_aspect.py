@@ -1,0 +1,50 @@
+"""The example that trains at native aspect ratios runs, learns, and takes saved models and grafts."""
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import timm
+from PIL import Image
+
+import timm_sape
+
+SCRIPT = Path(__file__).parent.parent / 'examples' / 'native_aspect.py'
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the script. Returns loss and top-1 of each epoch."""
+    spec = importlib.util.spec_from_file_location('native_aspect', SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def main(*arguments):
+        monkeypatch.setattr('sys.argv', ['native_aspect.py', *arguments])
+        script.main()
+        found = re.findall(r'^epoch \d+: loss ([\d.]+), top-1 ([\d.]+) %$', capsys.readouterr().out, re.MULTILINE)
+        return [(float(loss), float(top1)) for loss, top1 in found]
+
+    return main
+
+
+@pytest.mark.full
+def test_drawn_images(run):
+    epochs = run()
+    assert len(epochs) == 8 and epochs[-1][0] < 1.2 and epochs[-1][1] > 40  # of four classes
+
+
+def test_a_saved_model_and_a_graft(run, tmp_path):
+    for split in ('train', 'test'):
+        for name, size in (('wide', (40, 16)), ('tall', (16, 40))):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(4):
+                Image.new('RGB', size, (40 * i,) * 3).save(tmp_path / split / name / f'{i}.png')
+    model = timm.create_model('test_naflexvit_rope2d', num_classes=2, img_size=32, patch_size=4)
+    timm_sape.hub.save(model, tmp_path / 'saved')
+    graft = {'base': 'test_vit', 'pos_enc': 'sape2_k', 'use_naflex': True, 'img_size': 32, 'patch_size': 4}
+    for arguments in (
+            ['--model', f'local-dir:{tmp_path / "saved"}', '--pretrained', '--kwargs', '{}'],
+            ['--model', 'vit_graft', '--kwargs', json.dumps(graft)]):
+        assert len(run('--data-dir', str(tmp_path), '--epochs', '1', '--batch-size', '4', *arguments)) == 1
