@@ -254,6 +254,7 @@ def test_ink_of_texture():
     assert (image[mask == 1] == 255).all() and np.abs(image - texture)[mask == 0].max() == 0
 
 
+@pytest.mark.full
 def test_foreground_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'foreground.py', 'measure', runs, '--data-dir', digits, '--output', tmp_path / 'a.csv',
                '--images', '40')
@@ -283,6 +284,7 @@ def test_foreground_example(digits, runs, tmp_path):
     assert line.split(' | ')[3].startswith('+0.000') and f'{np.mean(values) - colour:+.3f} [' in line
 
 
+@pytest.mark.full
 def test_claims_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'claims.py', runs, '--data-dir', digits, '--output', tmp_path / 'new', '--sizes', '16', '48',
                '--shifts', '4', '--num-images', '30', '--models', 'RoPE', 'K')

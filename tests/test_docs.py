@@ -82,6 +82,7 @@ def test_site(tmp_path):
     assert not missing and (tmp_path / 'docs' / 'encodings' / 'sape2_k.html').exists()
 
 
+@pytest.mark.full
 def test_site_notices_wrong_links(tmp_path):
     """The negative control."""
     for name in ('docs', 'timm_sape'):

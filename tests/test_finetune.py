@@ -43,6 +43,7 @@ def digits(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_example(digits, tmp_path):
     command = [
         sys.executable, str(EXAMPLE), '--data-dir', str(digits), '--output', str(tmp_path / 'out' / 'x.csv'),

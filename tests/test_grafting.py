@@ -308,9 +308,9 @@ def test_eva_without_a_plain_twin_becomes_a_naflexvit(name, kwargs):
 
 @pytest.mark.parametrize('name, kwargs, message', [
     ('resnet18', {}, 'ResNet cannot be grafted'),
-    ('vit_base_patch16_18x2_224', {}, 'position would have to act inside ParallelThingsBlock'),
-    ('vit_pwee_patch16_reg1_gap_256', {}, 'position would have to act inside ParallelScalingBlock'),
-    ('vit_dwee_patch16_reg1_gap_256', {}, 'position would have to act inside DiffAttention'),
+    ('vit_base_patch16_18x2_224', {}, 'has no version of ParallelThingsBlock'),
+    ('vit_pwee_patch16_reg1_gap_256', {}, 'has no version of ParallelScalingBlock'),
+    ('vit_dwee_patch16_reg1_gap_256', {}, 'has no version of DiffAttention'),
     ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted if .* it lacks'),
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
     ('vit_small_patch16_rope_ape_224', dict(no_embed_class=False), 'Eva cannot be converted .* it has pos_embed'),

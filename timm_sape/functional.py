@@ -136,6 +136,7 @@ def sape2_attention(
         raise ValueError(f'dropout_p must be between 0 and 1, got {dropout_p!r}.')
     if scale is not None and not is_number(scale):
         raise ValueError(f'scale must be a number, or None for 1/sqrt(d), got {scale!r}.')
+    ops.check_devices(q=q, v=v, bias_scale=bias_scale, mask=attn_mask)
     grid, gate_scale, ref_grid_size = _check(
         q, k, table_x, table_y, grid_size, mode, gate_scale, num_prefix_tokens, ref_grid_size, keep_indices)
     if not isinstance(bias_scale, torch.Tensor):
@@ -168,6 +169,7 @@ def _check(
 ) -> Tuple[Grid, Union[float, torch.Tensor], Optional[Tuple[int, int]]]:
     """The grid, the factor inside the gates, and the size of the trained grid, None if there is nothing to rescale."""
     _check_tensors(q=q, k=k, table_x=table_x, table_y=table_y)
+    ops.check_devices(q=q, k=k, table_x=table_x, table_y=table_y, gate_scale=gate_scale, keep_indices=keep_indices)
     if isinstance(gate_scale, torch.Tensor):
         if gate_scale.numel() != 1 or gate_scale.is_complex():
             raise ValueError(f'gate_scale must be a number or a tensor of one, got {_shape(gate_scale)}.')

@@ -456,7 +456,7 @@ class LayerEncodings(nn.ModuleDict):
             raise ValueError(
                 f'position must be what model.embed() returns along with the tokens, got {type(position).__name__}. '
                 'Masks are passed as attn_mask=.')
-        if position is None and (self.needs_position or len(self)):
+        if position is None and (self.needs_position or any(map(self.acting_on, PositionEncoding.HOOKS))):
             raise ValueError(
                 'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '
                 'Call model(images), model.forward_features(images) or model.forward_intermediates(images); to run '

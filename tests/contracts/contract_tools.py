@@ -14,7 +14,7 @@ import pytest
 import torch
 from timm.layers import set_fused_attn
 
-from common import GRIDS, POS_ENCS, Maker, registered
+from common import GRIDS, OFTEN, POS_ENCS, Maker, registered
 
 ONE_GRID = GRIDS[:1]
 
@@ -22,18 +22,25 @@ ONE_GRID = GRIDS[:1]
 class Contracts(dict):
     """The contracts of one subject, by name."""
 
-    def add(self, fn=None, *, grids=GRIDS):
-        """Decorates a contract. One that is not about positions needs a single grid only."""
+    def add(self, fn=None, *, grids=GRIDS, takes_long=False):
+        """Decorates a contract. One that is not about positions needs a single grid only.
+
+        One that takes long runs for one encoding of each kind, and for all with --full.
+        """
         if fn is None:
-            return partial(self.add, grids=grids)
+            return partial(self.add, grids=grids, takes_long=takes_long)
         self[fn.__name__] = fn
         fn.grids = grids
+        fn.takes_long = takes_long
         return fn
 
     def test(self):
         """The test that runs all of them for all encodings."""
-        @pytest.mark.parametrize('pos_enc', POS_ENCS)
-        @pytest.mark.parametrize('name', self)
+        def marks(name, pos_enc):
+            return [pytest.mark.full] if self[name].takes_long and pos_enc not in OFTEN else []
+
+        @pytest.mark.parametrize('name, pos_enc', [
+            pytest.param(name, pos_enc, marks=marks(name, pos_enc)) for name in self for pos_enc in POS_ENCS])
         def test_contract(name, pos_enc):
             for grid in self[name].grids:
                 self[name](Maker(pos_enc, grid))

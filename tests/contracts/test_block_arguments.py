@@ -112,7 +112,7 @@ def layer_scale(make):
     same(model.forward_features(x), model.norm(embedded(model, x)), 'features with layer scale 0')
 
 
-@contracts.add
+@contracts.add(takes_long=True)
 def attn_mask(make):
     """A bool, additive or causal mask of any shape acts as -inf in the logits, however the model is called."""
     x = make.images()

@@ -48,7 +48,7 @@ def autocast(make):
             gradients(model, loss)
 
 
-@contracts.add(grids=GRIDS[:2])
+@contracts.add(grids=GRIDS[:2], takes_long=True)
 def half(make):
     """`model.half()`, `.bfloat16()`, built with `dtype=`, and back."""
     x = make.images()

@@ -132,7 +132,7 @@ def set_patch_size(make):
 OTHER_GRIDS = {(3, 5): [(4, 6), (2, 3)], (4, 4): [(2, 8), (6, 6)], (1, 7): [(5, 3)], (14, 14): []}
 
 
-@contracts.add(grids=list(OTHER_GRIDS))
+@contracts.add(grids=list(OTHER_GRIDS), takes_long=True)
 def three_ways(make):
     """Weights give the same on another grid by all three ways to it: a forward pass, `set_input_size`, loading."""
     model = make(dynamic_img_size=True)

@@ -75,7 +75,7 @@ def test_other_keywords(name):
 
 @pytest.mark.parametrize('case, backend', [
     *((case, backend) for case in CASES for backend in ('reference', 'torch')),
-    *((case, 'triton') for case in CASES[1::3])], ids=str)
+    *(pytest.param(case, 'triton', marks=pytest.mark.full) for case in CASES[1::3])], ids=str)
 @pytest.mark.parametrize('name', NAMES[:3])
 def test_attention_by_every_backend(name, case, backend):
     """Attention and every gradient. The operators compute the codes of each axis with keys of its own."""

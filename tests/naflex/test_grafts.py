@@ -35,7 +35,8 @@ def pair(name, pos_enc='sape2_k'):
     return base, timm_sape.graft(base, pos_enc)
 
 
-@pytest.mark.parametrize('pos_enc', ['sape2_k', 'cope', 'irpe_qkv'])
+@pytest.mark.parametrize('pos_enc', [
+    'sape2_k', *(pytest.param(name, marks=pytest.mark.full) for name in ('cope', 'irpe_qkv'))])
 @pytest.mark.parametrize('name', BASES)
 def test_logits_of_the_base(name, pos_enc):
     """On images, and on patches in raster order, where timm is right; permuted they are still the same."""

@@ -42,6 +42,7 @@ def test_attention(backend, mode):
     assert gradgradcheck(attention(backend, mode), leaves(), fast_mode=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('backend', CHECKED[1:])
 def test_one_tensor_alone(backend, name):

@@ -16,6 +16,7 @@
 from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
+from .devices import check_devices
 from .precision import no_autocast, upcast
 from .reference import pairwise_distance
 from .sape2 import axis_codes, sape2_attention, sape2_bias
@@ -24,6 +25,7 @@ __all__ = [
     'BACKENDS',
     'attend',
     'axis_codes',
+    'check_devices',
     'check_mask',
     'contextual_bias',
     'merge_masks',
