@@ -22,7 +22,7 @@ from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, 
 from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing
 from timm_sape.cli import main
 from timm_sape.cli.list import GUIDE
-from timm_sape.vit_pos_enc import SIZES
+from timm_sape.entrypoints import SIZES
 
 
 @pytest.fixture(scope='module')

@@ -321,8 +321,8 @@ def test_sweep_of_both_policies(images, folders, seen):
         for policy in ('extrapolate', 'rescale')
         for size in ((48, 48, 36), (32, 64, 32), (80, 80, 100))]
     assert list(rows[0]) == [
-        'model', 'policy', 'height', 'width', 'patches', 'num_images', 'top1', 'top1_low', 'top1_high', 'top5',
-        'images_per_second']
+        'model', 'policy', 'height', 'width', 'images', 'patches', 'num_images', 'top1', 'top1_low', 'top1_high',
+        'top5', 'images_per_second']
     for row, (model, x) in zip(rows, seen):
         size = row['height'], row['width']
         encoding, = model.position_encodings().values()
@@ -792,7 +792,7 @@ def test_help(command, main, capsys):
         main([command, '--help'])
     assert e.value.code == 0
     out = capsys.readouterr().out
-    assert out.count(f'\n  timm-sape {command} ') == 3 and '--force' in out
+    assert out.count(f'\n  timm-sape {command} ') == {'sweep': 4, 'compare': 3}[command] and '--force' in out
 
 
 @pytest.mark.parametrize('at', ['work', 'writing'])

@@ -38,7 +38,6 @@ from timm.layers import (
 )
 from timm.models import (
     PretrainedCfg,
-    build_model_with_cfg,
     generate_default_cfgs,
     get_arch_pretrained_cfgs,
     get_model_args,
@@ -62,9 +61,10 @@ from .attention import adopt_blocks, unknown_blocks
 from .conversion import from_timm
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
+from .entrypoints import build_by_timm
 from .host import PosEncModel, check_ref_grid_size
 from .naflexvit_pos_enc import NaFlexVitPosEnc
-from .vit_pos_enc import VisionTransformerPosEnc, take_out_indices
+from .vit_pos_enc import VisionTransformerPosEnc
 
 __all__ = ['VisionTransformerDistilledPosEnc', 'graft']  # register_model adds each entrypoint to this
 
@@ -513,18 +513,8 @@ def _create(
             'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
         return model
 
-    out_indices = take_out_indices(kwargs)
-    with checkpoints.reading_errors(variant) as reading:
-        return build_model_with_cfg(
-            reading.begins_after(build),
-            variant,
-            pretrained and is_own_source,
-            pretrained_cfg=cfg,
-            pretrained_filter_fn=reading.ends_before(builder.filter),
-            cache_dir=cache_dir,
-            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-            **kwargs,
-        )
+    return build_by_timm(
+        build, variant, pretrained and is_own_source, builder.filter, pretrained_cfg=cfg, cache_dir=cache_dir, **kwargs)
 
 
 # Entrypoints vit_{size}_{encoding}_graft, with the tags of the plain ViTs that they are grafted onto.

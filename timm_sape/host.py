@@ -6,6 +6,7 @@ an `embed` that calls `self.encodings` between the patch embedding and the block
 import warnings
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
@@ -27,7 +28,16 @@ from .encodings import (
 from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 
-__all__ = ['PosEncModel', 'check_flags', 'check_ref_grid_size', 'check_shape', 'keep_patches']
+__all__ = [
+    'PosEncModel',
+    'as_pair',
+    'check_flags',
+    'check_integers',
+    'check_ref_grid_size',
+    'check_shape',
+    'check_sizes',
+    'keep_patches',
+]
 
 
 class PosEncModel(nn.Module):
@@ -268,6 +278,45 @@ def check_shape(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, pat
             raise ValueError(f'{name} must be an integer of at least {least} and at most {most:,}, got {value!r}.')
     if embed_dim % num_heads:
         raise ValueError(f'embed_dim={embed_dim} is not divisible by num_heads={num_heads}. Choose another num_heads.')
+
+
+def check_integers(**sizes) -> None:
+    """Check that each is an integer of at least 1, or a pair of them.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name, size in sizes.items():
+        size = as_pair(size)
+        if len(size) != 2 or not all(isinstance(s, Integral) and s is not True and s >= 1 for s in size):
+            raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
+
+
+def as_pair(size: Any) -> Tuple[Any, ...]:
+    """A size as a tuple: one number stands for both sides. Wrong input is returned as it is, for `check_integers`."""
+    return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+
+
+def check_sizes(img_size, patch_size) -> None:
+    """Check that patches tile an image; both sizes are int or (height, width).
+
+    Raises:
+        ValueError: If a size is not a positive integer, the patches do not tile the image, or there are too many.
+    """
+    check_integers(img_size=img_size, patch_size=patch_size)
+    img_size, patch_size = as_pair(img_size), as_pair(patch_size)
+    fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
+    if any(i < p for i, p in zip(img_size, patch_size)):
+        raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')
+    if fit != img_size:
+        raise ValueError(
+            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
+            'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
+    height, width = (i // p for i, p in zip(img_size, patch_size))
+    if max(height, width) >= MOST_PATCHES or height * width > 2 ** 22:
+        raise ValueError(
+            f'img_size={img_size} makes {height:,} x {width:,} patches of patch_size={patch_size}, more than any model '
+            'can use. Use a smaller img_size or a larger patch_size.')
 
 
 def check_flags(**flags: Any) -> None:

@@ -35,7 +35,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from safetensors import safe_open
 from timm.layers import to_2tuple
-from timm.models import model_entrypoint, save_for_hf
+from timm.models import get_model_input_config, model_entrypoint, save_for_hf
 from timm.models._hub import HF_SAFE_WEIGHTS_NAME, generate_readme
 from timm.utils import unwrap_model
 from torch.nn.modules.module import (
@@ -202,6 +202,11 @@ def save(
         raise ValueError(
             'The model is in a memory format that files do not have (channels_last?). Save '
             'model.to(memory_format=torch.contiguous_format).')
+    now = get_model_input_config(model)
+    has_size = getattr(model, '_model_args', {}).get('img_size') is not None
+    if has_size and not now['fixed_input_size'] and not {'img_size', 'input_size'} & (data_config or {}).keys():
+        # timm would record the architecture's usual size for a model that takes any
+        data_config = {**(data_config or {}), 'input_size': now['input_size']}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix='.saving-') as scratch:
         staged = Path(scratch, folder.name)
@@ -275,15 +280,17 @@ def load(
 
         def download(name: str, revision: Optional[str], sha256: Optional[str] = None) -> Path:
             with _plain_errors(where, revision, name, unreachable):
-                file = hf_hub_download(where, name, revision=revision, token=token, cache_dir=cache_dir, **_library())
+                file = hf_hub_download(
+                    where, name, revision=revision, token=token, cache_dir=cache_dir,
+                    local_files_only=unreachable is not None, **_library())
             _refuse_damage(where, Path(file), sha256)
             return Path(file)
 
-        with no_retries() as unreachable:
-            file = download(CONFIG_NAME, at or revision)
-            config = read_config(where, file)
-            folder = file.parent  # named by the hash of the commit, so the weights come from the same one
-            download(HF_SAFE_WEIGHTS_NAME, folder.name, config.get('timm_sape', {}).get('sha256'))
+        unreachable = why_unreachable()
+        file = download(CONFIG_NAME, at or revision)
+        config = read_config(where, file)
+        folder = file.parent  # named by the hash of the commit, so the weights come from the same one
+        download(HF_SAFE_WEIGHTS_NAME, folder.name, config.get('timm_sape', {}).get('sha256'))
     _refuse_misfit(where, folder, config)
     try:
         return timm.create_model(f'local-dir:{folder}', pretrained=True, **kwargs)
@@ -474,22 +481,16 @@ def _culprit(config: Dict[str, Any], folder: Path) -> str:
     return ''
 
 
-@contextmanager
-def no_retries() -> Iterator[Optional[Exception]]:
-    """If the Hub does not answer, take files from the cache or fail, without waiting. Gives the reason, or None.
+def why_unreachable() -> Optional[Exception]:
+    """Why the Hub does not answer. None if it does.
 
-    huggingface_hub asks seven times for a file that is not in the cache, with 23 seconds of pauses, and timm asks for
-    two files.
+    huggingface_hub asks seven times for a file that is not in the cache, with 23 seconds of pauses. This asks once.
     """
-    was_offline, unreachable = constants.HF_HUB_OFFLINE, None
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as e:  # its type depends on the HTTP client
-        constants.HF_HUB_OFFLINE, unreachable = True, e
-    try:
-        yield unreachable
-    finally:
-        constants.HF_HUB_OFFLINE = was_offline
+        return e
+    return None
 
 
 def _library() -> Dict[str, str]:

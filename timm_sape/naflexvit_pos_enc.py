@@ -8,24 +8,23 @@ patches stand in the sequence; padding takes part in nothing.
 import math
 import sys
 from dataclasses import fields, replace
-from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.layers import PatchDropoutWithIndices
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 
 from . import checkpoints, ops
 from .attention import adopt_blocks
 from .encodings import parse_pos_enc
+from .entrypoints import base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
 from .grid_groups import GridGroups, grid_sizes, group_by_grid
-from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, keep_patches
+from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, check_sizes, keep_patches
 from .position import AnyPosition, MixedPosition, Position
-from .vit_pos_enc import SIZES, base_cfg, check_sizes, named_encodings, take_out_indices, warn_of_misnomer
 
 __all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this
 
@@ -280,6 +279,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         Raises:
             ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch.
         """
+        if isinstance(x, torch.fx.Proxy):
+            raise ValueError(
+                "torch.fx cannot trace NaFlexVit, nor timm's own, whose steps depend on the input. Use torch.export, "
+                'or model.forward_intermediates for features.')
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim not in (3, 5):
             got = f'{x.dtype} {list(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
             raise ValueError(
@@ -476,53 +479,13 @@ def _check_shape(
         raise ValueError(f'{name} must be on {device}, where the patches are, and is on {tensor.device}.')
 
 
-def _create_naflexvit(variant: str, pretrained: bool = False, **kwargs) -> NaFlexVitPosEnc:
-    """Build a model by timm's builder.
-
-    Raises:
-        ValueError: If a saved model is loaded with other encodings than its own, or weights do not fit.
-    """
-    checkpoints.refuse_other_encoding(variant, kwargs)
-    out_indices = take_out_indices(kwargs)
-    filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=kwargs.get('ref_grid_size'))
-    with checkpoints.reading_errors(variant) as reading:
-        return build_model_with_cfg(
-            reading.begins_after(NaFlexVitPosEnc),
-            variant,
-            pretrained,
-            pretrained_filter_fn=reading.ends_before(filter_fn),
-            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-            **kwargs,
-        )
-
-
-# Entrypoints are named as those of the plain ViT: naflexvit_small_sape2_k, naflexvit_small_sape2_k_ape,
-# naflexvit_small_pos_enc, ... Of one image they compute what the plain models compute.
-def _entrypoints() -> Dict[str, Tuple[str, str]]:
-    """Size and `pos_enc` of each model name."""
-    return {name.replace('vit', 'naflexvit', 1): named for name, named in named_encodings().items()}
-
-
+# Of one image these models compute what the plain models compute.
 default_cfgs = generate_default_cfgs({
-    name: base_cfg(size, fixed_input_size=False, first_conv='embeds.proj')
-    for name, (size, _) in _entrypoints().items()
+    entry.name: base_cfg(entry.size, fixed_input_size=False, first_conv='embeds.proj')
+    for entry in entrypoints('naflexvit')
 })
 
-
-def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., NaFlexVitPosEnc]:
-    def entrypoint(pretrained: bool = False, **kwargs) -> NaFlexVitPosEnc:
-        if not name.endswith('_pos_enc'):
-            warn_of_misnomer(name, size.replace('vit', 'naflexvit'), pos_enc, kwargs)
-        model_args = dict(
-            patch_size=16, pos_enc=pos_enc, class_token=True, global_pool='token', fc_norm=False, **SIZES[size])
-        return _create_naflexvit(name, pretrained=pretrained, **dict(model_args, **kwargs))
-
-    entrypoint.__name__ = entrypoint.__qualname__ = name
-    entrypoint.__doc__ = (
-        f"timm's NaFlexVit in the shape of `{size}`, with `pos_enc={pos_enc!r}`, for images of any aspect ratio.\n\n"
-        f'Any argument of `NaFlexVitPosEnc` and of `timm.create_model` may be given.')
-    return entrypoint
-
-
-for _name, (_size, _pos_enc) in _entrypoints().items():
-    setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _size, _pos_enc)))
+for _entry in entrypoints('naflexvit'):
+    setattr(sys.modules[__name__], _entry.name, register_model(make_entrypoint(
+        NaFlexVitPosEnc, _entry, f"timm's NaFlexVit in the shape of `{_entry.size}`, for images of any aspect ratio",
+        patch_size=16, class_token=True, global_pool='token', fc_norm=False)))

@@ -11,25 +11,29 @@ Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so 
 encodings.
 """
 import sys
-import warnings
-from functools import partial
-from numbers import Integral
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
-from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 
 from . import checkpoints, ops
 from .attention import PosEncAttention, PosEncBlock
-from .checks import is_integer
-from .encodings import encoding_keywords, get_encoding, list_encodings, parse_pos_enc
-from .encodings.registry import AUTO
-from .grid import MOST_PATCHES, Grid
-from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, keep_patches
+from .encodings import encoding_keywords, parse_pos_enc
+from .entrypoints import SIZES, base_cfg, entrypoints, make_entrypoint
+from .grid import Grid
+from .host import (
+    PosEncModel,
+    as_pair,
+    check_flags,
+    check_integers,
+    check_ref_grid_size,
+    check_shape,
+    check_sizes,
+    keep_patches,
+)
 from .position import Position
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
@@ -168,9 +172,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             ValueError: If the patch size does not divide the image size.
         """
         kernel, stride = self.patch_embed.patch_size, self.patch_size
-        new_kernel = kernel if patch_size is None else _pair(patch_size)
-        new_size = self.patch_embed.img_size if img_size is None else _pair(img_size)
-        _check_integers(img_size=new_size, patch_size=new_kernel)
+        new_kernel = kernel if patch_size is None else as_pair(patch_size)
+        new_size = self.patch_embed.img_size if img_size is None else as_pair(img_size)
+        check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
             check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
         super().set_input_size(img_size=img_size, patch_size=patch_size)
@@ -317,40 +321,6 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             output_dict)
 
 
-def _check_integers(**sizes) -> None:
-    for name, size in sizes.items():
-        size = _pair(size)
-        if len(size) != 2 or not all(isinstance(s, Integral) and s is not True and s >= 1 for s in size):
-            raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
-
-
-def _pair(size: Any) -> Tuple[Any, ...]:
-    """A size as a tuple: one number stands for both sides. Wrong input is returned as it is, for `_check_integers`."""
-    return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-
-
-def check_sizes(img_size, patch_size) -> None:
-    """Check that patches tile an image; both sizes are int or (height, width).
-
-    Raises:
-        ValueError: If a size is not a positive integer, the patches do not tile the image, or there are too many.
-    """
-    _check_integers(img_size=img_size, patch_size=patch_size)
-    img_size, patch_size = _pair(img_size), _pair(patch_size)
-    fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
-    if any(i < p for i, p in zip(img_size, patch_size)):
-        raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')
-    if fit != img_size:
-        raise ValueError(
-            f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
-            'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
-    height, width = (i // p for i, p in zip(img_size, patch_size))
-    if max(height, width) >= MOST_PATCHES or height * width > 2 ** 22:
-        raise ValueError(
-            f'img_size={img_size} makes {height:,} x {width:,} patches of patch_size={patch_size}, more than any model '
-            'can use. Use a smaller img_size or a larger patch_size.')
-
-
 # torch.fx cannot trace what follows: it depends on sizes and on which arguments are given.
 
 @torch.fx.wrap
@@ -409,120 +379,13 @@ def _grid(
     return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
 
 
-def base_cfg(size: str, **kwargs) -> Dict[str, Any]:
-    """The pretrained config of an entrypoint of this size, with some entries of its own."""
-    return {
-        'num_classes': 1000,
-        'input_size': (3, 160, 160) if size == 'test_vit' else (3, 224, 224),
-        'pool_size': None,
-        'crop_pct': 0.9,
-        'interpolation': 'bicubic',
-        'fixed_input_size': True,
-        'mean': IMAGENET_INCEPTION_MEAN,
-        'std': IMAGENET_INCEPTION_STD,
-        'first_conv': 'patch_embed.proj',
-        'classifier': 'head',
-        'license': 'apache-2.0',
-        **kwargs,
-    }
-
-
-def take_out_indices(kwargs: Dict[str, Any]) -> Any:
-    """Remove timm's `out_indices` from the arguments of a model and return it. Default: the last 3 layers at most."""
-    depth = kwargs.get('depth', 3)
-    return kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)  # an invalid depth is refused later
-
-
-def _create_vit(variant: str, pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
-    """Build a model with timm's `build_model_with_cfg`.
-
-    Raises:
-        ValueError: If a saved model is loaded with other encodings than its own, or weights do not fit.
-    """
-    checkpoints.refuse_other_encoding(variant, kwargs)
-    ref_grid_size = kwargs.get('ref_grid_size')
-    out_indices = take_out_indices(kwargs)
-    filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=ref_grid_size)
-    try:
-        with checkpoints.reading_errors(variant) as reading:
-            return build_model_with_cfg(
-                reading.begins_after(VisionTransformerPosEnc),
-                variant,
-                pretrained,
-                pretrained_filter_fn=reading.ends_before(filter_fn),
-                feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-                **kwargs,
-            )
-    except RuntimeError as e:
-        if "can't allocate memory" not in str(e):  # as torch says it on a CPU
-            raise
-        raise ValueError(
-            f'{variant} of this size does not fit into memory. Choose a smaller img_size, embed_dim or depth.') from e
-
-
-# Entrypoints:
-#   {size}_{encoding}       e.g. vit_small_sape2_k, vit_base_rope2d
-#   {size}_{encoding}_ape   combined with timm's learned table, for encodings that are not added to the tokens
-#   {size}_pos_enc          any set of encodings, given by pos_enc=
-SIZES = {
-    'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
-    'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
-    'vit_base': dict(embed_dim=768, depth=12, num_heads=12),
-    'test_vit': dict(embed_dim=64, depth=2, num_heads=4),
-}
-
-
-def named_encodings() -> Dict[str, Tuple[str, str]]:
-    """Size and `pos_enc` of each model name."""
-    names = {}
-    for size in SIZES:
-        names[f'{size}_pos_enc'] = size, 'ape'
-        for encoding in list_encodings(aliases=True):
-            cls = get_encoding(encoding)
-            if not cls.fits(SIZES[size]['embed_dim'], SIZES[size]['num_heads']):
-                continue
-            if cls.alone:
-                names[f'{size}_{encoding}'] = size, encoding
-            if cls.supplements_ape and (cls.per_layer or not cls.overrides('embed')):
-                names[f'{size}_{encoding}_ape'] = size, f'{encoding}+ape'
-    return names
-
-
-default_cfgs = generate_default_cfgs({
-    name: base_cfg(size)
-    for name, (size, _) in named_encodings().items()
-})
-
-
-def warn_of_misnomer(name: str, size: str, named: str, kwargs: Dict[str, Any]) -> None:
-    """Warn if a model gets a name that states an encoding which it does not have."""
-    given = kwargs.get('pos_enc', named)
-    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then the warning came when it was created
-    if is_loaded or not isinstance(given, str):
-        return
-    lacking = {*parse_pos_enc(named)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
-    if lacking:
-        warnings.warn(
-            f'{name} is created with pos_enc={given!r}, so despite its name it has no '
-            f'{" and no ".join(sorted(lacking))}. Use {size}_pos_enc, whose name does not state an encoding.',
-            stacklevel=3)
-
-
-def _make_entrypoint(name: str, size: str, pos_enc: str) -> Callable[..., VisionTransformerPosEnc]:
-    def entrypoint(pretrained: bool = False, **kwargs) -> VisionTransformerPosEnc:
-        if name != f'{size}_pos_enc':
-            warn_of_misnomer(name, size, pos_enc, kwargs)
-        model_args = dict(patch_size=16, pos_enc=pos_enc, **SIZES[size])
-        return _create_vit(name, pretrained=pretrained, **dict(model_args, **kwargs))
-
+def _describe(size: str) -> str:
     width, depth, heads = SIZES[size].values()
-    entrypoint.__name__ = entrypoint.__qualname__ = name
-    entrypoint.__doc__ = (
-        f'ViT of width {width}, depth {depth}, {heads} heads, patch 16, with `pos_enc={pos_enc!r}`'
-        f'{" unless another is given" if name == f"{size}_pos_enc" else ""}.\n\n'
-        'Accepts any argument of `VisionTransformerPosEnc` and of `timm.create_model`.')
-    return entrypoint
+    return f'ViT of width {width}, depth {depth}, {heads} heads, patch 16'
 
 
-for _name, (_size, _pos_enc) in named_encodings().items():
-    setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _size, _pos_enc)))
+default_cfgs = generate_default_cfgs({entry.name: base_cfg(entry.size) for entry in entrypoints()})
+
+for _entry in entrypoints():
+    setattr(sys.modules[__name__], _entry.name, register_model(
+        make_entrypoint(VisionTransformerPosEnc, _entry, _describe(_entry.size), patch_size=16)))

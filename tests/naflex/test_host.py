@@ -6,6 +6,7 @@ import timm
 import torch
 from batches import GRID, PATCH, SIZES, Twins, batch, pictures
 from common import POS_ENCS, ToyLayer, ToyShared, registered
+from timm.data import resolve_model_data_config
 from timm.data.naflex_transforms import Patchify
 from timm.models.naflexvit import NaFlexVitCfg
 from timm.optim import param_groups_layer_decay
@@ -81,6 +82,7 @@ def test_saved_and_loaded(tmp_path, pos_enc):
     again = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True).eval()
     assert torch.equal(again(given), model(given))
     assert torch.equal(copy.deepcopy(model)(given), model(given))
+    assert resolve_model_data_config(loaded)['input_size'] == (3, 40, 48)  # timm's would be that of the architecture
 
 
 def test_checkpoint_of_other_encodings_is_refused(tmp_path):

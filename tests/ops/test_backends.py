@@ -108,12 +108,27 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
         major=capability[0], minor=capability[1], shared_memory_per_block_optin=1024 * memory))
     monkeypatch.setattr(selection, '_gpu', selection._gpu.__wrapped__)
     q = Gpu(head_dim)
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', 'this GPU')
     if not compiler and capability >= (8, 0):
         text = r'Triton does not start \(Failed to find C compiler\)'
     assert chosen(q=q, widths=(width, 3)) == ('torch' if text else 'triton')
     if text:
         with pytest.raises(ValueError, match=text):
             chosen('triton', q=q, widths=(width, 3))
+
+
+@pytest.mark.parametrize('tested_on', ['', 'NVIDIA H200, 2027-01-31'])
+def test_kernels_that_no_gpu_has_run_must_be_asked_for(monkeypatch, caplog, tested_on):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', 227))
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', tested_on)
+    selection._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger='timm_sape'):
+        assert chosen(q=Gpu(64)) == ('triton' if tested_on else 'torch')
+    assert ('TIMM_SAPE_BACKEND=triton selects them' in caplog.text) == (not tested_on)
+    assert chosen('triton', q=Gpu(64)) == 'triton'
+    with using_backend('triton'):
+        assert chosen(q=Gpu(64)) == 'triton'
 
 
 def test_one_line_in_the_log(caplog, monkeypatch):

@@ -1,9 +1,11 @@
 """Load the models and images that users name on a command line."""
 import difflib
 import os
-from contextlib import nullcontext
+import threading
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -11,20 +13,33 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
+from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.loader import adapt_to_chs
 from timm.layers import to_2tuple
-from timm.models import is_model_pretrained, load_state_dict
+from timm.models import get_model_input_config, is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
 from timm.models.naflexvit import NaFlexVit
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
+from torchvision.transforms.v2.functional import center_crop
 
 from .. import hub
 from ..encodings import list_encodings
-from ..vit_pos_enc import SIZES
+from ..entrypoints import SIZES
 
-__all__ = ['ImageFile', 'check_classes', 'load_images', 'load_model', 'open_dataset', 'patch_size_of', 'preprocessing']
+__all__ = [
+    'ImageFile',
+    'check_classes',
+    'image_size_of',
+    'load_images',
+    'load_model',
+    'native_preprocessing',
+    'open_dataset',
+    'patch_ratio',
+    'patch_size_of',
+    'preprocessing',
+]
 
 # The options of timm's train.py that preprocessing depends on. Its checkpoints contain all of them.
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
@@ -85,7 +100,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     from_hub = kwargs['pretrained'] and source.file is None and not source.name.startswith('local-dir:')
     unreachable = None
     try:
-        with hub.no_retries() if from_hub else nullcontext() as unreachable:
+        with _no_retries() if from_hub else nullcontext() as unreachable:
             return timm.create_model(source.name, **kwargs).eval()
     except LocalEntryNotFoundError as e:
         others = '' if ':' in source.name else f' Write {model}@FILE for weights in a file, {model}@random for none.'
@@ -94,6 +109,27 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             f'({hub.described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
         raise ValueError(f'{model}: {hub.described(e)}') from e
+
+
+@contextmanager
+def _no_retries() -> Iterator[Optional[Exception]]:
+    """If the Hub does not answer, have timm take files from the cache or fail at once. Gives the reason, or None.
+
+    The switch is one for the whole process, as timm has no argument for it.
+    """
+    unreachable = hub.why_unreachable()
+    if unreachable is None:
+        yield None
+        return
+    with _offline:
+        was_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+        try:
+            yield unreachable
+        finally:
+            constants.HF_HUB_OFFLINE = was_offline
+
+
+_offline = threading.Lock()  # so that each thread restores what was there before all of them
 
 
 def _find(model: str) -> _Source:
@@ -166,12 +202,12 @@ def _from_checkpoint(file: str) -> _Source:
     return _Source(name, file, kwargs, cfg)
 
 
-
-def preprocessing(model: torch.nn.Module, **overrides):
-    """timm's preprocessing of images for inference, at the model's image size.
+def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = None, **overrides):
+    """timm's preprocessing of images for inference.
 
     Args:
         model: The model.
+        img_size: (height, width) in pixels. Default: the model's image size.
         overrides: Entries of its data config to replace, such as `crop_mode='squash'`, which keeps the whole image.
 
     Returns:
@@ -180,8 +216,56 @@ def preprocessing(model: torch.nn.Module, **overrides):
     Raises:
         ValueError: If the model takes images with neither 1 nor 3 channels.
     """
-    config = {**resolve_model_data_config(model), **overrides}
-    channels, *size = config['input_size']
+    to_channels, config = _data_config(model)
+    if img_size is not None:
+        overrides['input_size'] = (config['input_size'][0], *img_size)
+    return Compose([to_channels, create_transform(**{**config, **overrides}, is_training=False)])
+
+
+def native_preprocessing(model: torch.nn.Module, max_patches: int):
+    """Preprocessing that keeps the aspect ratio of each image, for a NaFlexVit.
+
+    The image is the central crop_pct of its height and of its width, as with `crop_mode='squash'` in `preprocessing`.
+    It is resized to as many whole patches as fit into `max_patches`.
+
+    Args:
+        model: timm's NaFlexVit, or ours.
+        max_patches: The most patches of an image.
+
+    Returns:
+        A transform from PIL images to a dict of patches, as `load_images` collates them with `max_patches`.
+
+    Raises:
+        ValueError: If the model takes no patches, or neither 1 nor 3 channels.
+    """
+    if not isinstance(model, NaFlexVit) or not model.embeds.is_linear:
+        raise ValueError(
+            f'{type(model).__name__} takes no images of different shapes in a batch. Use a NaFlexVit, such as '
+            'naflexvit_small_rope2d, with the same weights: naflexvit_small_rope2d@FILE.')
+    if len(set(model.embeds.patch_size)) > 1:
+        height, width = model.embeds.patch_size
+        raise ValueError(f"timm's transform to patches has square ones, the model {height}x{width}.")
+    to_channels, config = _data_config(model)
+    to_patches = create_transform(
+        **config,
+        is_training=False,
+        naflex=True,
+        patch_size=model.embeds.patch_size[0],
+        max_seq_len=max_patches,
+        patchify=True,
+        patchify_channels_last=model.embeds.channels_last,
+    )
+    return Compose([to_channels, partial(_central_part, share=config['crop_pct']), to_patches])
+
+
+def _central_part(image: Image.Image, share: float) -> Image.Image:
+    return center_crop(image, [max(round(share * side), 1) for side in (image.height, image.width)])
+
+
+def _data_config(model: torch.nn.Module) -> Tuple[torch.nn.Module, Dict[str, Any]]:
+    """What gives an image the channels of the model, and timm's data config at the model's image size."""
+    config = resolve_model_data_config(model)
+    channels, *size = get_model_input_config(model)['input_size']
     first = dict(model.named_modules()).get(str((getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')))
     channels = getattr(first, 'in_channels', channels)  # the config may be wrong if weights came from a bare file
     if channels not in (1, 3):
@@ -189,8 +273,29 @@ def preprocessing(model: torch.nn.Module, **overrides):
             f'The model takes images with {channels} channels, but image files have 1 or 3. Use a model for 3.')
     for statistic in ('mean', 'std'):
         config[statistic] = adapt_to_chs(config[statistic], channels)
-    config['input_size'] = (channels, *(getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size))
-    return Compose([Grayscale() if channels == 1 else RGB(), create_transform(**config, is_training=False)])
+    config['input_size'] = (channels, *size)
+    return Grayscale() if channels == 1 else RGB(), config
+
+
+def image_size_of(model: torch.nn.Module) -> Tuple[int, int]:
+    """(height, width) in pixels of the images that a model was created for, or trained on."""
+    return tuple(get_model_input_config(model)['input_size'][1:])
+
+
+def patch_ratio(model: torch.nn.Module, name: str = '') -> Tuple[int, int]:
+    """(height, width) in pixels for which a model has one patch.
+
+    Args:
+        model: The model.
+        name: What the message calls it. Default: its class.
+
+    Raises:
+        ValueError: If the model has no patches.
+    """
+    embedding = model.embeds if isinstance(model, NaFlexVit) else getattr(model, 'patch_embed', None)
+    if not hasattr(embedding, 'feat_ratio'):
+        raise ValueError(f'{name or type(model).__name__} has no patches. Use a Vision Transformer.')
+    return embedding.feat_ratio(as_scalar=False)
 
 
 def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
@@ -306,6 +411,7 @@ def load_images(
         workers: int = 0,
         seed: int = 0,
         shuffle: bool = False,
+        max_patches: Optional[int] = None,
 ) -> DataLoader:
     """Batches of a data set, or of a random subset.
 
@@ -316,11 +422,13 @@ def load_images(
         workers: Number of processes that load them.
         seed: Seed of the draw.
         shuffle: Return images in random order instead of that of the data set, which is often sorted by class.
+        max_patches: As in `native_preprocessing`, if the data set's transform comes from there.
     """
     if shuffle or num_images is not None and num_images < len(data):
         picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
         data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
-    return DataLoader(data, batch_size=batch_size, num_workers=workers)
+    collate = None if max_patches is None else NaFlexCollator(max_patches)
+    return DataLoader(data, batch_size=batch_size, num_workers=workers, collate_fn=collate)
 
 
 def check_classes(labels: torch.Tensor, num_classes: int) -> None:

@@ -73,16 +73,15 @@ def _map(args: argparse.Namespace) -> int:
         raise CommandError('--what distance shows all layers; leave --layers out')
 
     from timm.data import resolve_model_data_config
-    from timm.layers import to_2tuple
 
     from ..analysis import attention_distance, position_maps
     from ..analysis.figures import WHITE_TO_GREEN, displayed, draw_attention_distance, draw_maps
-    from ..analysis.inputs import ImageFile, load_model, preprocessing
+    from ..analysis.inputs import ImageFile, load_model, patch_ratio, preprocessing
 
     with readable():
         model = load_model(args.model, size)
         warn_untrained([args.model])
-        image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
+        image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)
         layers = None if args.what == 'distance' else args.layers or [-1]
         _check_memory(model, image, layers, args)
@@ -97,7 +96,7 @@ def _map(args: argparse.Namespace) -> int:
         figure = draw_attention_distance(distances, [layer.index for layer in maps.layers])
     else:
         height, width = maps.grid.size
-        patch_height, patch_width = to_2tuple(model.patch_embed.patch_size)
+        patch_height, patch_width = patch_ratio(model)
         patches = args.patches or _default_patches(height, width)
         for x, y in patches:
             if x >= width or y >= height:
@@ -139,10 +138,12 @@ def _check_memory(model, image, layers: Optional[List[int]], args: argparse.Name
     Raises:
         CommandError: If they would not.
     """
-    patch_embed, blocks, memory = getattr(model, 'patch_embed', None), getattr(model, 'blocks', None), memory_size()
-    if memory is None or not blocks or not hasattr(blocks[0], 'attn') or not hasattr(patch_embed, 'feat_ratio'):
+    from ..analysis.inputs import patch_ratio
+
+    blocks, memory = getattr(model, 'blocks', None), memory_size()
+    if memory is None or not blocks or not hasattr(blocks[0], 'attn'):
         return  # position_maps says which models it takes
-    patches = math.prod(size // patch for size, patch in zip(image.shape[1:], patch_embed.feat_ratio(as_scalar=False)))
+    patches = math.prod(size // patch for size, patch in zip(image.shape[1:], patch_ratio(model)))
     heads = getattr(blocks[0].attn, 'num_heads', 1)
     num_layers = len(blocks) if layers is None else len(layers)
     # As measured: each layer keeps three float32 tensors [h, N, N], four more come and go; a number takes 300 bytes.

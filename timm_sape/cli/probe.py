@@ -56,7 +56,7 @@ def _probe(args: argparse.Namespace) -> int:
                 if not isinstance(model, PosEncModel):
                     raise CommandError(f'--randomize is only for models of timm_sape; leave it out for {model_name}')
                 randomize_encodings(model, seed=args.seed)
-            image, _ = ImageFile(args.image, preprocessing(model, crop_mode='squash'))[0]
+            image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
             found = probe(model, image[None], args.seed)
         rows += [
             {

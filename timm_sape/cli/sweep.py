@@ -18,6 +18,7 @@ examples:
   timm-sape sweep local-dir:output/rope2d --data-dir DATA --sizes 160 224 288 384 --output sweep.csv --plot sweep.svg
   timm-sape sweep vit_small_rope2d@model.safetensors output/exp/model_best.pth.tar --data-dir DATA --sizes 224 224x448
   timm-sape sweep hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --sizes 32 48 --num-images 1000
+  timm-sape sweep naflexvit_small_rope2d@model.safetensors --data-dir DATA --sizes 160 224 --native
 
 Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.lab.sweep.sweep) has
 details. Encodings that can extrapolate or rescale are evaluated both ways.""",
@@ -28,6 +29,9 @@ details. Encodings that can extrapolate or rescale are evaluated both ways.""",
     parser.add_argument(
         '--crop-mode', choices=('squash', 'center'), default='squash',
         help='center: crop like validate.py, only for square sizes (default: %(default)s)')
+    parser.add_argument(
+        '--native', action='store_true',
+        help='for NaFlexVit: also each image at its own aspect ratio, in at most as many patches as the size has')
     add_data_options(parser)
     add_output_options(parser, plot='top-1 accuracy over image size')
 
@@ -49,7 +53,7 @@ def _sweep(args: argparse.Namespace) -> int:
     with readable():
         options = loading(args)
         warn_untrained(args.models)
-        rows = sweep(args.models, sizes=args.sizes, crop_mode=args.crop_mode, **options)
+        rows = sweep(args.models, sizes=args.sizes, crop_mode=args.crop_mode, native=args.native, **options)
     table = sweep_table(rows)
     where = measured_on(args, rows[0]['num_images'])
     notes = f'accuracy with 95 % Wilson intervals, crop mode {args.crop_mode}; {where}'

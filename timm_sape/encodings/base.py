@@ -34,6 +34,7 @@ folder's `__init__.py`. Which base class?
 | `ReferenceGridEncoding` | parameters that belong to the trained grid and are never resized |
 | `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
 """
+import threading
 from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple
 
@@ -499,6 +500,9 @@ class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
         return table if self.gate is None else rotation_table(self.gated(table), self.rotate_half)
 
 
+_taking = threading.Lock()  # of a grid that a library has set, by the first forward passes, perhaps of several threads
+
+
 class _SavesGrid(PositionEncoding):
     """An encoding that saves the grid of its parameters along with them.
 
@@ -514,9 +518,11 @@ class _SavesGrid(PositionEncoding):
         self.register_buffer('_extra_state', torch.tensor(self.saved_grid_size() or (0, 0), device='cpu'))
 
     def _take_grid(self) -> None:
-        state = self._buffers.pop('_extra_state', None)
-        if state is not None and not state.is_meta and self.saved_grid_size() is not None:
-            self.set_extra_state(state)
+        with _taking:
+            state = self._buffers.get('_extra_state')
+            if state is not None and not state.is_meta and self.saved_grid_size() is not None:
+                self.set_extra_state(state)
+            self._buffers.pop('_extra_state', None)  # last: while it is there, other threads wait
 
     def forward(self, x: torch.Tensor, *tensors: torch.Tensor, hook: str, **given) -> Any:
         if '_extra_state' in self._buffers:

@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import load_images, load_model, preprocessing
+from ..analysis.inputs import image_size_of, load_images, load_model, patch_ratio, preprocessing
 from .evaluate import (
     accuracy,
     expected_calibration_error,
@@ -59,8 +59,7 @@ def compare(
     if not models:
         raise ValueError('There is nothing to compare. Name at least one model.')
     for spec in models:  # fail before the work, not halfway
-        if not hasattr(getattr(load_model(spec), 'patch_embed', None), 'img_size'):
-            raise ValueError(f'{spec} has no patches. Only Vision Transformers can be compared.')
+        patch_ratio(load_model(spec), spec)
     rows, baseline = [], None
     for number, spec in enumerate(models, 1):
         model = load_model(spec)
@@ -71,7 +70,7 @@ def compare(
         correct = top_k_correct(logits, labels)
         test = None if baseline is None else mcnemar(correct, baseline)
         baseline = correct if baseline is None else baseline
-        height, width = model.patch_embed.img_size
+        height, width = image_size_of(model)
         row = {'model': spec, 'height': height, 'width': width, 'num_images': len(labels)}
         for k in (1, 5):
             share = accuracy(logits, labels, k)

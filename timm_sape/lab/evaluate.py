@@ -1,6 +1,6 @@
 """Run a model on labelled images and compute accuracy, calibration and tests from its predictions."""
 import time
-from typing import Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Iterable, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class McNemar(NamedTuple):
 
 def predict(
         model: torch.nn.Module,
-        loader: Iterable[Tuple[torch.Tensor, torch.Tensor]],
+        loader: Iterable[Tuple[Union[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]],
         device: str = 'cpu',
         amp: bool = False,
         progress: str = '',
@@ -67,7 +67,8 @@ def predict(
     memory is allocated and kernels are chosen during it.
 
     Args:
-        model: Maps images `[B, C, height, width]` to logits `[B, classes]`. It is moved to the device and set to eval.
+        model: Maps images `[B, C, height, width]`, or dicts of patches, to logits `[B, classes]`. It is moved to the
+            device and set to eval.
         loader: Batches of images and labels, as from `load_images`.
         device: Where the model runs.
         amp: Use bfloat16 autocast.
@@ -84,7 +85,12 @@ def predict(
     logits, labels, counts, times = [], [], [], []
     bar = tqdm(loader, desc=progress, unit='batch', delay=2, leave=False, disable=not progress)
     for images, targets in bar:
-        images = images.to(device)
+        if isinstance(images, Mapping):
+            images = {name: x.to(device) for name, x in images.items() if isinstance(x, torch.Tensor)}
+            shape = images['patches'].shape
+        else:
+            images = images.to(device)
+            shape = images.shape
         try:
             with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 start = _now(device)
@@ -92,9 +98,8 @@ def predict(
                 times.append(_now(device) - start)
         except torch.OutOfMemoryError as e:
             raise ValueError(
-                f'A batch of {list(images.shape)} does not fit into the memory of {device}. Use a smaller '
-                'batch size.') from e
-        counts.append(len(images))
+                f'A batch of {list(shape)} does not fit into the memory of {device}. Use a smaller batch size.') from e
+        counts.append(len(targets))
         logits.append(out.float().cpu())
         labels.append(torch.as_tensor(targets).long())
         _check(logits[-1], labels[-1])

@@ -11,8 +11,9 @@ __all__ = ['plot_sweep']
 def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     """Draw top-1 accuracy over image size, a line per model and policy, with its 95 % interval as a band.
 
-    Each model has a colour; lines with the policy `rescale` are dashed. If all sizes are square, the axis shows their
-    side in pixels. Otherwise sizes stand side by side, ordered by their number of patches.
+    Each model has a colour; lines with the policy `rescale` are dashed. Lines of images at their own aspect ratio are
+    named `native`. If all sizes are square, the axis shows their side in pixels. Otherwise sizes stand side by side,
+    ordered by their number of patches.
 
     Args:
         rows: From `sweep`.
@@ -26,14 +27,15 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     at = {(height, width): height if square else i for i, (_, height, width) in enumerate(sizes)}
     labels = [f'{height}' if square else f'{height}x{width}' for height, width in at]
     models = list(dict.fromkeys(row['model'] for row in rows))
-    lines = list(dict.fromkeys((row['model'], row['policy']) for row in rows))
+    lines = list(dict.fromkeys((row['model'], row['policy'], row.get('images')) for row in rows))
 
-    names = [f'{_short(model)}, {policy}' for model, policy in lines]
+    names = [f'{_short(model)}, {policy}' + ', native' * (images == 'native') for model, policy, images in lines]
     columns = 2 if max(map(len, names)) <= 50 else 1
     figure = new_figure(8, 4.5 + 0.22 * math.ceil(len(lines) / columns))
     axes = figure.subplots()
-    for i, ((model, policy), name) in enumerate(zip(lines, names)):
-        own = [row for row in rows if (row['model'], row['policy']) == (model, policy)]
+    for i, (line, name) in enumerate(zip(lines, names)):
+        model, policy, images = line
+        own = [row for row in rows if (row['model'], row['policy'], row.get('images')) == line]
         own.sort(key=lambda row: at[row['height'], row['width']])
         x = [at[row['height'], row['width']] for row in own]
         color = f'C{models.index(model) % 10}'

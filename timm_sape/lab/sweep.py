@@ -4,7 +4,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import load_images, load_model, preprocessing
+from ..analysis.inputs import load_images, load_model, native_preprocessing, patch_ratio, preprocessing
 from ..encodings import encoding_keywords
 from ..host import PosEncModel
 from .evaluate import accuracy, predict
@@ -13,6 +13,7 @@ from .tables import markdown
 __all__ = ['sweep', 'sweep_table']
 
 CROP_MODES = ('squash', 'center')
+NATIVE = 'native'
 RESOLUTIONS = ('extrapolate', 'rescale')  # the values of the keyword `resolution`
 
 Size = Tuple[int, int]
@@ -37,6 +38,7 @@ def sweep(
         device: str = 'cpu',
         amp: bool = False,
         crop_mode: str = 'squash',
+        native: bool = False,
         progress: bool = True,
 ) -> List[Dict[str, Any]]:
     """Evaluate each model at each size, with each of its rules for other sizes.
@@ -54,6 +56,10 @@ def sweep(
     in timm's validate.py. Use `center` to reproduce results of validate.py on other images, at square sizes, all of
     which show the central square.
 
+    A NaFlexVit can also take each image at its own aspect ratio. With `native`, each size has a second row for that:
+    the same part of each image, not distorted, in at most as many patches as the size has. Unlike this, validate.py
+    with `--naflex-loader` shows the whole image.
+
     Args:
         models: Names as for `load_model`.
         data: Labelled images from `open_dataset`. Their transform is replaced.
@@ -65,17 +71,18 @@ def sweep(
         device: Where the models run.
         amp: Use bfloat16 autocast.
         crop_mode: 'squash' or 'center', see above.
+        native: Also evaluate each image at its own aspect ratio. Only for models of NaFlexVit.
         progress: Show progress bars on stderr.
 
     Returns:
         One row per model, policy and size, with these columns. `model`. `policy`: the value of `resolution`; 'own' if
-        the encodings have a single rule; 'timm' for models of timm. `height` and `width`: in pixels. `patches`.
-        `num_images`. `top1`, with its 95 % Wilson interval `top1_low` to `top1_high`, and `top5`: in percent.
-        `images_per_second`: of the model alone.
+        the encodings have a single rule; 'timm' for models of timm. `height` and `width`: in pixels. `images`: the
+        crop mode, or 'native'. `patches`: of the size. `num_images`. `top1`, with its 95 % Wilson interval `top1_low`
+        to `top1_high`, and `top5`: in percent. `images_per_second`: of the model alone.
 
     Raises:
-        ValueError: If the patch size does not divide a size, a model cannot be loaded, or the images do not fit the
-            models. Sizes and models are checked before anything is evaluated.
+        ValueError: If the patch size does not divide a size, a model cannot be loaded, it does not take what `native`
+            asks for, or the images do not fit the models. Sizes and models are checked before anything is evaluated.
     """
     if not models or not sizes:
         raise ValueError('A sweep needs at least one model and one size.')
@@ -87,46 +94,54 @@ def sweep(
             raise ValueError(
                 f"crop_mode='center' would show another part of the images at {height}x{width} than at a square size. "
                 "Use 'squash'.")
-    variants = [variant for model in dict.fromkeys(models) for variant in _variants(model, pairs)]
+    variants = [variant for model in dict.fromkeys(models) for variant in _variants(model, pairs, native)]
+    cases = [
+        (variant, size, images) for variant in variants for size in pairs
+        for images in ((crop_mode, NATIVE) if native else (crop_mode,))]
     rows = []
-    for variant in variants:
-        for size in pairs:
-            model = load_model(variant.model, img_size=size, **variant.kwargs)
-            data.transform = preprocessing(model, crop_mode=crop_mode)
-            loader = load_images(data, batch_size, num_images, workers, seed)
-            done = f'({len(rows) + 1}/{len(variants) * len(pairs)})'
-            where = f'{variant.model} {variant.policy} {size[0]}x{size[1]} {done}'
-            found = predict(model, loader, device, amp, where if progress else '')
-            top1, top5 = accuracy(found.logits, found.labels), accuracy(found.logits, found.labels, 5)
-            patch = model.patch_embed.feat_ratio(as_scalar=False)
-            rows.append({
-                'model': variant.model,
-                'policy': variant.policy,
-                'height': size[0],
-                'width': size[1],
-                'patches': size[0] // patch[0] * (size[1] // patch[1]),
-                'num_images': len(found.labels),
-                'top1': round(100 * top1.value, 3),
-                'top1_low': round(100 * top1.low, 3),
-                'top1_high': round(100 * top1.high, 3),
-                'top5': round(100 * top5.value, 3),
-                'images_per_second': round(found.images_per_second, 1),
-            })
+    for variant, size, images in cases:
+        model = load_model(variant.model, img_size=size, **variant.kwargs)
+        patch_height, patch_width = patch_ratio(model)
+        patches = size[0] // patch_height * (size[1] // patch_width)
+        if images == NATIVE:
+            data.transform = native_preprocessing(model, patches)
+        else:
+            data.transform = preprocessing(model, size, crop_mode=images)
+        loader = load_images(
+            data, batch_size, num_images, workers, seed, max_patches=patches if images == NATIVE else None)
+        done = f'({len(rows) + 1}/{len(cases)})'
+        where = f'{variant.model} {variant.policy} {size[0]}x{size[1]} {images} {done}'
+        found = predict(model, loader, device, amp, where if progress else '')
+        top1, top5 = accuracy(found.logits, found.labels), accuracy(found.logits, found.labels, 5)
+        rows.append({
+            'model': variant.model,
+            'policy': variant.policy,
+            'height': size[0],
+            'width': size[1],
+            'images': images,
+            'patches': patches,
+            'num_images': len(found.labels),
+            'top1': round(100 * top1.value, 3),
+            'top1_low': round(100 * top1.low, 3),
+            'top1_high': round(100 * top1.high, 3),
+            'top5': round(100 * top5.value, 3),
+            'images_per_second': round(found.images_per_second, 1),
+        })
     return rows
 
 
-def _variants(spec: str, sizes: Sequence[Size]) -> List[_Variant]:
+def _variants(spec: str, sizes: Sequence[Size], native: bool) -> List[_Variant]:
     """List the rules of a model, and load it once with each, to fail before the work.
 
     Raises:
-        ValueError: If the model has no patches, or the patch size does not divide a size.
+        ValueError: If the model has no patches, the patch size does not divide a size, or it takes no patches but
+            `native` asks for it.
     """
     model = load_model(spec)
-    patch_embed = getattr(model, 'patch_embed', getattr(model, 'embeds', None))  # the latter in NaFlexVit
-    if not hasattr(patch_embed, 'feat_ratio'):
-        raise ValueError(f'{spec} has no patches. A sweep is for Vision Transformers.')
     for size in sizes:
-        _check_size(spec, size, patch_embed.feat_ratio(as_scalar=False))
+        _check_size(spec, size, patch_ratio(model, spec))
+    if native:
+        native_preprocessing(model, 1)
 
     if not isinstance(model, PosEncModel):
         variants = [_Variant(spec, 'timm', {})]
@@ -163,6 +178,7 @@ def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:
         'model': row['model'],
         'policy': row['policy'],
         'height x width (px)': f'{row["height"]}x{row["width"]}',
+        **({'images': row['images']} if any(row['images'] == NATIVE for row in rows) else {}),
         'patches': row['patches'],
         'top-1 (%)': f'{row["top1"]:.1f} [{row["top1_low"]:.1f}, {row["top1_high"]:.1f}]',
         'top-5 (%)': f'{row["top5"]:.1f}',

@@ -16,6 +16,10 @@ __all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 BACKENDS = ('reference', 'torch', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
 
+#: GPU and date of the last time that the kernels' tests passed on hardware, e.g. 'NVIDIA H200, 2027-01-31'. As long as
+#: it is empty, the Triton kernels run only where they are asked for.
+TRITON_TESTED_ON = ''
+
 _logger = logging.getLogger(__name__)
 
 
@@ -136,7 +140,11 @@ def choose_backend(
     elif needs_reference:
         backend, why = 'reference', f'only it supports {needs_reference}'
     elif q.device.type == 'cuda' and not _refusal('triton', q, code_widths, ''):
-        backend, why = 'triton', 'the fastest on an NVIDIA GPU'
+        if TRITON_TESTED_ON:
+            backend, why = 'triton', 'the fastest on an NVIDIA GPU'
+        else:
+            backend = 'torch'
+            why = f'no GPU has run the tests of the Triton kernels yet; {VARIABLE}=triton selects them'
     else:
         backend, why = 'torch', f'the fastest on {q.device.type}'
     if not torch.compiler.is_compiling():

@@ -1,0 +1,171 @@
+"""What timm's entrypoints of all hosts have in common: their names, configs, and how their models are built."""
+import warnings
+from functools import partial
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Type
+
+import torch
+import torch.nn as nn
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.models import build_model_with_cfg
+
+from . import checkpoints
+from .checks import is_integer
+from .encodings import get_encoding, list_encodings, parse_pos_enc
+from .encodings.registry import AUTO
+from .host import PosEncModel
+
+__all__ = ['SIZES', 'Entrypoint', 'base_cfg', 'build_by_timm', 'entrypoints', 'make_entrypoint']
+
+SIZES = {
+    'vit_tiny': dict(embed_dim=192, depth=12, num_heads=3),
+    'vit_small': dict(embed_dim=384, depth=12, num_heads=6),
+    'vit_base': dict(embed_dim=768, depth=12, num_heads=12),
+    'test_vit': dict(embed_dim=64, depth=2, num_heads=4),
+}
+
+
+class Entrypoint(NamedTuple):
+    """What the name of a model stands for.
+
+    Attributes:
+        name: Of the model.
+        size: Key of `SIZES`.
+        pos_enc: The encodings, or the default ones if the name does not state any.
+        neutral: The model of this size whose name states no encoding.
+    """
+    name: str
+    size: str
+    pos_enc: str
+    neutral: str
+
+
+def entrypoints(vit: str = 'vit') -> List[Entrypoint]:
+    """All models of a host, in whose names `vit` stands for the kind of model.
+
+    - `{size}_{encoding}`, e.g. vit_small_sape2_k, vit_base_rope2d
+    - `{size}_{encoding}_ape`: combined with timm's learned table, for encodings that are not added to the tokens
+    - `{size}_pos_enc`: any set of encodings, given by pos_enc=
+    """
+    found = []
+    for size, shape in SIZES.items():
+        named = size.replace('vit', vit)
+        neutral = f'{named}_pos_enc'
+        found.append(Entrypoint(neutral, size, 'ape', neutral))
+        for encoding in list_encodings(aliases=True):
+            cls = get_encoding(encoding)
+            if not cls.fits(shape['embed_dim'], shape['num_heads']):
+                continue
+            if cls.alone:
+                found.append(Entrypoint(f'{named}_{encoding}', size, encoding, neutral))
+            if cls.supplements_ape and (cls.per_layer or not cls.overrides('embed')):
+                found.append(Entrypoint(f'{named}_{encoding}_ape', size, f'{encoding}+ape', neutral))
+    return found
+
+
+def base_cfg(size: str, **kwargs) -> Dict[str, Any]:
+    """The pretrained config of an entrypoint of this size, with some entries of its own."""
+    return {
+        'num_classes': 1000,
+        'input_size': (3, 160, 160) if size == 'test_vit' else (3, 224, 224),
+        'pool_size': None,
+        'crop_pct': 0.9,
+        'interpolation': 'bicubic',
+        'fixed_input_size': True,
+        'mean': IMAGENET_INCEPTION_MEAN,
+        'std': IMAGENET_INCEPTION_STD,
+        'first_conv': 'patch_embed.proj',
+        'classifier': 'head',
+        'license': 'apache-2.0',
+        **kwargs,
+    }
+
+
+def make_entrypoint(
+        cls: Type[PosEncModel],
+        entrypoint: Entrypoint,
+        description: str,
+        **model_args,
+) -> Callable[..., PosEncModel]:
+    """A function for timm's `register_model`, which belongs to the module of `cls`.
+
+    Args:
+        cls: The host.
+        entrypoint: What its name stands for.
+        description: First words of its docstring.
+        model_args: Arguments of `cls` that the caller may replace, besides those of the size and `pos_enc`.
+    """
+    name, size, pos_enc, neutral = entrypoint
+
+    def create(pretrained: bool = False, **kwargs) -> PosEncModel:
+        if name != neutral:
+            _warn_of_misnomer(entrypoint, kwargs)
+        return _create(cls, name, pretrained, **{**SIZES[size], 'pos_enc': pos_enc, **model_args, **kwargs})
+
+    create.__module__ = cls.__module__
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = (
+        f'{description}, with `pos_enc={pos_enc!r}`{" unless another is given" if name == neutral else ""}.\n\n'
+        f'Accepts any argument of `{cls.__name__}` and of `timm.create_model`.')
+    return create
+
+
+def _warn_of_misnomer(entrypoint: Entrypoint, kwargs: Dict[str, Any]) -> None:
+    """Warn if a model gets a name that states an encoding which it does not have."""
+    given = kwargs.get('pos_enc', entrypoint.pos_enc)
+    is_loaded = 'pos_enc' in (kwargs.get('pretrained_model_args') or {})  # then the warning came when it was created
+    if is_loaded or not isinstance(given, str):
+        return
+    lacking = {*parse_pos_enc(entrypoint.pos_enc)} - {part.removeprefix(AUTO) for part in parse_pos_enc(given)}
+    if lacking:
+        warnings.warn(
+            f'{entrypoint.name} is created with pos_enc={given!r}, so despite its name it has no '
+            f'{" and no ".join(sorted(lacking))}. Use {entrypoint.neutral}, whose name does not state an encoding.',
+            stacklevel=3)
+
+
+def _create(cls: Type[PosEncModel], variant: str, pretrained: bool, **kwargs) -> PosEncModel:
+    """Build a model of ours.
+
+    Raises:
+        ValueError: If a saved model is loaded with other encodings than its own, weights do not fit, or the model does
+            not fit into memory.
+    """
+    checkpoints.refuse_other_encoding(variant, kwargs)
+    filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=kwargs.get('ref_grid_size'))
+    try:
+        return build_by_timm(cls, variant, pretrained, filter_fn, **kwargs)
+    except RuntimeError as e:
+        if "can't allocate memory" not in str(e):  # as torch says it on a CPU
+            raise
+        raise ValueError(
+            f'{variant} of this size does not fit into memory. Choose a smaller img_size, embed_dim or depth.') from e
+
+
+def build_by_timm(
+        build: Callable[..., nn.Module],
+        variant: str,
+        pretrained: bool,
+        filter_fn: Callable[[Mapping[str, torch.Tensor], nn.Module], Mapping[str, torch.Tensor]],
+        **kwargs,
+) -> nn.Module:
+    """timm's `build_model_with_cfg`, with readable errors while it loads a checkpoint.
+
+    Args:
+        build: Makes the model from arguments.
+        variant: Name of the model.
+        pretrained: Load weights.
+        filter_fn: Maps a checkpoint and the model to entries for the model.
+        kwargs: For timm's builder and for `build`.
+    """
+    depth = kwargs.get('depth', 3)
+    # timm takes the last 3 layers; an invalid depth is refused later
+    out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
+    with checkpoints.reading_errors(variant) as reading:
+        return build_model_with_cfg(
+            reading.begins_after(build),
+            variant,
+            pretrained,
+            pretrained_filter_fn=reading.ends_before(filter_fn),
+            feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+            **kwargs,
+        )
