@@ -173,6 +173,14 @@ def sape2_models():
     return table(['image size / patch size', *own], found)
 
 
+def naflex():
+    rows = read_csv(RESULTS / 'naflex_cpu.csv')
+    head = ['encoding', "to timm's NaFlexVit", 'to the images one by one', "peak memory to timm's"]
+    return table(head, [
+        [f'`{row["pos_enc"]}`', *(f'{float(row[name]):.2f}' for name in ('to_timm', 'to_one_by_one', 'peak_to_timm'))]
+        for row in rows]) + f'\n\n{rows[0]["notes"]}'
+
+
 # pages of encodings
 
 
@@ -284,7 +292,8 @@ def accuracy_of(name):
 
 
 TABLES = {
-    f.__name__: f for f in (results, encodings, sizes, finetune, position_bias, cost, sape2, sape2_models)}
+    f.__name__: f
+    for f in (results, encodings, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
