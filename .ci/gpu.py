@@ -1,0 +1,144 @@
+"""Checks and measurements on an NVIDIA GPU, in steps that are not repeated once they have succeeded.
+
+    .ci/gpu OUT                     every stage
+    .ci/gpu OUT contact tests       some stages
+    .ci/gpu OUT --minutes 9.5       stop in time, say where commands may take ten minutes; the next call goes on
+
+| stage | what |
+|---|---|
+| `contact` | versions, a compiler; attention in bfloat16 at 14 x 14 against float64, then other dtypes and shapes |
+| `tests` | the tests of the operators and of SaPE2 and CoPE, with compiled kernels |
+| `sanitizer` | memcheck and racecheck on small inputs |
+| `operator`, `models`, `naflex` | the benchmarks of `timm-sape bench`: CSV files and a picture |
+| `tiles` | the kernels with other tiles, beside plain attention |
+| `steps` | training steps: eager, compiled, CUDA graphs, checkpointed, two streams, without waiting; a profile |
+| `epoch` | one epoch of CIFAR-10 by timm's train.py, and how busy the GPU is |
+| `plans` | the plans of `train_configs/gpu_cifar10`, as far as the time goes |
+
+Works from a checkout, without installation and without a network, from torch 2.11, Triton 3.6 and timm 1.0.31 on.
+Environment: `PYTHON`; `WHEELS`, a folder of wheels that are missing, say timm's; `TIMM_SCRIPTS`, a folder with timm's
+train.py, and `CIFAR10`, the folder with `cifar-10-batches-py` in it, for `epoch` and `plans`, left out without them.
+
+After `contact`, `tests` and `sanitizer` have passed, set `TRITON_TESTED_ON` in timm_sape/ops/backend.py.
+"""
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+TRAINED = 'vit_small_ape', 'vit_small_sape2_k_ape'
+CHECKS = f'{PYTHON} .ci/gpu_checks.py'
+COMMAND = f'{PYTHON} -m timm_sape'
+# Without the cache every tensor is an allocation of its own, so that reading past its end is seen.
+SANITIZER = 'PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool'
+TESTS = (
+    'tests/ops/test_triton_kernels.py', 'tests/ops/test_backends.py', 'tests/ops/test_sape2_attention.py',
+    'tests/ops/test_hard_input.py', 'tests/ops/test_backends_in_models.py', 'tests/ops/test_functional.py',
+    'tests/ops/test_mixed_dtypes.py', 'tests/ops/test_second_derivatives.py', 'tests/ops/test_torch_func.py',
+    'tests/ops/test_different_devices.py', 'tests/encodings/test_sape2.py', 'tests/encodings/test_cope.py')
+
+
+def stages(out):
+    """The steps of each stage: name, command, and the seconds that it must have to be started."""
+    tests = [(Path(file).stem, f'{PYTHON} -m pytest -q -n 8 --maxfail=5 {file}', 60) for file in TESTS]
+    bench = f'--device cuda --amp --batch-size 128 --repeats 9 --force --output {out}'
+    train = (
+        f'{PYTHON} .ci/gpu_checks.py busy -- {COMMAND} run {os.environ.get("TIMM_SCRIPTS", "")}/train.py '
+        f'--config train_configs/deit_cifar10/{{model}}.yaml --data-dir {os.environ.get("CIFAR10", "")} --epochs 1 '
+        f'--warmup-epochs 0 --amp --amp-dtype bfloat16 --workers 12 --output {out}/train --experiment {{model}}')
+    plan = (
+        f'{COMMAND} experiment train_configs/gpu_cifar10/{{name}}.yaml --data-dir {os.environ.get("CIFAR10", "")} '
+        f'--script {os.environ.get("TIMM_SCRIPTS", "")}/train.py --output {out}/{{name}} --jobs 3')
+    sanitizer = [
+        (f'{tool}-{dtype}', f'{SANITIZER} {tool} {CHECKS} small --dtype {dtype}', 100)
+        for tool in ('memcheck', 'racecheck') for dtype in ('bfloat16', 'float32')]
+    operator = f'{COMMAND} bench sape2 {bench}/sape2_gpu.csv --plot {out}/sape2_memory_gpu.png'
+    naflex = f'{COMMAND} bench naflex --device cuda --amp --repeats 9 --force --output {out}/naflex_gpu.csv'
+    return {
+        'contact': [
+            ('versions', f'{CHECKS} versions', 20),
+            ('first', f'CUDA_LAUNCH_BLOCKING=1 {CHECKS} contact --only bfloat16-14x14', 60),
+            ('contact', f'{CHECKS} contact', 120),
+        ],
+        'tests': tests,
+        'sanitizer': sanitizer,
+        'operator': [('operator', operator, 200)],
+        'models': [('models', f'{COMMAND} bench {bench}/cost_gpu.csv', 300)],
+        'naflex': [('naflex', naflex, 60)],
+        'tiles': [('tiles', f'{CHECKS} tiles --output {out}/tiles_gpu.csv', 120)],
+        'steps': [('steps', f'{CHECKS} steps --output {out}/steps_gpu.csv', 200), ('profile', f'{CHECKS} profile', 60)],
+        'epoch': [(f'epoch-{model}', train.format(model=model), 100) for model in TRAINED],
+        'plans': [(f'plan-{name}', plan.format(name=name), 200) for name in ('repository', 'plan', 'paper')],
+    }
+
+
+def run(step, command, out, seconds):
+    """Whether a step has succeeded, now or before. Its output is in OUT/STEP.log."""
+    done = out / f'{step}.ok'
+    if done.exists():
+        print(f'{step:<32} done before')
+        return True
+    start = time.monotonic()
+    with open(out / f'{step}.log', 'w') as log:
+        try:
+            code = subprocess.run(
+                ['bash', '-c', command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            code = 'out of time'
+    took = time.monotonic() - start
+    print(f'{step:<32} {"ok" if code == 0 else f"FAILED ({code})"}, {took:.0f} s')
+    if code == 0:
+        done.write_text(f'{took:.0f} s: {command}\n')
+    else:
+        print('    ' + '\n    '.join((out / f'{step}.log').read_text(errors='replace').splitlines()[-15:]))
+    return code == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out', type=Path, help='folder of the results')
+    parser.add_argument('stages', nargs='*', metavar='STAGE')
+    parser.add_argument('--minutes', type=float, default=24 * 60, help='stop after so many (default: a day)')
+    parser.add_argument('--dry-run', action='store_true', help='print the commands')
+    args = parser.parse_args()
+    out = args.out.resolve()
+    every = stages(shlex.quote(str(out)))
+    unknown = set(args.stages) - every.keys()
+    if unknown:
+        parser.error(f'no stage {", ".join(sorted(unknown))}; there are {", ".join(every)}')
+    out.mkdir(parents=True, exist_ok=True)
+    if os.environ.get('WHEELS'):
+        site = tempfile.mkdtemp()
+        subprocess.run([
+            PYTHON, '-m', 'pip', 'install', '-q', '--no-index', '--no-deps', '--target', site,
+            *map(str, Path(os.environ['WHEELS']).glob('*.whl'))], check=True)
+        os.environ['PYTHONPATH'] = f'{site}:{os.environ["PYTHONPATH"]}'
+    end, failed, left = time.monotonic() + 60 * args.minutes, [], []
+    for stage in args.stages or every:
+        if stage in ('epoch', 'plans') and not (os.environ.get('TIMM_SCRIPTS') and os.environ.get('CIFAR10')):
+            print(f'{stage}: left out, set TIMM_SCRIPTS and CIFAR10')
+            continue
+        for step, command, needed in every[stage]:
+            seconds = end - time.monotonic()
+            if args.dry_run:
+                print(f'{step}: {command}')
+            elif seconds < needed and not (out / f'{step}.ok').exists():
+                left.append(step)
+            elif not run(step, command, out, seconds):
+                failed.append(step)
+                if step in ('versions', 'first'):
+                    sys.exit('The kernels do not work here: nothing else was tried.')
+    if left:
+        print(f'Left for the next call: {", ".join(left)}')
+    sys.exit(f'Failed: {", ".join(failed)}' if failed else 0)
+
+
+if __name__ == '__main__':
+    main()

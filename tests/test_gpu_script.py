@@ -1,0 +1,84 @@
+""".ci/gpu: its commands exist, its checks run on a CPU in small, and it goes on where it stopped."""
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from timm_sape.cli import make_parser
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setenv('TIMM_SCRIPTS', '/scripts')
+    monkeypatch.setenv('CIFAR10', '/cifar10')
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    spec = importlib.util.spec_from_file_location('gpu', ROOT / '.ci' / 'gpu.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(gpu, monkeypatch, *args):
+    monkeypatch.setattr(sys, 'argv', ['gpu', *map(str, args)])
+    with pytest.raises(SystemExit) as e:
+        gpu.main()
+    return e.value.code
+
+
+def test_commands(gpu, tmp_path, monkeypatch, capsys):
+    """Files that the commands name exist, and `timm-sape` knows the options."""
+    assert not call(gpu, monkeypatch, tmp_path / 'out', '--dry-run')
+    commands = capsys.readouterr().out.splitlines()
+    assert len(commands) > 25
+    for command in commands:
+        for file in re.findall(r'(?:tests|train_configs|\.ci)/[\w./]+', command):
+            assert (ROOT / file).is_file(), command
+        _, _, ours = command.partition(' -m timm_sape ')
+        if ours and not ours.startswith('run '):
+            make_parser().parse_args(ours.split())
+
+
+def test_goes_on_where_it_stopped(gpu, tmp_path, monkeypatch, capsys):
+    out = tmp_path / 'out'
+    repaired = tmp_path / 'repaired'
+    monkeypatch.setattr(gpu, 'stages', lambda out: {
+        'contact': [('versions', 'echo once', 0)],
+        'tests': [('broken', f'echo why; ls {repaired}', 0), ('slow', 'sleep 60', 0), ('later', 'true', 30)]})
+    assert call(gpu, monkeypatch, out, '--minutes', '0.05') == 'Failed: broken, slow'
+    printed = capsys.readouterr().out
+    assert re.search('versions +ok', printed) and re.search(r'broken +FAILED \(2\)', printed) and 'why' in printed
+    assert re.search(r'slow +FAILED \(out of time\)', printed) and 'Left for the next call: later' in printed
+
+    repaired.touch()
+    monkeypatch.setattr(gpu, 'stages', lambda out: {
+        'contact': [('versions', 'false', 0)],
+        'tests': [('broken', f'ls {repaired}', 0), ('slow', 'true', 0), ('later', 'true', 30)]})
+    assert not call(gpu, monkeypatch, out)
+    printed = capsys.readouterr().out
+    assert re.search('versions +done before', printed) and printed.count(' ok, ') == 3
+
+
+def test_nothing_more_where_the_first_kernel_fails(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, 'stages', lambda out: {'contact': [('first', 'false', 0), ('contact', 'true', 0)]})
+    assert 'nothing else was tried' in call(gpu, monkeypatch, tmp_path / 'out')
+    assert not list((tmp_path / 'out').glob('*.ok'))
+    assert call(gpu, monkeypatch, tmp_path / 'out', 'unknown') == 2
+
+
+@pytest.mark.parametrize('check', [
+    'versions', 'contact', *(pytest.param(name, marks=pytest.mark.full) for name in ('tiles', 'steps', 'profile'))])
+def test_checks(check, tmp_path):
+    """On a CPU the kernels are interpreted, and what wants a GPU is left out."""
+    path = [] if check not in ('tiles', 'steps') else ['--output', str(tmp_path / 'rows.csv')]
+    done = subprocess.run(
+        [sys.executable, '.ci/gpu_checks.py', check, '--device', 'cpu', *path],
+        capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not path or len((tmp_path / 'rows.csv').read_text().splitlines()) > 6
