@@ -1,5 +1,5 @@
 """SaPE2's bias, and attention with it. This is the one place that chooses between reference, torch and triton."""
-from typing import Callable, Optional, Tuple, Union
+from typing import Callable, List, Optional, Tuple, Union
 
 import torch
 
@@ -51,7 +51,7 @@ def sape2_bias(
         q=q, k=k, table_x=table_x, table_y=table_y, gate_scale=gate_scale, keep_indices=grid.keep_indices)
     codes_x, codes_y = axis_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
-        axis_keys=axis_keys)
+        axis_keys=axis_keys, backend='reference')
     return _bias(codes_x, codes_y, grid)
 
 
@@ -101,8 +101,7 @@ def sape2_attention(
     check_devices(
         q=q, k=k, v=v, table_x=table_x, table_y=table_y, gate_scale=gate_scale, bias_scale=bias_scale, mask=mask,
         keep_indices=grid.keep_indices)
-    widths = [max(len(mode) * size, len(table) - 1) for size, table in ((grid.width, table_x), (grid.height, table_y))]
-    backend = choose_backend(backend, q if axis_keys is None else axis_keys[0], widths, {
+    backend = choose_backend(backend, q if axis_keys is None else axis_keys[0], _widths(table_x, table_y, grid, mode), {
         'a mask or another bias': mask is not None,
         'dropout of the probabilities': dropout_p > 0,
         'attention that is not fused': not fused,
@@ -134,7 +133,7 @@ def axis_codes(
         gate_scale: Union[float, torch.Tensor],
         ref_grid_size: Optional[Tuple[int, int]] = None,
         axis_keys: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
-        backend: str = 'reference',
+        backend: Optional[str] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """`reference.axis_codes`, same arguments, by an operator of the backend if it can be used.
 
@@ -143,8 +142,11 @@ def axis_codes(
 
     Args:
         axis_keys: As for `sape2_bias`. Whatever computes the codes takes one k for both axes, so it runs once for each.
-        backend: As `choose_backend` returns it.
+        backend: As `choose_backend` returns it; None to choose.
     """
+    if backend is None:
+        own_k = k if axis_keys is None else axis_keys[0]
+        backend = choose_backend(None, own_k, _widths(table_x, table_y, grid, mode))
     if backend != 'reference':  # operators compute in the dtype of q, float32 at least
         table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
     if axis_keys is not None:
@@ -167,6 +169,11 @@ def axis_codes(
     return operator(
         q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
         ref_width / width, ref_height / height)
+
+
+def _widths(table_x: torch.Tensor, table_y: torch.Tensor, grid: Grid, mode: str) -> List[int]:
+    """As `choose_backend` wants them."""
+    return [max(len(mode) * size, len(table) - 1) for size, table in ((grid.width, table_x), (grid.height, table_y))]
 
 
 def _bias(codes_x: torch.Tensor, codes_y: torch.Tensor, grid: Grid) -> torch.Tensor:
