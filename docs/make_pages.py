@@ -97,10 +97,10 @@ def results():
             cells += beside(values, base)[:2]
         found.append(cells)
     seeds = len(values)
-    head = ['model', 'top-1 (%)', 'difference to APE', 'at half the rate (%)', 'difference to APE']
+    head = ['model', 'top-1 (%)', 'difference to APE', 'at half the learning rate (%)', 'difference to APE']
     return (
-        f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds, 95 % intervals of '
-        f'the pairs:\n\n{table(head, found)}')
+        f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds. The intervals are 95 '
+        f'%\nconfidence intervals of the seed-by-seed differences:\n\n{table(head, found)}')
 
 
 def encodings():

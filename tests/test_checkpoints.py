@@ -988,3 +988,13 @@ def test_rescaling_a_bare_file_asks_for_the_grid(tmp_path):
     with pytest.raises(ValueError, match=r'give ref_grid_size=\(H, W\)'):
         timm.create_model('test_vit_pos_enc', **kwargs)
     assert timm.create_model('test_vit_pos_enc', ref_grid_size=(3, 5), **kwargs).ref_grid_size == (3, 5)
+    for name in ('pretrained', 'pretrained_cfg_overlay'):
+        del kwargs[name]
+    with pytest.raises(ValueError, match=r'pretrained=True.* and give ref_grid_size=\(H, W\), the grid in patches'):
+        timm.create_model('test_vit_pos_enc', checkpoint_path=str(tmp_path / 'model.pth'), **kwargs)
+
+
+@pytest.mark.parametrize('name', ['test_vit_rope2d', 'test_naflexvit_sape2_k'])
+def test_no_pretrained_weights(name):
+    with pytest.raises(ValueError, match=f"no pretrained weights for '{name}'. Give a file, pretrained_cfg_overlay="):
+        timm.create_model(name, pretrained=True)

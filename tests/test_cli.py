@@ -315,7 +315,7 @@ def test_commands_without_scipy(tmp_path):
     done = subprocess.run(
         [sys.executable, '-c', COMMANDS_WITHOUT_SCIPY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ['2'] * 5
-    needs = "timm-sape: this needs scipy, which is not installed: pip install 'timm-sape[lab]'"
+    needs = 'timm-sape: this needs scipy, which is not installed: pip install matplotlib pyyaml scipy'
     assert done.stderr.splitlines() == 4 * [needs] + [
         'timm-sape: nothing to measure; give --settings at least one']
 

@@ -119,7 +119,7 @@ def test_what_is_printed(args, code, text, capsys):
     (['--model', 'vit_tiny_lookhere'], "'vit_tiny_lookhere'. 'lookhere' needs 6 heads or a multiple of 4, got 3"),
     (['--model', 'vit_tiny_lookhere_ape'], "'lookhere' needs 6 heads or a multiple of 4, got 3"),
     (['--model', 'vit_small_pemix'], "Add one, e.g. 'pemix+sincos2d'"),
-    (['--model', 'vit_base_sincos2d_ape'], "write timm.create_model('vit_base_ape', pos_enc='ape+sincos2d')"),
+    (['--model', 'vit_base_sincos2d_ape'], 'vit_base_pos_enc@random --pos-enc ape+sincos2d'),
     (['--model', 'data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
     (['--model', 'local-dir:data'], 'data is a folder without config.json'),
     (['--image', 'none.jpg'], 'none.jpg is not an image that can be read'),
@@ -152,7 +152,7 @@ def test_damaged_files(tmp_path, capsys):
     for name in ('x.pth', 'x.safetensors'):
         tmp_path.joinpath(name).write_bytes(b'no weights')
     for model, text in (
-            (f'test_vit_ape@{tmp_path}/x.pth', 'has no weights that can be read safely'),
+            (f'test_vit_ape@{tmp_path}/x.pth', 'is not a checkpoint that can be read safely'),
             (f'test_vit_ape@{tmp_path}/x.safetensors', 'has no weights that can be read safely'),
             (f'{tmp_path}/x.pth', 'is not a checkpoint that can be read safely'),
             ('test_vit_rope2d@model/model.safetensors', 'does not fit the model')):
@@ -274,6 +274,22 @@ def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
     assert main(['map', '--model', f'test_vit@{tmp_path}/weights.safetensors', *arguments, '--force']) == 0
 
 
+def test_encoding_of_an_untrained_model(tmp_path, capsys):
+    arguments = ['--img-size', '48', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]
+    model = 'test_vit_pos_enc@random'
+    assert main(['map', '--model', model, '--pos-enc', 'rope2d', *arguments, '--numbers', f'{tmp_path}/a.json']) == 0
+    assert main([
+        'map', '--model', 'test_vit_rope2d@random', *arguments, '--numbers', f'{tmp_path}/b.json', '--force']) == 0
+    a, b = (json.loads((tmp_path / f'{name}.json').read_text())['rows'] for name in 'ab')
+    assert len(a) == len(b) == 9 ** 2
+    assert main(['pshap', '--model', model, '--pos-enc', 'rope', '--data-dir', 'data', '--workers', '0']) == 2
+    assert "Unknown position encoding 'rope'" in capsys.readouterr().err
+    assert main([
+        'pshap', '--model', model, '--pos-enc', 'ape+rope2d', '--data-dir', 'data', '--workers', '0',
+        '--num-images', '6']) == 0
+    assert 'background 3 (there are too few images for more)' in capsys.readouterr().out
+
+
 def test_masked_out(tmp_path):
     """Heads of LookHere see different patches, so the mean is over the heads that see a patch."""
     arguments = ['--model', 'test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
@@ -389,7 +405,7 @@ def test_guide():
     checkout = Path(__file__).parents[1]
     results, readme = (
         ' '.join(checkout.joinpath(path).read_text().split()) for path in ('results/README.md', 'README.md'))
-    assert '**RoPE-2D is ahead of both, at both rates**' in readme
+    assert '**RoPE-2D is ahead of both, at both learning rates**' in readme
     assert 'APE 94 and 87' in results and 'RoPE-2D: 98 % at 64 px rescaled' in results
     assert '42 % where angles go on' in results
     assert '98 %' in GUIDE and '87 %' in GUIDE and '42 %' in GUIDE

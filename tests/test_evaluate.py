@@ -568,7 +568,7 @@ def test_a_file_that_came_in_between_is_kept(tmp_path):
     ('a.csv', files.FIGURES, 'must end in .png or .svg or .pdf'),
     ('none/a.csv', files.TABLES, 'there is no directory .*none to write a.csv to'),
     ('folder.csv', files.TABLES, 'folder.csv is a directory; name a file'),
-    ('a.pdf', files.FIGURES, r"a.pdf needs matplotlib: pip install 'timm-sape\[lab\]', or leave it out"),
+    ('a.pdf', files.FIGURES, r'a.pdf needs matplotlib: pip install matplotlib, or leave it out'),
 ])
 def test_outputs_are_checked(name, suffixes, text, tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'find_spec', lambda name: None)

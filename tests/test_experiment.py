@@ -22,7 +22,7 @@ from timm_sape.analysis.figures import new_figure
 from timm_sape.cli import main
 from timm_sape.lab import experiment, intervals
 from timm_sape.lab.experiment import records, report, runner, trial
-from timm_sape.lab.experiment.plan import load_plan, script_options
+from timm_sape.lab.experiment.plan import load_plan, script_options, split_folder
 
 CHECKOUT = Path(__file__).parents[1]
 EPOCHS = 4
@@ -861,6 +861,16 @@ WRONG = {
     'no device': (dict(args={'device': None}), "device must not be null; leave it out for the default, 'cuda'"),
     'cuda': (dict(args={'device': 'cuda'}), 'torch sees no GPU here'),
 }
+
+
+def test_folders_that_train_py_takes_for_a_split(tmp_path):
+    for name in ('val', 'test', 'training'):
+        (tmp_path / name).mkdir()
+    for split in ('train', 'training', 'val', 'validation', 'eval', 'test'):
+        found = split_folder(tmp_path, split)
+        assert found == tmp_path / {'train': 'training', 'validation': 'val', 'eval': 'val'}.get(split, split)
+    assert split_folder(tmp_path, 'held_out') is None
+    assert runner.images_in(['validation', 'held_out'], tmp_path).keys() == {'validation'}
 
 
 @pytest.mark.parametrize('name', WRONG)

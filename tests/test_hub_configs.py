@@ -130,6 +130,8 @@ def test_wrong_folders(saved, tmp_path):
     expect(f'There is no folder {folder}.')
     expect(f'There is no folder {folder}.', f'local-dir:{folder}')
     expect(f"'{folder}' is neither an existing folder nor OWNER/NAME of a repository.", str(folder))
+    folder.with_suffix('.pth').touch()
+    expect(f"Create the model with checkpoint_path='{folder}.pth', then timm_sape.hub.save it.", f'{folder}.pth')
     folder.mkdir()
     expect(f'{folder} has no config.json.')
     text = (saved[0] / 'config.json').read_text()

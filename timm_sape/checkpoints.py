@@ -376,12 +376,14 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
             hint += (
                 f' To keep the size of the model, give ref_grid_size=({height}, {width}) instead of img_size (scripts: '
                 f'ref_grid_size={height},{width}).')
+    lacks_grid = [k for k in expected if k.endswith(GRID) and k not in given]
+    adapt = f'use {PRETRAINED_PATHS}' + (
+        ', and give ref_grid_size=(H, W), the grid in patches that it was trained on' if lacks_grid else '')
     raise ValueError(
         f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
         f'{model.grid_size}): {report}. This loading path resizes nothing. To load the checkpoint as it '
         f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
-        'option of their own by --model-kwargs. To adapt a checkpoint of the same encodings to another size, use '
-        f'{PRETRAINED_PATHS}.')
+        f'option of their own by --model-kwargs. To adapt a checkpoint of the same encodings to another size, {adapt}.')
 
 
 def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dict[str, Any]:
@@ -556,6 +558,11 @@ def reading_errors(variant: str) -> Iterator[Reading]:
         of_the_system = isinstance(e, OSError) and e.errno != errno.EINVAL
         if not reading.is_under_way or of_the_system or package in ('huggingface_hub', 'httpx', 'requests'):
             raise
+        if 'No pretrained weights exist' in str(e):  # says timm
+            raise ValueError(
+                f'There are no pretrained weights for {variant!r}. Give a file, pretrained_cfg_overlay=dict(file=...) '
+                "(scripts: --pretrained-path), or graft the encoding onto timm's weights, timm_sape.graft(...), or "
+                'leave pretrained out.') from e
         raise ValueError(
             f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? Copy or save it again. '
             f'({e})') from e

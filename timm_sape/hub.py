@@ -672,7 +672,10 @@ def _plain_errors(
         elif isinstance(e, EntryNotFoundError):
             error = ValueError(f'{repo_id} has no {name}.{_no_pickles(name)}')
         elif isinstance(e, HFValidationError):
-            error = ValueError(f'{repo_id!r} is neither an existing folder nor OWNER/NAME of a repository.')
+            is_file = Path(repo_id).is_file()
+            error = ValueError(
+                f'{repo_id!r} is a file. Create the model with checkpoint_path={repo_id!r}, then timm_sape.hub.save it.'
+                if is_file else f'{repo_id!r} is neither an existing folder nor OWNER/NAME of a repository.')
         elif status == 401:
             error = ValueError(
                 f'{constants.ENDPOINT} does not accept the token (token=, HF_TOKEN, `hf auth login`): is it whole, and '

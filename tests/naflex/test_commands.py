@@ -1,5 +1,6 @@
 """Commands on NaFlexVit: those of the plain ViT, and images at their own aspect ratio."""
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from timm.models import save_for_hf
 from timm.models._features_fx import GraphExtractNet
 
 from timm_sape.analysis import randomize_encodings
-from timm_sape.analysis.inputs import open_dataset
+from timm_sape.analysis.inputs import load_model, open_dataset, preprocessing
 from timm_sape.cli import main
 from timm_sape.lab import sweep as sweep_module
 from timm_sape.lab.compare import compare
@@ -79,6 +80,19 @@ def test_sweep_of_a_plain_model_is_refused(folder, capsys):
     assert 'Use a NaFlexVit, such as naflexvit_small_rope2d' in capsys.readouterr().err
     assert main(['sweep', str(folder / 'naflex'), *arguments, '--native']) == 0
     assert '| 48x48 | native | 36 |' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('named', ['{}', 'test_naflexvit_rope2d@{}'])
+def test_checkpoint_of_train(named, tmp_path):
+    """timm records the arguments of train.py in it; the stem has no axis of channels."""
+    kwargs = {'img_size': 32, 'patch_size': 4, 'fc_norm': True}
+    model = timm.create_model('test_naflexvit_rope2d', num_classes=2, global_pool='avg', **kwargs).eval()
+    args = Namespace(model_kwargs=kwargs, num_classes=2, in_chans=None, gp='avg')
+    checkpoint = {'arch': 'test_naflexvit_rope2d', 'args': args, 'state_dict': model.state_dict()}
+    torch.save(checkpoint, tmp_path / 'x.pth.tar')
+    loaded = load_model(named.format(tmp_path / 'x.pth.tar'))
+    x = torch.randn(2, 3, 32, 48)
+    assert torch.equal(loaded(x), model(x)) and preprocessing(loaded)(Image.new('RGB', (40, 50))).shape == (3, 32, 32)
 
 
 def test_compare(folder):

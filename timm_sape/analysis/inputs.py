@@ -87,11 +87,14 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             raise ValueError(f'{source.file} has no weights that can be read safely: {hub.described(e)}') from e
         overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
         cfg = timm.get_pretrained_cfg(source.name)
-        layers = (('num_classes', cfg.classifier, 0), ('in_chans', cfg.first_conv, 1)) if cfg is not None else ()
-        for keyword, layer, axis in layers:
-            shape = weights[f'{layer}.weight'].shape if f'{layer}.weight' in weights else ()
-            if len(shape) > axis:
-                kwargs.setdefault(keyword, shape[axis])
+        if cfg is not None:
+            head, stem = (
+                weights[f'{layer}.weight'].shape if f'{layer}.weight' in weights else ()
+                for layer in (cfg.classifier, cfg.first_conv))
+            if len(head) > 0:
+                kwargs.setdefault('num_classes', head[0])
+            if len(stem) > 2:  # with two axes it is that of NaFlexVit, for flattened patches
+                kwargs.setdefault('in_chans', stem[1])
         # Same number of classes and channels as in the file, so that timm adapts neither the head nor the stem.
         overlay['num_classes'] = kwargs.get('num_classes', 1000)
         kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
@@ -154,7 +157,11 @@ def _find(model: str) -> _Source:
         return _Source(name, None, {'pretrained': False}, {})
     if at and not Path(file).is_file():
         raise ValueError(f'There is no file {file!r}.')
-    return _Source(name, file if at else None, {}, {})
+    if not at:
+        return _Source(name, None, {}, {})
+    if file.endswith('.safetensors'):
+        return _Source(name, file, {}, {})
+    return _from_checkpoint(file, name)
 
 
 def _checkpoint_hint(folder: Path) -> str:
@@ -177,23 +184,27 @@ def why_unknown(name: str) -> str:
         return ''
     try:
         with torch.device('meta'):
-            timm.create_model(f'{size}_nope', pos_enc=encoding)
+            timm.create_model(f'{size}_pos_enc', pos_enc=encoding)
     except ValueError as e:
         return str(e)
-    return f"It has no name of its own; write timm.create_model('{size}_ape', pos_enc={encoding!r})."
+    return (
+        f"It has no name of its own: timm.create_model('{size}_pos_enc', pos_enc={encoding!r}), or in a command "
+        f'{size}_pos_enc@random --pos-enc {encoding}.')
 
 
-def _from_checkpoint(file: str) -> _Source:
-    name = None
+def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
+    """The arguments in a checkpoint of train.py, and its model's name if none is given."""
+    checkpoint = None
     if not file.endswith('.safetensors'):
         try:
             checkpoint = _torch_load(file)
         except Exception as e:  # a file of another kind can raise anything
             raise ValueError(f'{file} is not a checkpoint that can be read safely: {hub.described(e)}') from e
-        name = checkpoint.get('arch') if isinstance(checkpoint, dict) else None
+    checkpoint = checkpoint if isinstance(checkpoint, dict) else {}
+    name = name or checkpoint.get('arch')
     if name is None:
         raise ValueError(f'{file} does not name its model. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
-    args = vars(checkpoint['args']) if 'args' in checkpoint else {}
+    args = getattr(checkpoint.get('args'), '__dict__', {})
     kwargs = dict(args.get('model_kwargs') or {})
     for ours, theirs in (('num_classes', 'num_classes'), ('in_chans', 'in_chans'), ('global_pool', 'gp')):
         if args.get(theirs) is not None:
@@ -241,7 +252,7 @@ def native_preprocessing(model: torch.nn.Module, max_patches: int):
     if not isinstance(model, NaFlexVit) or not model.embeds.is_linear:
         raise ValueError(
             f'{type(model).__name__} takes no images of different shapes in a batch. Use a NaFlexVit, such as '
-            'naflexvit_small_rope2d, with the same weights: naflexvit_small_rope2d@FILE.')
+            'naflexvit_small_rope2d; the weights of vit_small_rope2d fit it: naflexvit_small_rope2d@FILE.')
     if len(set(model.embeds.patch_size)) > 1:
         height, width = model.embeds.patch_size
         raise ValueError(f"timm's transform to patches has square ones, the model {height}x{width}.")

@@ -12,7 +12,9 @@ __all__ = [
     'MODELS_HELP',
     'add_data_options',
     'add_image_options',
+    'add_pos_enc_option',
     'check_device',
+    'chosen_encoding',
     'image_size',
     'loading',
     'measured_on',
@@ -49,6 +51,17 @@ def add_image_options(parser: argparse.ArgumentParser, required: bool = True) ->
     parser.add_argument('--image', required=required, metavar='FILE', help="is squashed to the model's image size")
     parser.add_argument(
         '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
+
+
+def add_pos_enc_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option to choose the encoding of an untrained model."""
+    parser.add_argument(
+        '--pos-enc', metavar='NAME', help='the encoding of MODEL, say test_vit_pos_enc@random; also one of --import')
+
+
+def chosen_encoding(args: argparse.Namespace) -> Dict[str, str]:
+    """`--pos-enc` as an argument of `load_model`."""
+    return {} if args.pos_enc is None else {'pos_enc': args.pos_enc}
 
 
 def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:

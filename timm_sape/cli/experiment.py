@@ -141,7 +141,7 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
 
     import timm
 
-    from ..lab.experiment import SPLITS
+    from ..lab.experiment import SPLITS, split_folder
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')
@@ -157,9 +157,10 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
         for option, split in run.splits.items():
             if not data_dir.is_dir():
                 raise CommandError(f'--data-dir {data_dir} does not exist; name the folder of {split!r}')
-            if run.folder(output).resolve().is_relative_to((data_dir / split).resolve()):
+            folder = split_folder(data_dir, split)
+            if folder is not None and run.folder(output).resolve().is_relative_to(folder.resolve()):
                 raise CommandError(f'{run.folder(output)} would be among the images; name another --output')
-            if not (data_dir / split).is_dir():
+            if folder is None:
                 raise CommandError(
                     f'{data_dir} has no folder {split!r}, and train.py would use all of it instead; set {option} '
                     'in the plan, or name another --data-dir')

@@ -61,7 +61,7 @@ def check_outputs(
         if not os.access(folder, os.W_OK):
             raise CommandError(f'{folder} is not writable; name another directory for {path.name}')
         if path.suffix.lower() in FIGURES and find_spec('matplotlib') is None:
-            raise CommandError(f"{path.name} needs matplotlib: pip install 'timm-sape[lab]', or leave it out")
+            raise CommandError(f'{path.name} needs matplotlib: pip install matplotlib, or leave it out')
     _refuse_taken(paths, force)
 
 
@@ -137,6 +137,7 @@ def interruptible(handler: Callable[[argparse.Namespace], int]) -> Callable[[arg
             package = (e.name or '').partition('.')[0]
             if package not in OPTIONAL:
                 raise
-            raise CommandError(f"this needs {package}, which is not installed: pip install 'timm-sape[lab]'") from e
+            raise CommandError(
+                f'this needs {package}, which is not installed: pip install matplotlib pyyaml scipy') from e
 
     return guarded

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, add_image_options, image_size, memory_size, readable, warn_untrained
+from .data_options import (
+    MODELS_HELP,
+    add_image_options,
+    add_pos_enc_option,
+    chosen_encoding,
+    image_size,
+    memory_size,
+    readable,
+    warn_untrained,
+)
 from .files import FIGURES, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -37,6 +46,7 @@ all layers. A small map shows one row of the matrix: from one patch to all other
 also those of --import, in an untrained model of its own; it takes no other options but --force.""",
     )
     parser.add_argument('--model', metavar='MODEL', help=MODELS_HELP)
+    add_pos_enc_option(parser)
     add_image_options(parser, required=False)
     parser.add_argument('--output', type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
     parser.add_argument('--gallery', type=Path, metavar='FILE', help='draw all encodings in one picture instead')
@@ -79,7 +89,7 @@ def _map(args: argparse.Namespace) -> int:
     from ..analysis.inputs import ImageFile, load_model, patch_ratio, preprocessing
 
     with readable():
-        model = load_model(args.model, size)
+        model = load_model(args.model, size, **chosen_encoding(args))
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)
@@ -189,7 +199,8 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
         if args.what == 'bias' and not found.any():
             raise CommandError(
                 f'position adds nothing to the logits of layer {layer.index} of {args.model}: no encoding acts there, '
-                'or it is untrained and starts at zero; try --what attention')
+                'or it starts at zero and has not been trained. If the class token is pooled, the last layer learns no '
+                'bias from some encodings, and no gate: try --layers -2, or --what attention')
         if args.heads == 'mean':
             titles.append(f'layer {layer.index}, mean of {len(found)} heads')
             # over the heads that see the patch: some encodings mask patches by -inf

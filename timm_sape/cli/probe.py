@@ -16,7 +16,7 @@ def add(commands) -> None:
         examples="""\
 examples:
   timm-sape probe output/exp/model_best.pth.tar --image cat.jpg
-  timm-sape probe test_vit_nope --pos-enc nope ape rope2d alibi2d sape2_k --randomize --image cat.jpg --output probe.csv
+  timm-sape probe test_vit_pos_enc --pos-enc nope ape rope2d sape2_k --randomize --image cat.jpg --output probe.csv
   timm-sape probe vit_small_patch16_224 hf-hub:USER/MODEL --image cat.jpg
 
 change is |after - before| / |before| in float64, with patches moved back to their places. expected is 0 or `changes`

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, add_data_options, loading, measured_on, readable, warn_untrained
+from .data_options import (
+    MODELS_HELP,
+    add_data_options,
+    add_pos_enc_option,
+    chosen_encoding,
+    loading,
+    measured_on,
+    readable,
+    warn_untrained,
+)
 from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -25,6 +34,7 @@ The value of a model is the mean over correctly classified images. Computing it 
 passes over the same images; the output tells the time. The table has a row per class, --output one per image.""",
     )
     parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
+    add_pos_enc_option(parser)
     add_data_options(parser)
     parser.add_argument(
         '--background', type=int, default=16, metavar='N',
@@ -49,7 +59,7 @@ def _pshap(args: argparse.Namespace) -> int:
     with readable():
         options = loading(args)
         data = options['data']
-        model = load_model(args.model).to(args.device)
+        model = load_model(args.model, **chosen_encoding(args)).to(args.device)
         warn_untrained([args.model])
         data.transform = preprocessing(model)
         batches = load_images(data, args.batch_size, args.num_images, args.workers, args.seed, shuffle=True)
@@ -65,8 +75,10 @@ def _pshap(args: argparse.Namespace) -> int:
     class_to_idx = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}
     names = {index: name for name, index in class_to_idx.items()}
     summary = _by_class(found, names)
+    most = len(found.values) // 2  # a group of images is explained with its other half as background
+    background = f'{args.background}' if most >= args.background else f'{most} (there are too few images for more)'
     notes = (
-        f'{args.model}, {measured_on(args, len(found.values))}, background {args.background}; '
+        f'{args.model}, {measured_on(args, len(found.values))}, background {background}; '
         f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
     print(markdown(summary), notes, sep='\n\n')
     rows = [

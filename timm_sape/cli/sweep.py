@@ -20,8 +20,9 @@ examples:
   timm-sape sweep hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --sizes 32 48 --num-images 1000
   timm-sape sweep naflexvit_small_rope2d@model.safetensors --data-dir DATA --sizes 160 224 --native
 
-Images are squashed to each size, so that all sizes show the same part of them; help(timm_sape.lab.sweep.sweep) has
-details. Encodings that can extrapolate or rescale are evaluated both ways.""",
+Images are squashed to each size, so that all sizes show the same part of them; for details, in Python:
+`from timm_sape.lab.sweep import sweep; help(sweep)`. Encodings that can extrapolate or rescale are evaluated both
+ways.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(

@@ -1,5 +1,5 @@
 """Experiments: train models with several seeds by one recipe, through timm's train.py, and compare the results."""
-from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options
+from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options, split_folder
 from .records import Trained, trained_models
 from .report import notes_of, plot_curves, rows_of, summary_table
 from .results import archive_runs, read_results
@@ -25,6 +25,7 @@ __all__ = [
     'rows_of',
     'run_all',
     'script_options',
+    'split_folder',
     'summary_table',
     'trained_models',
 ]

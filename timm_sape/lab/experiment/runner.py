@@ -23,7 +23,7 @@ import yaml
 import timm_sape
 
 from ..machine import commit, hardware
-from .plan import ARCHIVE, Run
+from .plan import ARCHIVE, Run, split_folder
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text
 from .results import changed_option, read_archive, read_results
 
@@ -243,7 +243,9 @@ def images_in(splits: Iterable[str], data_dir: Path) -> Dict[str, str]:
     """
     found = {}
     for split in splits:
-        folder = data_dir / split
+        folder = split_folder(data_dir, split)
+        if folder is None:
+            continue
         paths = sorted(Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
         digest = hashlib.sha1('\n'.join(path.relative_to(folder).as_posix() for path in paths).encode())
         for path in paths[::max(1, len(paths) // 1000)]:
@@ -355,7 +357,7 @@ def run_all(
     """
     refuse_begun_otherwise(runs, output)
     splits = {split for run in runs for split in run.splits.values()}
-    images = images_in([split for split in splits if (data_dir / split).is_dir()], data_dir)
+    images = images_in(splits, data_dir)
     refuse_other_images(images, output)
     waiting = [
         run for run, result in zip(runs, read_results(runs, output)) if result.status not in ('finished', 'diverged')]
