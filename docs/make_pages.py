@@ -99,8 +99,8 @@ def results():
     seeds = len(values)
     head = ['model', 'top-1 (%)', 'difference to APE', 'at half the learning rate (%)', 'difference to APE']
     return (
-        f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds. The intervals are 95 '
-        f'%\nconfidence intervals of the seed-by-seed differences:\n\n{table(head, found)}')
+        f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds. The intervals are '
+        f'95 %\nconfidence intervals of the seed-by-seed differences:\n\n{table(head, found)}')
 
 
 def encodings():
