@@ -1,11 +1,14 @@
 """Compile the Triton kernels as our operators launch them, without a GPU: registers, spills, shared memory.
 
-    python .ci/check_spills.py [--quick] [--arch 90]
+    python .ci/check_spills.py [--quick] [--arch 90] [--output FILE.csv]
 
 For an H100/H200 (90) it fails on any spill (a stack frame in the machine code), and everywhere on more shared memory
-than `timm_sape.ops.triton_limits` says that a shape needs.
+than `timm_sape.ops.triton_limits` says that a shape needs. The table also has the instructions of the largest loop, in
+which a kernel of attention visits its tokens, divided by the logits that the loop computes; and the time that issuing
+them takes at least, on the 132 multiprocessors of an H200 at 1.755 GHz with four instructions of 32 threads a clock.
 """
 import argparse
+import csv
 import re
 import subprocess
 import sys
@@ -58,6 +61,23 @@ def used(cubin):
     return map(int, re.search(r'REG:(\d+) STACK:(\d+)', usage).groups())
 
 
+def loop_length(cubin):
+    """Instructions of the longest loop in the machine code: from the target of a jump back to the jump."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, 'kernel.cubin')
+        path.write_bytes(cubin)
+        tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+        text = subprocess.run([tool, '-sass', path], capture_output=True, text=True, check=True).stdout
+    code = re.findall(r'/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\S+) *([^;]*);', text)
+    places = [int(place, 16) for place, _, _ in code]
+    longest = 0
+    for place, (_, name, arguments) in zip(places, code):
+        target = re.search(r'0x([0-9a-f]+)', arguments) if name.startswith('BRA') else None
+        if target and int(target[1], 16) < place:
+            longest = max(longest, sum(int(target[1], 16) <= p <= place for p in places))
+    return longest
+
+
 def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
     """Launch the four operators, on inputs with the memory layout of timm's attention."""
     num_tokens = num_prefix_tokens + height * width
@@ -77,9 +97,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--quick', action='store_true', help='a few shapes')
     parser.add_argument('--arch', type=int, default=90, help='compute capability, times ten (default: %(default)s)')
+    parser.add_argument('--output', type=Path, metavar='FILE', help='write a table of all kernels')
     args = parser.parse_args()
     driver.set_active(Driver(args.arch))
-    run, counts, label, allowed = JITFunction.run, Counter(), '', 0
+    run, counts, label, allowed, rows = JITFunction.run, Counter(), {}, 0, []
 
     def compile_and_look(self, *tensors, grid, warmup, **options):
         compiled = run(self, *tensors, grid=grid, warmup=True, **options)
@@ -89,9 +110,20 @@ def main():
         names = 'KEY_PASS', 'DELTA_ONLY', 'GRAD_TOKENS', 'GRAD_X', 'GRAD_Y', 'ADD'
         flags = [name for name in names if options.get(name)]
         counts.update(kernels=1, bad=bad, spilling=stack > 0)
+        name = f'{self.fn.__module__.split(".")[-1]}.{self.fn.__name__}'
         print(
-            f'{label} {self.fn.__module__.split(".")[-1]}.{self.fn.__name__}', *flags,
+            *label.values(), name, *flags,
             f'{registers} registers, stack {stack}, shared {shared:.1f} KiB{"  <- BAD" if bad else ""}', flush=True)
+        if args.output is not None:
+            row = {
+                **label, 'kernel': name, 'pass': ' '.join(flags), 'registers': registers, 'stack': stack,
+                'shared_kib': round(shared, 1)}
+            if 'OWN' in options:
+                logits = options['OWN'] * options['VISIT'] / (32 * options['num_warps'])  # of a thread
+                loop = loop_length(compiled.asm['cubin'])
+                least_ps = loop / logits / 128 / 132 / 1.755e-3
+                row.update(loop=loop, per_logit=round(loop / logits, 1), least_ps=round(least_ps, 2))
+            rows.append(row)
         return compiled
 
     JITFunction.run = compile_and_look
@@ -102,9 +134,18 @@ def main():
                 code = len(mode) * max(width, height)
                 if head_dim > max_head_dim or code > max_code or args.quick and not num_prefix_tokens:
                     continue
-                label = f'{dtype} d={head_dim} {width}x{height} {num_prefix_tokens} prefix {mode}:'
+                label = {
+                    'dtype': str(dtype).removeprefix('torch.'), 'head_dim': head_dim, 'grid': f'{width}x{height}',
+                    'prefix': num_prefix_tokens, 'mode': mode}
                 allowed = shared_memory(code)
                 launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode)
+    if args.output is not None:
+        with open(args.output, 'w', newline='') as file:
+            names = dict.fromkeys(name for row in rows for name in row)
+            writer = csv.DictWriter(file, [*names, 'notes'], restval='')
+            writer.writeheader()
+            notes = f'sm_{args.arch}, Triton {triton.__version__}, torch {torch.__version__}'
+            writer.writerows({**row, 'notes': notes} for row in rows)
     if counts['bad']:
         sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill registers or need too much shared memory with '
                  f'Triton {triton.__version__}')
