@@ -117,12 +117,15 @@ def ink_auroc(distances, ink, patches):
 
 def draw(path, image, rows, ink_patch, background_patch):
     """Draw the paper's Figure 4 for a digit: the image, the bias between its patches, and two rows of that as maps."""
-    fig = Figure(figsize=(16, 4.4 * len(rows)), layout='constrained')
+    fig = Figure(figsize=(16, 4.4 * len(rows) + 0.6), layout='constrained')
     fig.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+    fig.suptitle(
+        'White is near, green is far, and far gets more attention: the bias is added to the logits. '
+        'One scale for both rows.', fontsize='x-large')
+    greens = dict(cmap='Greens', vmin=0, vmax=max(bias.max() for _, bias in rows))
     for part, (title, bias) in zip(fig.subfigures(len(rows), hspace=0.06), rows):
         part.suptitle(title, fontsize='x-large')
         digit, matrix, *maps = part.subplots(1, 4)
-        greens = dict(cmap='Greens', vmin=0, vmax=bias.max())
         digit.imshow(image, cmap='gray')
         digit.set_title('the digit and two of its patches')
         matrix.imshow(bias, **greens)
@@ -136,7 +139,7 @@ def draw(path, image, rows, ink_patch, background_patch):
                 a.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor=colour, linewidth=3))
         for ax in (digit, *maps):
             ax.set(xlabel='x in patches', ylabel='y in patches', xticks=range(8), yticks=range(8))
-        part.colorbar(shown, ax=[matrix, *maps], label='bias, in logits (white: near, green: far)')
+        part.colorbar(shown, ax=[matrix, *maps], label='bias, in logits: more attention')
     fig.savefig(path, dpi=100)
 
 

@@ -994,6 +994,33 @@ def test_rescaling_a_bare_file_asks_for_the_grid(tmp_path):
         timm.create_model('test_vit_pos_enc', checkpoint_path=str(tmp_path / 'model.pth'), **kwargs)
 
 
+@pytest.mark.parametrize('pos_enc', ['ape+rope2d', 'sape2_k', 'rope2d', 'nope'])
+def test_files_of_the_other_host(pos_enc, tmp_path):
+    """A plain ViT's is converted by a NaFlexVit with pretrained=True. Everything else says what the file is."""
+    kwargs = dict(pos_enc=pos_enc, img_size=32, patch_size=8, num_classes=3)
+    for name in ('vit', 'naflexvit'):
+        torch.save(timm.create_model(f'test_{name}_pos_enc', **kwargs).state_dict(), tmp_path / f'{name}.pth')
+    overlay = dict(file=str(tmp_path / 'naflexvit.pth'), num_classes=3)
+    for given in ({'checkpoint_path': overlay['file']}, {'pretrained': True, 'pretrained_cfg_overlay': overlay}):
+        with pytest.raises(ValueError, match="one of a NaFlexVit, .* begins with 'naflexvit_' instead of 'vit_'"):
+            timm.create_model('test_vit_pos_enc', **kwargs, **given)
+    with pytest.raises(ValueError, match='one of a plain ViT, .* It is converted by .*pretrained=True'):
+        timm.create_model('test_naflexvit_pos_enc', **kwargs, checkpoint_path=tmp_path / 'vit.pth')
+    overlay['file'] = str(tmp_path / 'vit.pth')
+    timm.create_model('test_naflexvit_pos_enc', **kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
+
+
+@pytest.mark.parametrize('pos_enc', ['rope2d', 'nope', 'sincos2d'])
+@pytest.mark.parametrize('host', ['vit', 'naflexvit'])
+def test_another_patch_size_without_entries_of_encodings(host, pos_enc, tmp_path):
+    """Nothing but the patch embedding tells that the file does not fit."""
+    small = timm.create_model(f'test_{host}_pos_enc', pos_enc=pos_enc, img_size=32, patch_size=4, num_classes=3)
+    torch.save(small.state_dict(), tmp_path / 'x.pth')
+    with pytest.raises(ValueError, match='does not fit the model .*proj.weight.* its entries show patch_size=4'):
+        timm.create_model(
+            f'test_{host}_pos_enc', pos_enc=pos_enc, num_classes=3, checkpoint_path=tmp_path / 'x.pth')
+
+
 @pytest.mark.parametrize('name', ['test_vit_rope2d', 'test_naflexvit_sape2_k'])
 def test_no_pretrained_weights(name):
     with pytest.raises(ValueError, match=f"no pretrained weights for '{name}'. Give a file, pretrained_cfg_overlay="):

@@ -40,6 +40,7 @@ __all__ = [
     'unwrap',
 ]
 
+STEMS = 'patch_embed.proj.weight', 'embeds.proj.weight'  # of the plain ViT and of NaFlexVit
 # num_classes is that of the file: timm drops a head whose number of classes is not the declared one.
 PRETRAINED_PATHS = (
     'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
@@ -101,6 +102,7 @@ def filter_state_dict(
 
 def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
     """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
+    _refuse_other_host(state_dict, model)
     state_dict = from_timm(state_dict, model)
     return checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
 
@@ -346,6 +348,9 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         ValueError: If entries of encodings are missing, left over, or have another shape. The message says which
             arguments create a model that fits.
     """
+    if strict:
+        _refuse_other_host(state_dict, model)
+
     def position(entries: Mapping[str, Any]) -> Dict[str, Any]:
         # torch.distributed.checkpoint has entries that are not tensors, where an encoding saves no grid
         return {
@@ -362,6 +367,10 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         if saved not in (None, encoding.saved_grid_size()):
             report = report or f'it was trained on grid {saved} instead of {encoding.saved_grid_size()}'
             of_other_grids[path] = encoding, saved
+    what = 'position encodings of the model' if report else 'model'
+    if strict and not report:
+        stems = {k: v for k, v in model.state_dict().items() if k in STEMS and k in state_dict}
+        report = misfit({k: state_dict[k] for k in stems}, stems)
     if not report:
         return
     arguments = _differing_arguments(state_dict, model)
@@ -380,10 +389,26 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     adapt = f'use {PRETRAINED_PATHS}' + (
         ', and give ref_grid_size=(H, W), the grid in patches that it was trained on' if lacks_grid else '')
     raise ValueError(
-        f'The checkpoint does not fit the position encodings of the model (pos_enc={model.pos_enc!r}, grid '
+        f'The checkpoint does not fit the {what} (pos_enc={model.pos_enc!r}, grid '
         f'{model.grid_size}): {report}. This loading path resizes nothing. To load the checkpoint as it '
         f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
         f'option of their own by --model-kwargs. To adapt a checkpoint of the same encodings to another size, {adapt}.')
+
+
+def _refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: If the checkpoint is one of a plain ViT and the model a NaFlexVit, or the other way round.
+    """
+    is_naflex = hasattr(model, 'embeds')
+    if is_naflex and 'patch_embed.proj.weight' in state_dict:
+        raise ValueError(
+            'The checkpoint is one of a plain ViT, the model is a NaFlexVit, whose entries have other names. It is '
+            f'converted by {PRETRAINED_PATHS}.')
+    if not is_naflex and 'embeds.proj.weight' in state_dict:
+        raise ValueError(
+            'The checkpoint is one of a NaFlexVit, the model is a plain ViT, whose entries have other names. Create '
+            "the model by the name that begins with 'naflexvit_' instead of 'vit_' (of a graft: with use_naflex=True).")
 
 
 def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dict[str, Any]:

@@ -147,6 +147,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if patch_coord is None:
             return self._embed_images(x, keep_indices, object_index)
         self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
+        if torch.jit.is_tracing():
+            raise ValueError(
+                'A batch of patches cannot be traced: the trace would compute something else for other coordinates. '
+                'Trace or export the model with images.')
         if patch_valid is None:
             patch_valid = torch.ones(patch_coord.shape[:2], dtype=torch.bool, device=x.device)
         patch_valid, patch_coord = patch_valid.bool(), patch_coord.long()
@@ -189,11 +193,12 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             keep_indices: Optional[torch.Tensor],
             object_index: Optional[torch.Tensor],
     ) -> Tuple[torch.Tensor, Position, None, Optional[torch.Tensor]]:
-        (height, width), (ph, pw) = images.shape[-2:], self.patch_size
-        if images.ndim != 4:
+        if not isinstance(images, torch.Tensor) or images.ndim != 4:
+            got = list(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
             raise ValueError(
-                f'The model takes images [B, C, height, width], or patches with patch_coord=, got '
-                f'{list(images.shape)} without coordinates.')
+                f'The model takes images [B, C, height, width], or patches with patch_coord=, got {got} without '
+                'coordinates.')
+        (height, width), (ph, pw) = images.shape[-2:], self.patch_size
         if self.embeds.dynamic_img_pad:
             height, width = height + ph - 1, width + pw - 1
         elif height % ph or width % pw:

@@ -10,11 +10,14 @@ from timm.data import resolve_model_data_config
 from timm.data.naflex_transforms import Patchify
 from timm.models.naflexvit import NaFlexVitCfg
 from timm.optim import param_groups_layer_decay
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import timm_sape
 from timm_sape import NaFlexVitPosEnc, checkpoints
 from timm_sape.analysis import position_maps, probe
 from timm_sape.analysis.pshap import position_shap
+from timm_sape.ops import using_backend
 from timm_sape.position import MixedPosition
 
 ACTING = ['nope', 'ape', 'rope2d', 'rope2d_mixed', 'sape2_k', 'cope', 'lape', 'peg', 'irpe_qkv', 'ape+sape2_k']
@@ -374,6 +377,11 @@ def test_wrong_input(changes, message):
         small('sape2_k')(wrong(**changes))
 
 
+def test_input_that_is_no_tensor():
+    with pytest.raises(ValueError, match='takes images .*, got list without coordinates'):
+        small('nope')([torch.zeros(3, 40, 48)])
+
+
 def test_wrong_arguments():
     model = small('rope2d')
     with pytest.raises(ValueError, match='without coordinates'):
@@ -398,6 +406,48 @@ def test_wrong_arguments():
         plain(wrong())
     with pytest.raises(ValueError, match='test_naflexvit_'):
         timm.create_model('test_vit_sape2_k', use_naflex=True)
+
+
+def test_trace_and_export():
+    """With images. A trace of patches would hold for their coordinates alone, without a word."""
+    model, images = small('ape+sape2_k').double(), torch.randn(2, 3, 40, 48, dtype=torch.float64)
+    expected = model(images)
+    for other in (torch.jit.trace(model, (images,)), torch.export.export(model, (images,)).module()):
+        assert (other(images) - expected).abs().max() < 1e-10
+    with pytest.raises(ValueError, match='A batch of patches cannot be traced'):
+        torch.jit.trace(model, (batch(pictures(SIZES)),), strict=False)
+
+
+def sizes_of_all_results(model, given):
+    """Numbers of entries of every tensor that a forward and a backward pass compute."""
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Sizes():
+        model(given).square().sum().backward()
+    return sizes
+
+
+@pytest.mark.parametrize('pos_enc', ['ape', 'rope2d_mixed', 'ape+sape2_k', 'sape2sq_k', 'rpb'])
+def test_nothing_is_larger_than_the_logits(pos_enc):
+    """A batch of eight shapes: no tensor has more than B*h*N*N entries, and SaPE2 keeps its operators."""
+    model = small(pos_enc, embed_dim=64, num_heads=2).train()
+    shapes = [(16, 16), (8, 32), (32, 8), (12, 20)]
+    given = batch(pictures(shapes, torch.float32))
+    num_tokens = model.num_prefix_tokens + 256
+    assert max(sizes_of_all_results(model, given)) <= len(shapes) * 2 * num_tokens ** 2
+    if pos_enc in ('ape+sape2_k', 'sape2sq_k'):
+        with using_backend('torch'):  # raises where the operator cannot be used
+            model(given)
+        with torch.profiler.profile() as found:
+            model(given)
+        names = {event.key for event in found.key_averages()}
+        assert 'timm_sape::axis_codes' in names
 
 
 def test_parameter_groups():

@@ -15,9 +15,10 @@ Which one? Little has been measured, with small models on CIFAR-10: see results/
 
 Models are called vit_{tiny,small,base}_{name}, and vit_{tiny,small,base}_{name}_ape if the encoding acts inside
 attention; `timm-sape list models` shows them. lookhere does not fit the 3 heads of vit_tiny: there is no
-vit_tiny_lookhere. Any other set: timm.create_model('vit_small_ape', pos_enc='ape+rope2d+rpb'). `auto_` before a name
-adds a learned gate. naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit, with every encoding: images of
-any aspect ratio in one batch, each with what it would get alone."""
+vit_tiny_lookhere. Any other set: timm.create_model('vit_small_pos_enc', pos_enc='ape+rope2d+rpb'). `auto_` before a
+name adds a learned gate. naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit, with every encoding:
+images of any aspect ratio in one batch, each with what it would get alone (`ope` finds objects only where no patch is
+missing)."""
 
 
 def add(commands) -> None:

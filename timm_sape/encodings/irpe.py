@@ -1,8 +1,9 @@
 """iRPE (Wu et al., 'Rethinking and Improving Relative Position Encoding for Vision Transformer', ICCV 2021).
 
-Each bucket of offsets has a learned vector. Its product with the query or the key of a pair is a bias, and it can be
-added to the value. Each small offset has a bucket of its own; the larger offsets are, the more of them share a bucket.
-2-D in that offsets are pairs (dy, dx): by default each axis has its buckets, and a vector belongs to a pair of buckets.
+Each bucket of offsets has a learned vector. The product of this vector with the query or the key of a pair is a bias,
+and the vector can be added to the value. Each small offset has a bucket of its own; the larger offsets are, the more of
+them share a bucket. 2-D in that offsets are pairs (dy, dx): by default each axis has its buckets, and a vector belongs
+to a pair of buckets.
 
 Costs one product of the tokens with the table and one look-up of N x N numbers per head, and for values one sum of
 N x N numbers by bucket. The vectors are never expanded to all N x N pairs.
@@ -27,7 +28,7 @@ MODES = ('contextual', 'bias')
 
 
 class ImageRelativePositionEncoding(PositionEncoding):
-    """iRPE. A table r has one vector per bucket, and I(i, j) is the bucket of the offset p_i - p_j.
+    """A table r has one vector per bucket, and I(i, j) is the bucket of the offset p_i - p_j.
 
     - on keys, logits get (q_i / sqrt(d)) . r_k[I(i, j)];
     - on queries, logits get (k_j / sqrt(d)) . r_q[I(j, i)], the bucket of the opposite offset, because the published

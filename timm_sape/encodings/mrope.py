@@ -1,12 +1,12 @@
 """Multimodal rotary position encoding (Wang et al., 'Qwen2-VL', 2024), by default in the later layout of Qwen3-VL.
 
-2-D, 3-D in fact: each pair of channels follows time, y or x. A still image is at time 0, so the pairs of time are not
-rotated; and each axis has a third of the frequencies, where an axial encoding has all of them on each. In Qwen2-VL an
-axis has a block of neighbouring pairs, and so frequencies of one size: time the highest, x the lowest. In Qwen3-VL, and
-in timm's `RotaryEmbeddingMRope`, pairs take turns. Costs two multiplications per entry of q and k.
+Each pair of channels follows time, y or x. An image is at time 0, so in 2-D the pairs of time are not rotated, and each
+axis has a third of the frequencies, where an axial encoding has all of them on each. In Qwen2-VL an axis has a block of
+neighbouring pairs, and so frequencies of one size: time the highest, x the lowest. In Qwen3-VL, and in timm's
+`RotaryEmbeddingMRope`, pairs take turns. Costs two multiplications per entry of q and k.
 
-So on a small image the contiguous layout says little: y starts at 10000^(-2t/d) radians a patch, .04 for t = 11 and a
-head dim of 64. `section` may give time no pair at all.
+So on a small image the contiguous layout hardly tells rows apart: y starts at 10000^(-2t/d) radians a patch, .04 for
+t = 11 and a head dim of 64. `section` may give time no pair at all.
 """
 from typing import Optional, Sequence
 

@@ -19,9 +19,9 @@ class PositionMixer(PositionEncoding):
 
     Tokens x and the sum of all their position terms, pe, become x * w_x + pe * w_pe, both weights in R^D.
 
-    Both are initialized to ones, which is plain addition, and get no weight decay. They apply to prefix tokens too.
-    This is the authors' mixer without norms. It must be combined with an encoding that is added to the tokens, e.g.
-    `pos_enc='pemix+sincos2d'`. There is no `auto_pemix`, because the mixer adds nothing that a gate could scale.
+    Both weights are initialized to ones, which is plain addition, and get no weight decay. They apply to prefix tokens
+    too. This is the authors' mixer without norms. It must be combined with an encoding that is added to the tokens,
+    e.g. `pos_enc='pemix+sincos2d'`. There is no `auto_pemix`, because the mixer adds nothing that a gate could scale.
     """
     per_layer = False
     alone = False

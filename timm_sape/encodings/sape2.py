@@ -72,9 +72,9 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         table_std: Standard deviation of the tables' truncated normal initial values.
         separate_keys: Multiply k by a matrix d x d before it is used for gates and codes, one matrix for each axis,
             shared by the heads. 'zero' and 'identity' say how the matrices start; None for no matrices. 'zero' is
-            what the repository has (see the table): all gates are 1/2 at first, so that the codes of 'sape2_q' and
-            'sape2_qk' start from geometry. 'sape2_k' and 'sape2sq_k' never learn with 'zero': their codes are 0, so
-            all distances are 0, and a distance of 0 has no gradient.
+            what the repository has (`help` of each encoding has a table of names): all gates are 1/2 at first, so
+            that the codes of 'sape2_q' and 'sape2_qk' start from geometry. 'sape2_k' and 'sape2sq_k' never learn
+            with 'zero': their codes are 0, so all distances are 0, and a distance of 0 has no gradient.
 
     Raises:
         ValueError: If a value is none of these.

@@ -5,7 +5,8 @@ vectors, so the bias takes W + H + 2 further channels of q and k. No N x N tenso
 is 2-D in the way SaPE2 is and cannot see what SaPE2 cannot see, hence `ape+sape2sq_k`. Squaring gives less weight to
 small distances and more to large ones.
 
-Cost: the codes, N x W and N x H, and attention with a head dim of d + W + H + 2, or d + W + H + 4 in half precision.
+Cost: the codes, N x W and N x H, and attention with a head dim of d + W + H + 2, or d + W + H + 4 in half precision,
+rounded up to a multiple of 8.
 """
 from typing import Tuple
 
