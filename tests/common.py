@@ -74,13 +74,15 @@ class Maker:
         pos_enc: The encoding.
         grid: Grid of the models, unless an img_size is given in the call.
         edit: Called with every new model. Negative controls use it to break the model.
+        host: 'vit' or 'naflexvit'.
         fixed: Arguments that override those of the call.
     """
 
-    def __init__(self, pos_enc, grid=(3, 5), edit=None, **fixed):
+    def __init__(self, pos_enc, grid=(3, 5), edit=None, host='vit', **fixed):
         self.pos_enc = pos_enc
         self.grid = grid
         self.edit = edit
+        self.host = host
         self.fixed = fixed
 
     def __call__(self, random=True, **kwargs):
@@ -91,7 +93,7 @@ class Maker:
         defaults['pos_enc_kwargs'] = {name: KEYWORDS[name] for name in parts if name in KEYWORDS}
         # Patches are pooled, because the output of a class token does not depend on the bias of the last layer, which
         # is zero in its row.
-        model = timm.create_model('test_vit_pos_enc', **{**defaults, **kwargs, **self.fixed}).eval()
+        model = timm.create_model(f'test_{self.host}_pos_enc', **{**defaults, **kwargs, **self.fixed}).eval()
         model = randomize(model) if random else model
         if self.edit is not None:
             self.edit(model)

@@ -8,14 +8,14 @@ patches stand in the sequence; padding takes part in nothing.
 import math
 import sys
 from dataclasses import fields, replace
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.layers import PatchDropoutWithIndices
 from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
-from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
+from timm.models.naflexvit import NaFlexEmbeds, NaFlexVit, NaFlexVitCfg
 
 from . import checkpoints, ops
 from .attention import adopt_blocks
@@ -29,6 +29,18 @@ from .position import AnyPosition, MixedPosition, Position
 __all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this
 
 Patches = Union[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+class PosEncEmbeds(NaFlexEmbeds):
+    """timm's embedding of patches, whose table can be had without tokens."""
+
+    def forward(self, patches, *args, of_table: Optional[Callable[[NaFlexEmbeds], torch.Tensor]] = None, **kwargs):
+        """As timm's; or, with `of_table`, what that makes of this module's table.
+
+        The table is read during a call of this module, so that libraries which load its weights for a call have done
+        so.
+        """
+        return super().forward(patches, *args, **kwargs) if of_table is None else of_table(self)
 
 
 class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
@@ -99,6 +111,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         """Have `embeds` return tokens without position and without dropout; both follow, image by image."""
         self.base_table = self.embeds.pos_embed_type if self.base_position else 'none'
         self.embeds.pos_embed_type = 'none'
+        self.embeds.__class__ = PosEncEmbeds
         self.pos_drop, self.embeds.pos_drop = self.embeds.pos_drop, nn.Identity()
 
     @property
@@ -180,7 +193,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     ) -> Tuple[torch.Tensor, MixedPosition]:
         """As `_encode`, group by group."""
         images, objects = self._images(patches, groups), self._objects(object_index, groups)
-        given = {**self._given(), 'patch_size': self._size_of(patches)}
+        given = {**self._given(patches), 'patch_size': self._size_of(patches)}
         parts = [
             self._encode(part, grid, {**given, 'images': image, 'object_index': index}, is_naflex=True)
             for part, grid, image, index in zip(groups.split(tokens), groups.grids, images, objects)]
@@ -209,7 +222,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         tokens, _ = self.embeds(images)
         tokens, grid = keep_patches(self.patch_drop, tokens, grid, keep_indices)
         tokens, position = self._encode(
-            tokens, grid, {**self._given(), 'images': images, 'object_index': object_index}, is_naflex=False)
+            tokens, grid, {**self._given(images), 'images': images, 'object_index': object_index}, is_naflex=False)
         return self.norm_pre(self.pos_drop(tokens)), position, None, grid.keep_indices
 
     def _encode(
@@ -234,20 +247,26 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         """The base's own table, by the function that timm's model uses for images, or for patches."""
         if self.base_table == 'none':
             return []
-        embeds = self.embeds
-        table = x.new_zeros(1, grid.num_patches, x.shape[-1])  # these functions add to what they are given
         kind = 'learned' if self.base_table == 'learned' else 'factorized'
-        if is_naflex and embeds.pos_embed_use_grid_sample:
-            add = getattr(embeds, f'_apply_{kind}_naflex_pos_embed_grid_sample')
-            add(table, patch_coord=grid.coordinates(x.device)[None])
-        else:
-            getattr(embeds, f'_apply_{kind}_pos_embed')(table, grid_size=grid.size)
-        table = grid.keep_tokens(grid.pad_tokens(table[0]))
+
+        def of_table(embeds: NaFlexEmbeds) -> torch.Tensor:
+            table = x.new_zeros(1, grid.num_patches, x.shape[-1])  # these functions add to what they are given
+            if is_naflex and embeds.pos_embed_use_grid_sample:
+                add = getattr(embeds, f'_apply_{kind}_naflex_pos_embed_grid_sample')
+                add(table, patch_coord=grid.coordinates(x.device)[None])
+            else:
+                getattr(embeds, f'_apply_{kind}_pos_embed')(table, grid_size=grid.size)
+            return table[0]
+
+        table = grid.keep_tokens(grid.pad_tokens(self.embeds(x, of_table=of_table)))
         return [table if table.ndim == 3 else table[None]]
 
-    def _given(self) -> Dict[str, Any]:
-        table = None if self.base_position else self.embeds.pos_embed
-        return {'pos_embed': None if table is None else table.flatten(1, 2), 'patch_size': self.patch_size}
+    def _given(self, x: torch.Tensor) -> Dict[str, Any]:
+        table = None
+        if not self.base_position and self.embeds.pos_embed is not None:
+            # a copy, since the table may be gone after the call
+            table = self.embeds(x, of_table=lambda embeds: embeds.pos_embed.flatten(1, 2).clone())
+        return {'pos_embed': table, 'patch_size': self.patch_size}
 
     def _size_of(self, patches: torch.Tensor) -> Tuple[int, int]:
         """(height, width) of patches `[B, K, ph*pw*C]`, `[B, K, ph, pw, C]`, or `[B, K, C, ph, pw]`."""
