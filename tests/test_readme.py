@@ -256,5 +256,31 @@ def test_advice_is_that_of_the_results():
     assert [round(100 * share[policy]) for policy in ('rescale', 'extrapolate')] == [98, 42]
 
 
+def prose(page):
+    return ' '.join((README.parent / 'docs' / page).read_text().split())
+
+
+def test_figures_in_docs():
+    sape2 = [row for row in read_csv(RESULTS / 'sape2_cpu.csv') if row['n'] == '4096']
+    memory = {row['backend']: float(row['peak_mb']) for row in sape2}
+    ours, plain, papers = (f'{round(memory[backend]):,}' for backend in ('torch', 'plain', 'appendix'))
+    assert f"at 4,096 patches and 3 heads {ours} MB, plain attention {plain}, the paper's code {papers}" in prose('cost.md')
+
+    top1 = {
+        (row['model'].split('/')[0], row['policy'], row['height'], row['width']): float(row['top1'])
+        for row in read_csv(RESULTS / 'sweep_cpu.csv')}
+    lost = [
+        round(top1[f'test_vit_{name}', policy, '32', '32'] - top1[f'test_vit_{name}', policy, '64', '64'])
+        for policy in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
+    text = '`rope2d` and `rope2d_mixed` lose {} and {} points at twice the size where angles go on, {} and {} where'
+    assert text.format(*lost) in prose('resolutions.md')
+
+    grafts = read_csv(RESULTS / 'grafts.csv')
+    bases, refused = {row['base'] for row in grafts}, {row['base'] for row in grafts if row['refused']}
+    worst = max(float(row['float32']) for row in grafts if row['float32'])
+    assert f'of {len(bases)} kinds {len(bases - refused)} can be grafted. Logits move by at most {worst:.0e}'.replace(
+        'e-0', 'e-') in prose('grafting.md')
+
+
 if __name__ == '__main__':
     print(encodings_table())
