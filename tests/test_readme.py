@@ -264,7 +264,8 @@ def test_figures_in_docs():
     sape2 = [row for row in read_csv(RESULTS / 'sape2_cpu.csv') if row['n'] == '4096']
     memory = {row['backend']: float(row['peak_mb']) for row in sape2}
     ours, plain, papers = (f'{round(memory[backend]):,}' for backend in ('torch', 'plain', 'appendix'))
-    assert f"at 4,096 patches and 3 heads {ours} MB, plain attention {plain}, the paper's code {papers}" in prose('cost.md')
+    text = f"at 4,096 patches and 3 heads {ours} MB, plain attention {plain}, the paper's code {papers}"
+    assert text in prose('cost.md')
 
     top1 = {
         (row['model'].split('/')[0], row['policy'], row['height'], row['width']): float(row['top1'])
