@@ -10,7 +10,7 @@ import test_prefix_tokens
 import test_repeated_passes
 import test_saving_and_loading
 import test_shapes_and_grids
-from common import OFTEN, POS_ENCS, Maker, ToyLayer, ToyShared, registered
+from common import POS_ENCS, Maker, ToyLayer, ToyShared, registered
 
 from timm_sape import NaFlexVitPosEnc
 
@@ -30,6 +30,7 @@ CONTRACTS = {
     test_saving_and_loading: ('deepcopy', 'pickled', 'config'),
     test_shapes_and_grids: ('rectangular', 'relative'),
 }
+USUAL = ('ape', 'cope', 'rope_dinov3', 'sape2_k')  # the others run with --full
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def third_party():
 
 
 @pytest.mark.parametrize('name, contract, pos_enc', [
-    pytest.param(name, module.contracts[name], pos_enc, marks=[] if pos_enc in OFTEN else pytest.mark.full)
+    pytest.param(name, module.contracts[name], pos_enc, marks=[] if pos_enc in USUAL else pytest.mark.full)
     for module, names in CONTRACTS.items() for name in names for pos_enc in POS_ENCS],
     ids=lambda value: value if isinstance(value, str) else '')
 def test_contract(name, contract, pos_enc):
