@@ -51,24 +51,23 @@ class Driver:
         return GPUTarget('cuda', self.arch, 32)
 
 
-def used(cubin):
-    """Registers per thread, and bytes of stack per thread, of a compiled kernel."""
+def dump(cubin, option):
+    """What NVIDIA's cuobjdump says about a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'kernel.cubin')
         path.write_bytes(cubin)
         tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-        usage = subprocess.run([tool, '--dump-resource-usage', path], capture_output=True, text=True, check=True).stdout
-    return map(int, re.search(r'REG:(\d+) STACK:(\d+)', usage).groups())
+        return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+
+
+def used(cubin):
+    """Registers per thread, and bytes of stack per thread, of a compiled kernel."""
+    return map(int, re.search(r'REG:(\d+) STACK:(\d+)', dump(cubin, '--dump-resource-usage')).groups())
 
 
 def loop_length(cubin):
     """Instructions of the longest loop in the machine code: from the target of a jump back to the jump."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, 'kernel.cubin')
-        path.write_bytes(cubin)
-        tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-        text = subprocess.run([tool, '-sass', path], capture_output=True, text=True, check=True).stdout
-    code = re.findall(r'/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\S+) *([^;]*);', text)
+    code = re.findall(r'/\*([0-9a-f]{4,})\*/ +(?:@\S+ +)?(\S+) *([^;]*);', dump(cubin, '-sass'))
     places = [int(place, 16) for place, _, _ in code]
     longest = 0
     for place, (_, name, arguments) in zip(places, code):
