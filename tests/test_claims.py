@@ -24,6 +24,7 @@ from timm_sape.analysis import separation
 from timm_sape.lab import shifts as shifts_module
 from timm_sape.analysis.inputs import open_dataset
 from timm_sape.lab.shifts import shift_images, shift_sweep
+from timm_sape.lab.sweep import sweep
 from timm_sape.cli import main
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'
@@ -311,6 +312,21 @@ def test_claims_example(digits, runs, tmp_path):
     assert cell('in percent of that at 32 px', 'K').startswith(f'{np.mean(shares):.1f} ± ')
     same = [float(row['same']) for row in moved if row['model'] == 'K' and row['shift'] == '4']
     assert cell('keep their class', 'K').startswith(f'{np.mean(same):.1f} ± ')
+
+
+def test_what_the_reference_table_measures(digits, runs):
+    spec = importlib.util.spec_from_file_location('reference_table', EXAMPLES / 'reference_table.py')
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    checkpoint = str(next(runs.glob('RoPE/seed1/last.pth.tar')))
+    found = example.measure(checkpoint, digits)
+    data = open_dataset(str(digits))
+    for size in (48, 64):
+        for row in sweep([checkpoint], data, [size], progress=False):
+            assert found.pop(f'top1_{size}px_{row["policy"]}') == row['top1']
+    moved, = shift_sweep([checkpoint], data, [4], progress=False)
+    assert (found.pop('top1_shifted_4px'), found.pop('same_shifted_4px')) == (moved['top1'], moved['same'])
+    assert 0 <= found.pop('pshap') <= 1 and not found
 
 
 @pytest.mark.parametrize('command, text', [

@@ -1,10 +1,12 @@
 """Experiments, with a stand-in for train.py that writes what timm's writes and takes a fraction of a second."""
 import csv
+import importlib.util
 import json
 import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -105,6 +107,7 @@ try:
                   f'(0.6s, 9/s)', file=sys.stderr, flush=True)
         loss = float('nan') if be.get('nan', 99) <= epoch else 2 - epoch / 10
         top1 = be.get('top1', {}).get(args.seed, 50) + epoch - args.epochs + 1
+        top1 -= 10 * (be.get('best_rate', args.lr) != args.lr)
         with open(os.path.join(folder, 'summary.csv'), 'a') as f:
             f.write('epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n' if header else '')
             f.write(f'{epoch},{loss},{loss},{top1},{top1 + 40},0.001\n')
@@ -291,6 +294,55 @@ def test_experiment(lab, capsys):
 
     before = lab.notes_file.read_text()
     assert lab() == 0 and lab.notes_file.read_text() == before  # nothing is repeated
+
+
+def test_reference_table(lab, capsys, monkeypatch):
+    """Each model's rate is the better one on held-out images, by trainings that the table does not show."""
+    spec = importlib.util.spec_from_file_location('reference_table', CHECKOUT / 'examples' / 'reference_table.py')
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir: {
+        'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90., 'pshap': .25})
+
+    lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=.001)
+    lab.plan({
+        'A': {'model': 'test_vit_ape', 'model_kwargs': {'best_rate': .001, 'top1': {1: 50, 2: 52}}},
+        'B': {'model': 'test_vit_nope', 'model_kwargs': {'best_rate': .0005, 'top1': {1: 60, 2: 64}}},
+        'C': {'model': 'test_vit_rope2d', 'model_kwargs': {'nan': 0}}})
+    shutil.copytree(lab.folder / 'data' / 'test', lab.folder / 'data' / 'held_out')
+
+    def call(command, *options):
+        monkeypatch.setattr(sys, 'argv', [
+            'reference_table.py', '--plan', str(lab.folder / 'plan.yaml'), command, '--output', str(lab.output),
+            *map(str, options)])
+        with pytest.raises(SystemExit) as exit:
+            example.main()
+        return exit.value.code
+
+    training = ['run', '--data-dir', lab.folder / 'data', '--script', lab.script, '--jobs', 2]
+    assert call('table') == 2 and "no finished trials of 'A'" in capsys.readouterr().err
+    assert call(*training) == 1  # C diverges at both rates
+    err = capsys.readouterr().err
+    assert 'A: learning rate 0.001\n' in err and 'B: learning rate 0.0005\n' in err and 'C: no trial finished' in err
+    for label, rate in (('A', .001), ('B', .0005)):
+        for seed in (1, 2):
+            config = yaml.safe_load((lab.output / label / f'seed{seed}' / 'config.yaml').read_text())
+            assert (config['lr'], config['val_split'], config['epochs']) == (rate, 'test', EPOCHS)
+        for tried in ('0.001', '0.0005'):
+            config = yaml.safe_load((lab.output / f'{label}-trial-at-{tried}' / 'seed20' / 'config.yaml').read_text())
+            assert (config['lr'], config['val_split'], config['epochs']) == (float(tried), 'held_out', EPOCHS // 2)
+
+    before = lab.notes_file.read_text()
+    for folder in lab.output.glob('[ABC]*'):
+        shutil.rmtree(folder)  # the two files of lines are enough
+    assert call(*training) == 1 and lab.notes_file.read_text() == before
+    capsys.readouterr()
+    assert call('table') == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith('| B ')][0].startswith('| B | 62.00 ± 2.83 | +11.00')
+    assert '| B | 0.0005 | 40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 |' in lines
+    assert 'trial' not in (lab.output / 'plan.md').read_text()
+    assert {(row['lr'], row['pshap']) for (label, _), row in lab.rows().items() if label == 'B'} == {('0.0005', '0.25')}
 
 
 def test_tables_again(lab, capsys):
@@ -1143,6 +1195,19 @@ def test_subset(images, tmp_path, capsys):
     assert len(list((tmp_path / 'some').glob('*/*/*'))) == 4
 
 
+def test_held_out_images_are_of_no_other_split(images, tmp_path, capsys):
+    assert main([*images, '--per-class', '1', '1', '--held-out', '2']) == 0
+    assert f'{tmp_path}/some/held_out: 4 images, 2 classes' in capsys.readouterr().out
+    reds = {
+        folder.parent.name: sorted(Image.open(file).getpixel((0, 0))[0] for file in folder.iterdir())
+        for folder in (tmp_path / 'some').glob('*/a')}
+    assert reds == {'train': [0], 'held_out': [1, 2], 'test': [0]}
+    assert main([*images, '--per-class', '2', '1', '--held-out', '2', '--force']) == 2
+    assert "'train' has 3 images of 'a', and 4 were asked for" in capsys.readouterr().err
+    assert main([*images, '--per-class', '2', '1', '--held-out', '-1', '--force']) == 2
+    assert 'held_out must be 0 or more' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('options, message', [
     ([], 'needs --per-class'), (['--per-class', '4', '1'], "'train' has 3 images of 'a', and 4 were asked for"),
     (['--per-class', '0', '1'], 'must be 1 or more'),
@@ -1190,7 +1255,7 @@ def test_plans_are_there():
         'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10',
         'cpu_cifar10/half_rate': 'cpu_cifar10', 'cpu_cifar10/half_rate_ablations': 'cpu_cifar10',
         'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
-        'cpu_cifar10/repository': 'cpu_cifar10',
+        'cpu_cifar10/repository': 'cpu_cifar10', 'cpu_cifar10/reference': 'cpu_cifar10',
         'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10',
         'gpu_cifar10/repository': 'repository_cifar10'}
 

@@ -25,7 +25,7 @@ examples:
 ROOT contains cifar-10-batches-py, or train/ and test/ (or val/) with a folder for each of ten classes.
 cifar10-position: each image is halved and put into a corner of a black frame; two classes are split into four each, by
 corner. The options in the last line of train.py turn off augmentation that moves pixels.
-cifar10-subset: the first images of each class.""",
+cifar10-subset: the first images of each class; with --held-out, the training images that follow them, too.""",
     )
     parser.add_argument('what', choices=('cifar10-position', 'cifar10-subset'), help='the data set')
     parser.add_argument('--source', type=Path, metavar='ROOT', required=True, help='CIFAR-10, or other images')
@@ -36,6 +36,9 @@ cifar10-subset: the first images of each class.""",
     parser.add_argument('--seed', type=int, help='cifar10-position: seed for the corners (default: 0)')
     parser.add_argument(
         '--per-class', nargs=2, type=int, metavar=('TRAIN', 'TEST'), help='cifar10-subset: images of each class')
+    parser.add_argument(
+        '--held-out', type=int, metavar='N',
+        help='cifar10-subset: also write the next N training images of each class as held_out, to choose options by')
     parser.add_argument('--force', action='store_true', help='replace what this command wrote there earlier')
 
 
@@ -45,7 +48,7 @@ def _data(args: argparse.Namespace) -> int:
     from ..lab.position_data import CIFAR10Position, load_cifar10_splits, write_position_dataset, write_subset
 
     subset = args.what == 'cifar10-subset'
-    for option in ('position_classes', 'seed') if subset else ('per_class',):
+    for option in ('position_classes', 'seed') if subset else ('per_class', 'held_out'):
         if getattr(args, option) is not None:
             raise CommandError(f'--{option.replace("_", "-")} is not for {args.what}; leave it out')
     if subset and args.per_class is None:
@@ -71,7 +74,7 @@ def _data(args: argparse.Namespace) -> int:
 
             options = dict(force=args.force, progress=progress)
             if subset:
-                counts = write_subset(splits, per_class, args.output, **options)
+                counts = write_subset(splits, per_class, args.output, held_out=args.held_out or 0, **options)
             else:
                 counts = write_position_dataset(splits, args.output, **options)
     except ValueError as e:

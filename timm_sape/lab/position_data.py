@@ -258,6 +258,7 @@ def write_subset(
         per_class: Mapping[str, int],
         folder: Union[str, os.PathLike],
         *,
+        held_out: int = 0,
         force: bool = False,
         progress: Optional[Callable[[int, int], None]] = None,
 ) -> Dict[str, Dict[str, int]]:
@@ -267,6 +268,8 @@ def write_subset(
         splits: Data sets by name, from `load_cifar10_splits`.
         per_class: How many images of each class to write, for each split.
         folder: Created if missing, with its parents.
+        held_out: How many images of each class to write as a further split, `held_out`: those of `train` that follow
+            the first ones. To choose hyperparameters by, without a look at the test images.
         force: Replace a folder that this function wrote. Other folders are never replaced.
         progress: Called after each image with the number of images done, and of all images.
 
@@ -274,9 +277,11 @@ def write_subset(
         Number of images per class, for each split.
 
     Raises:
-        ValueError: If a class has too few images, a split does not exist, splits have different classes, or the folder
-            must not be replaced.
+        ValueError: If a class has too few images, a split does not exist, splits have different classes, `held_out` is
+            negative, or the folder must not be replaced.
     """
+    if not is_integer(held_out, 0):
+        raise ValueError(f'held_out must be 0 or more images per class, got {held_out!r}')
     subsets, classes = {}, None
     for split, count in per_class.items():
         if split not in splits:
@@ -290,12 +295,17 @@ def write_subset(
         kept = {label: [] for label in range(len(classes))}
         for index, label in enumerate(dataset.targets):
             kept[label].append(index)
+        parts = {split: slice(0, count)}
+        if held_out and split == 'train':
+            parts['held_out'] = slice(count, count + held_out)
         least = min(kept, key=lambda label: len(kept[label]))
-        if len(kept[least]) < count:
+        asked = max(part.stop for part in parts.values())
+        if len(kept[least]) < asked:
             raise ValueError(
-                f'{split!r} has {len(kept[least])} images of {classes[least]!r}, and {count} were asked for')
-        subsets[split] = Subset(dataset, sorted(index for indices in kept.values() for index in indices[:count]))
-    how = dict(classes=classes, per_class=dict(per_class))
+                f'{split!r} has {len(kept[least])} images of {classes[least]!r}, and {asked} were asked for')
+        for name, part in parts.items():
+            subsets[name] = Subset(dataset, sorted(index for indices in kept.values() for index in indices[part]))
+    how = dict(classes=classes, per_class={**per_class, **({'held_out': held_out} if held_out else {})})
     return _write_folders('CIFAR-10 subset', subsets, how, folder, force, progress)
 
 
