@@ -175,6 +175,7 @@ def test_import(modules, program):
     assert [line[:30] for line in lines[1:3]] == ['mine_here   Encoding of my own', 'mine_there  Encoding of my own']
 
 
+@pytest.mark.full
 def test_import_in_other_commands(modules):
     Image.new('RGB', (32, 32)).save(modules / 'image.png')
     probe = ['probe', 'test_vit_nope', '--pos-enc', 'ape+mine_here', '--img-size', '32', '--image', 'image.png']
@@ -329,6 +330,7 @@ def read_csv(path):
     return rows
 
 
+@pytest.mark.full
 def test_bench_sape2(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 2), 36: (1, 1)})
     assert main([

@@ -85,6 +85,7 @@ def test_other_maps(tmp_path, what, suffix):
     assert len(found['rows']) == (2 * 4 if what == 'distance' else 12 * 12)
 
 
+@pytest.mark.full
 def test_map_from_the_shell(tmp_path):
     command = [sys.executable, '-m', 'timm_sape', 'map', '--model', 'model', '--image', 'china.jpg', '--output']
     done = subprocess.run([*command, str(tmp_path / 'a.png')], capture_output=True, text=True)

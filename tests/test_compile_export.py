@@ -93,7 +93,8 @@ def test_compile_notices_what_breaks_a_graph():
             check_step(torch.compile(model, fullgraph=True, backend='aot_eager'), model, images((3, 5)))
 
 
-@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope', 'rope2d_mixed'])
+@pytest.mark.parametrize('pos_enc', [
+    'ape+sape2_k', *(pytest.param(name, marks=pytest.mark.full) for name in ('cope', 'rope2d_mixed'))])
 def test_compile_inductor(pos_enc):
     model = Maker(pos_enc)(depth=1)
     check_step(torch.compile(model, fullgraph=True), model, images((3, 5)), tol=1e-4)

@@ -103,7 +103,8 @@ def assert_felt(grafted, model):
     assert largest_difference(grafted, model, images(model).to(model.head.weight.dtype)) > 1e-4
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=['float32', 'float64'])
+@pytest.mark.parametrize('dtype', [
+    pytest.param(torch.float32, id='float32'), pytest.param(torch.float64, id='float64', marks=pytest.mark.full)])
 @pytest.mark.parametrize('name', ARCHITECTURES)
 def test_architectures(name, dtype):
     model = base_model(name, dtype=dtype, **ARCHITECTURES[name])

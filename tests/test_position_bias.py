@@ -40,6 +40,7 @@ def test_example(colours, tmp_path):
     assert (tmp_path / 'position_bias.png').stat().st_size > 1000 and '| ape |' in done.stdout
 
 
+@pytest.mark.full
 def test_nothing_learned(colours, tmp_path):
     command = [sys.executable, str(EXAMPLE), '--data-dir', str(colours), '--output', str(tmp_path), '--pos-enc', 'nope']
     done = subprocess.run([*command, '--epochs', '1', '--test-images', '20'], capture_output=True, text=True)

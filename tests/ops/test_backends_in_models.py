@@ -17,8 +17,8 @@ from timm_sape.ops.torch_distances import torch_distance_attention
 from timm_sape.ops.triton_codes import triton_axis_codes
 from timm_sape.ops.triton_distances import triton_distance_attention_forward
 
-POS_ENCS = ['sape2_qk', 'rope2d+sape2_k', *(
-    pytest.param(name, marks=pytest.mark.full) for name in ('sape2_k', 'sape2_q', 'ape+auto_sape2_k'))]
+POS_ENCS = ['rope2d+sape2_k', *(
+    pytest.param(name, marks=pytest.mark.full) for name in ('sape2_k', 'sape2_q', 'sape2_qk', 'ape+auto_sape2_k'))]
 
 
 @pytest.mark.parametrize('backend', FAST)
@@ -143,6 +143,7 @@ def train(backend, steps, jitter=False):
     return torch.tensor(losses, dtype=torch.float64)
 
 
+@pytest.mark.full
 def test_training_goes_the_same_way():
     """Over 20 steps the fast backend strays no further than 3 times a change in the last place; at step 200 it has
     learned as much."""

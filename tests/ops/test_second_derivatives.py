@@ -36,7 +36,8 @@ def attention(backend, mode='k'):
 
 
 @pytest.mark.parametrize('backend, mode', [
-    (backend, mode) for backend in CHECKED for mode in (['qk'] if backend == 'triton' else ['q', 'k', 'qk'])])
+    pytest.param(backend, mode, marks=[pytest.mark.full] if backend == 'triton' else [])
+    for backend in CHECKED for mode in (['qk'] if backend == 'triton' else ['q', 'k', 'qk'])])
 def test_attention(backend, mode):
     """Against finite differences of the gradients, for all tensors at once."""
     assert gradgradcheck(attention(backend, mode), leaves(), fast_mode=True)
@@ -155,6 +156,7 @@ def adahessian_step(backend):
     return before, dict(model.named_parameters()), {name: p.hess for name, p in model.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings('ignore:Using backward.* with create_graph=True')
 def test_adahessian():
     """timm's `--opt adahessian` trains a model, and the backend makes no difference."""
