@@ -11,15 +11,23 @@ at 1.5 and 2 times the size, with each rule that the encoding has for other size
 images shifted by 4 pixels; and Position-SHAP.
 
 `run` works model by model and continues where it stopped. `runs.jsonl` and `measures.jsonl` in the output folder keep
-all that the table needs; once a run is in both, its folder may be deleted.
+all that the table needs; once a run is in both, its folder may be deleted. `row` writes what is known of one model to a
+file, and `merge` adds such a file to another folder, if it was trained as the plan says and on the same images:
+
+    python examples/reference_table.py row 'RoPE-2D' --output reference_runs --file rope2d.json
+    python examples/reference_table.py merge rope2d.json --output results/cpu_cifar10/reference
 """
 import argparse
+import csv
+import hashlib
 import json
 import re
 import sys
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
+import timm
 import torch
 
 from timm_sape.analysis import position_shap
@@ -31,18 +39,21 @@ from timm_sape.lab.experiment import (
     make_slots,
     notes_of,
     read_results,
+    refuse_begun_otherwise,
     rows_of,
     run_all,
     script_options,
     summary_table,
 )
-from timm_sape.lab.intervals import spread
+from timm_sape.lab.intervals import mean_interval, spread, unpaired_interval
 from timm_sape.lab.machine import about
 from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.lab.tables import markdown, write_csv
 
-PLAN = Path(__file__).parents[1] / 'train_configs' / 'cpu_cifar10' / 'reference.yaml'
+ROOT = Path(__file__).parents[1]
+PLAN = ROOT / 'train_configs' / 'cpu_cifar10' / 'reference.yaml'
+COSTS = ROOT / 'results' / 'cost_cpu.csv'  # of `timm-sape bench`
 MEASURES = 'measures.jsonl'
 SHARES = (1, 0.5)  # of the recipe's learning rate; the first wins a tie
 TRIAL_SEED = 20  # of no other plan
@@ -159,17 +170,51 @@ def table(args):
         **row, 'lr': rates[row['model']],
         **{key: measures.get((row['model'], row['seed']), {}).get(key) for key in columns},
     } for row in rows], args.output / f'{args.plan.stem}.csv')
+    corrected, costs = _corrected(rows, plan), _costs(plan, args.costs)
     beside = [{
         'model': label,
         'learning rate': f'{rates[label]:g}',
+        **corrected[label],
         **{heading: '; '.join(
-            f'{policy} {values}' if policy not in ('own', '') else values
-            for policy, values in _spreads(measures, label, prefix)) for heading, prefix in _headings(columns)},
+            f'{rule} {values}' if rule not in ('own', '') else values
+            for rule, values in _spreads(measures, label, prefix)) for heading, prefix in _headings(columns)},
+        **costs[label],
     } for label in plan.labels]
     text = f'{summary_table(rows, plan.baseline)}\n\n{markdown(beside)}\n\n{notes_of(rows, plan.baseline)}\n'
     (args.output / f'{args.plan.stem}.md').write_text(text)
     print(text)
     return 0
+
+
+def _corrected(rows, plan):
+    """Both intervals of the difference to the baseline so wide that 95 % of such tables are right in every row."""
+    top1 = {label: {row['seed']: row['top1'] for row in rows if row['model'] == label and row['top1'] is not None}
+            for label in plan.labels}
+    confidence = 1 - 0.05 / max(len(plan.labels) - 1, 1)  # Bonferroni
+    found = {}
+    for label, own in top1.items():
+        pairs = [(own[seed], top1[plan.baseline][seed]) for seed in own if seed in top1[plan.baseline]]
+        known = label != plan.baseline and len(pairs) > 1
+        paired = mean_interval([a - b for a, b in pairs], confidence)[1:] if known else None
+        unpaired = unpaired_interval(*zip(*pairs), confidence) if known else None
+        found[label] = {
+            heading: '[{:+.1f}, {:+.1f}]'.format(*ends) if known else ''
+            for heading, ends in (('corrected, pairs', paired), ('corrected, not paired', unpaired))}
+    return found
+
+
+def _costs(plan, path):
+    """Time and memory of a training step of ViT-S at 224 pixels as ratios to APE, for what the file has."""
+    with open(path, newline='') as f:
+        known = {row['pos_enc']: row for row in csv.DictReader(f) if row['setting'] == '224/16'}
+    found = {}
+    for run in plan.runs[:len(plan.labels)]:
+        model = timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs'])
+        row = known.get(model.pos_enc, {})
+        found[run.label] = {
+            heading: f'{float(row[key]):.2f}' if row.get(key) else ''
+            for heading, key in (('step, ViT-S', 'step_ratio'), ('memory, ViT-S', 'step_peak_ratio'))}
+    return found
 
 
 def _headings(columns):
@@ -190,6 +235,92 @@ def _spreads(measures, label, prefix):
     return [(key[len(prefix):], spread([line[key] for line in own], 3 if prefix == 'pshap' else 1)) for key in names]
 
 
+def write_row(args):
+    """Write all that is known of one model to a file, with its main figures on top for people."""
+    plan = load_plan(args.plan)
+    rates = chosen_rates(plan, args.output)
+    first = plan.select([args.label], None)[0]
+    if args.label not in rates:
+        raise ValueError(f'{args.output} has no finished trials of {args.label!r}; name the folder of `run`')
+    runs = with_rates(plan, {args.label: rates[args.label]}).runs
+    results = read_results(runs, args.output)
+    missing = [run.name for run, result in zip(runs, results) if result.status != 'finished']
+    if missing:
+        raise ValueError(f'not finished: {", ".join(missing)}; `run --models {args.label!r}` continues')
+    with tempfile.TemporaryDirectory() as scratch:
+        archive_runs([*trials_of(first).values(), *runs], args.output, Path(scratch, ARCHIVE))
+        lines = [json.loads(line) for line in Path(scratch, ARCHIVE).read_text().splitlines()]
+    measures = [line for (label, _), line in read_measures(args.output).items() if label == args.label]
+    row = {
+        'plan': args.plan.stem,
+        'model': args.label,
+        'entrypoint': first.config['model'],
+        'learning_rate': rates[args.label],
+        'top1': {run.seed: list(result.epochs.values())[-1]['eval_top1'] for run, result in zip(runs, results)},
+        **{key: '; '.join(dict.fromkeys(result.record.seen(key) for result in results))
+           for key in ('hardware', 'commit', 'torch', 'timm', 'timm_sape')},
+        'sha256_of_args': {f'{line["label"]}, seed {line["seed"]}': _digest(line['args']) for line in lines},
+        'runs': lines,
+        'measures': measures,
+    }
+    args.file.write_text(json.dumps(row, ensure_ascii=False, indent=1) + '\n')
+    print(f'{args.file}: {args.label}, {len(runs)} seeds, {spread(list(row["top1"].values()))} %')
+    return 0
+
+
+def _digest(options):
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+
+def merge(args):
+    """Add the rows of files to a folder, if they were made as the plan says."""
+    plan = load_plan(args.plan)
+    for path in args.files:
+        try:
+            row = json.loads(path.read_text())
+            label, rate, lines, measures = (row[key] for key in ('model', 'learning_rate', 'runs', 'measures'))
+            hashes = {f'{line["label"]}, seed {line["seed"]}': _digest(line['args']) for line in lines}
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f'{path} is no file of `row` ({type(e).__name__}: {e})') from e
+        if hashes != row.get('sha256_of_args'):
+            raise ValueError(f'{path}: the options of a run are not those that it was written with')
+        first = plan.select([label], None)[0]
+        expected = [*trials_of(first).values(), *with_rates(plan, {label: rate}).runs]
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            (folder / ARCHIVE).write_text(''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
+            refuse_begun_otherwise(expected, folder)
+            if chosen_rates(plan, folder).get(label) != rate:
+                raise ValueError(f'{path}: its trials do not choose the rate {rate:g}')
+            unfinished = [
+                run.name for run, result in zip(expected, read_results(expected, folder))
+                if result.status != 'finished' and run.seed != TRIAL_SEED]
+            if unfinished:
+                raise ValueError(f'{path}: not finished: {", ".join(unfinished)}')
+            _refuse_other_images(lines, args.output / ARCHIVE, path)
+            archive_runs(expected, folder, args.output / ARCHIVE)
+        known = read_measures(args.output)
+        with open(args.output / MEASURES, 'a') as f:
+            for line in measures:
+                if (line['model'], line['seed']) not in known:
+                    f.write(json.dumps(line, ensure_ascii=False) + '\n')
+        print(f'{args.output}: {label}, {len(expected) - len(SHARES)} seeds')
+    return 0
+
+
+def _refuse_other_images(lines, archive, path):
+    """Raise ValueError if runs were trained on other images than those of the archive."""
+    there = archive.read_text().splitlines() if archive.exists() else []
+    images = {}
+    for line in (*map(json.loads, there), *lines):
+        for start in line['starts']:
+            for split, found in start.get('images', {}).items():
+                if images.setdefault(split, found) != found:
+                    raise ValueError(
+                        f'{path}: {line["label"]} has other images of {split!r} than {archive}: {found}, not '
+                        f'{images[split]}')
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--plan', type=Path, default=PLAN, help='the models and seeds (default: %(default)s)')
@@ -200,8 +331,14 @@ def main():
     training.add_argument('--models', nargs='+', metavar='LABEL', help='only these (default: all)')
     training.add_argument('--jobs', type=int, help='trainings at a time (default: one per core)')
     tables = commands.add_parser('table', help='write the table from what there is')
-    for command, function in ((training, train), (tables, table)):
-        command.add_argument('--output', type=Path, required=True, help='folder of the runs; may be new')
+    tables.add_argument('--costs', type=Path, default=COSTS, help='of `timm-sape bench` (default: %(default)s)')
+    single = commands.add_parser('row', help='write a file of one model')
+    single.add_argument('label', metavar='LABEL')
+    single.add_argument('--file', type=Path, required=True, help='to write')
+    merging = commands.add_parser('merge', help='add files of single models')
+    merging.add_argument('files', nargs='+', type=Path, metavar='FILE')
+    for command, function in ((training, train), (tables, table), (single, write_row), (merging, merge)):
+        command.add_argument('--output', type=Path, required=True, help='folder of the runs')
         command.set_defaults(function=function)
     args = parser.parse_args()
     try:

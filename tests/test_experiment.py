@@ -296,32 +296,40 @@ def test_experiment(lab, capsys):
     assert lab() == 0 and lab.notes_file.read_text() == before  # nothing is repeated
 
 
-def test_reference_table(lab, capsys, monkeypatch):
-    """Each model's rate is the better one on held-out images, by trainings that the table does not show."""
+@pytest.fixture
+def reference(lab, monkeypatch):
+    """Calls the example of the reference table on a plan of three models. C diverges."""
     spec = importlib.util.spec_from_file_location('reference_table', CHECKOUT / 'examples' / 'reference_table.py')
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir: {
         'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90., 'pshap': .25})
-
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=.001)
     lab.plan({
         'A': {'model': 'test_vit_ape', 'model_kwargs': {'best_rate': .001, 'top1': {1: 50, 2: 52}}},
-        'B': {'model': 'test_vit_nope', 'model_kwargs': {'best_rate': .0005, 'top1': {1: 60, 2: 64}}},
+        'B': {'model': 'test_vit_rpb', 'model_kwargs': {'best_rate': .0005, 'top1': {1: 60, 2: 64}}},
         'C': {'model': 'test_vit_rope2d', 'model_kwargs': {'nan': 0}}})
     shutil.copytree(lab.folder / 'data' / 'test', lab.folder / 'data' / 'held_out')
+    # the stand-in knows keywords that models do not
+    create = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda name, device, **kwargs: create(name, device=device))
 
-    def call(command, *options):
+    def call(command, *options, output=lab.output):
         monkeypatch.setattr(sys, 'argv', [
-            'reference_table.py', '--plan', str(lab.folder / 'plan.yaml'), command, '--output', str(lab.output),
+            'reference_table.py', '--plan', str(lab.folder / 'plan.yaml'), command, '--output', str(output),
             *map(str, options)])
         with pytest.raises(SystemExit) as exit:
             example.main()
         return exit.value.code
 
-    training = ['run', '--data-dir', lab.folder / 'data', '--script', lab.script, '--jobs', 2]
-    assert call('table') == 2 and "no finished trials of 'A'" in capsys.readouterr().err
-    assert call(*training) == 1  # C diverges at both rates
+    call.training = ['run', '--data-dir', lab.folder / 'data', '--script', lab.script, '--jobs', 2]
+    return call
+
+
+def test_reference_table(lab, reference, capsys):
+    """Each model's rate is the better one on held-out images, by trainings that the table does not show."""
+    assert reference('table') == 2 and "no finished trials of 'A'" in capsys.readouterr().err
+    assert reference(*reference.training) == 1  # C diverges at both rates
     err = capsys.readouterr().err
     assert 'A: learning rate 0.001\n' in err and 'B: learning rate 0.0005\n' in err and 'C: no trial finished' in err
     for label, rate in (('A', .001), ('B', .0005)):
@@ -335,14 +343,61 @@ def test_reference_table(lab, capsys, monkeypatch):
     before = lab.notes_file.read_text()
     for folder in lab.output.glob('[ABC]*'):
         shutil.rmtree(folder)  # the two files of lines are enough
-    assert call(*training) == 1 and lab.notes_file.read_text() == before
+    assert reference(*reference.training) == 1 and lab.notes_file.read_text() == before
     capsys.readouterr()
-    assert call('table') == 0
+    assert reference('table') == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith('| B ')][0].startswith('| B | 62.00 ± 2.83 | +11.00')
-    assert '| B | 0.0005 | 40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 |' in lines
+    # Two rows, so one difference to correct for. By hand: 10 and 12, mean 11, deviation sqrt(2), t 12.706; of two
+    # samples, deviations sqrt(2) and sqrt(8), t 4.3027
+    half, unpaired = 12.7062 * math.sqrt(2 / 2), 4.302653 * math.sqrt((2 + 8) / 2)
+    costs = next(
+        row for row in csv.DictReader((CHECKOUT / 'results' / 'cost_cpu.csv').read_text().splitlines())
+        if (row['setting'], row['pos_enc']) == ('224/16', 'rpb'))
+    assert (
+        f'| B | 0.0005 | [{11 - half:+.1f}, {11 + half:+.1f}] | [{11 - unpaired:+.1f}, {11 + unpaired:+.1f}] | '
+        '40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 | '
+        f'{float(costs["step_ratio"]):.2f} | {float(costs["step_peak_ratio"]):.2f} |') in lines
     assert 'trial' not in (lab.output / 'plan.md').read_text()
     assert {(row['lr'], row['pshap']) for (label, _), row in lab.rows().items() if label == 'B'} == {('0.0005', '0.25')}
+
+
+def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
+    assert reference(*reference.training) == 1
+    for label in 'AB':
+        assert reference('row', label, '--file', tmp_path / label) == 0
+    assert f'{tmp_path / "B"}: B, 2 seeds, 62.00 ± 2.83 %' in capsys.readouterr().out
+    assert reference('row', 'C', '--file', tmp_path / 'C') == 2 and "trials of 'C'" in capsys.readouterr().err
+    merged = tmp_path / 'merged'
+    merged.mkdir()
+    assert reference('merge', tmp_path / 'A', tmp_path / 'B', output=merged) == 0
+    assert reference('merge', tmp_path / 'B', output=merged) == 0  # again changes nothing
+    assert reference('table', output=merged) == reference('table') == 0
+    for name in ('plan.csv', 'plan.md'):
+        assert (merged / name).read_text() == (lab.output / name).read_text()
+
+    def refused(change, message):
+        row = json.loads((tmp_path / 'B').read_text())
+        change(row)
+        (tmp_path / 'changed').write_text(json.dumps(row))
+        before = {path.name: path.read_text() for path in merged.iterdir()}
+        assert reference('merge', tmp_path / 'changed', output=merged) == 2
+        assert message in capsys.readouterr().err
+        assert {path.name: path.read_text() for path in merged.iterdir()} == before
+
+    def other_rate(row):
+        row['learning_rate'] = .001
+
+    def other_seed(row):
+        row['runs'] = [line for line in row['runs'] if line['seed'] != 2]
+        del row['sha256_of_args']['B, seed 2']
+
+    refused(lambda row: row['runs'][0]['args'].update(lr=.1), 'are not those that it was written with')
+    refused(lambda row: row.pop('runs'), 'is no file of `row`')
+    refused(other_rate, 'was started with lr 0.0005, now it is 0.001')
+    refused(other_seed, 'not finished: B, seed 2')
+    refused(lambda row: row['runs'][0]['starts'][0]['images'].update(train='1 files, 0'), "has other images of 'train'")
+    refused(lambda row: row.update(model='D'), "the plan has no model 'D'")
 
 
 def test_tables_again(lab, capsys):
