@@ -545,16 +545,21 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
 
 
 class Reading:
-    """Whether timm's builder is reading a checkpoint: after it has built the model, before it filters the entries."""
+    """Whether timm's builder is reading a checkpoint: after it has built the model, before it filters the entries.
 
-    def __init__(self) -> None:
+    Args:
+        pretrained: Whether it will read one at all.
+    """
+
+    def __init__(self, pretrained: bool) -> None:
+        self.is_expected = bool(pretrained)
         self.is_under_way = False
 
     def begins_after(self, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         """What builds the model."""
         def wrapped(**kwargs):
             model = build(**kwargs)
-            self.is_under_way = True
+            self.is_under_way = self.is_expected
             return model
 
         return wrapped
@@ -569,13 +574,13 @@ class Reading:
 
 
 @contextmanager
-def reading_errors(variant: str) -> Iterator[Reading]:
+def reading_errors(variant: str, pretrained: bool) -> Iterator[Reading]:
     """Say plainly that a file cannot be read. torch and safetensors raise anything from KeyError to RuntimeError then.
 
     What the operating system, the network and the Hub say is left as it is, but for 'Invalid argument': a damaged file
     can send its reader to a place before its beginning.
     """
-    reading = Reading()
+    reading = Reading(pretrained)
     try:
         yield reading
     except Exception as e:

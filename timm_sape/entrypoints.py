@@ -160,7 +160,7 @@ def build_by_timm(
     depth = kwargs.get('depth', 3)
     # timm takes the last 3 layers; an invalid depth is refused later
     out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
-    with checkpoints.reading_errors(variant) as reading:
+    with checkpoints.reading_errors(variant, pretrained) as reading:
         return build_model_with_cfg(
             reading.begins_after(build),
             variant,

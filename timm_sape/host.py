@@ -6,7 +6,6 @@ an `embed` that calls `self.encodings` between the patch embedding and the block
 import warnings
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
@@ -281,14 +280,14 @@ def check_shape(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, pat
 
 
 def check_integers(**sizes) -> None:
-    """Check that each is an integer of at least 1, or a pair of them.
+    """Check that each is an integer of at least 1, or a pair of them. Like timm, it takes none of numpy's.
 
     Raises:
         ValueError: If one is not.
     """
     for name, size in sizes.items():
         size = as_pair(size)
-        if len(size) != 2 or not all(isinstance(s, Integral) and s is not True and s >= 1 for s in size):
+        if len(size) != 2 or not all(is_integer(s, 1) for s in size):
             raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
 
 
