@@ -175,13 +175,16 @@ def _is_ours(
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
 ) -> str:
     """The message that says why a model of this package is not grafted, and how to add encodings to it instead."""
-    name = model.pretrained_cfg['architecture'] if hasattr(model, 'pretrained_cfg') else type(model).__name__
+    cfg = getattr(model, 'pretrained_cfg', {})
+    name = cfg.get('architecture', type(model).__name__)
+    # the new model would otherwise have the defaults of its name, and see images of another brightness
+    seen = {key: cfg[key] for key in ('mean', 'std') if key in cfg}
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
     return (
         f'{name} is already a model of timm_sape, with {model.pos_enc!r}. Create it with all encodings, '
         f'pos_enc={"+".join(parts)!r}, pos_enc_kwargs={ {part: values for part, values in parts.items() if values} }, '
-        'and load its weights with load_state_dict(..., strict=False).')
+        f'pretrained_cfg_overlay={seen}, and load its weights with load_state_dict(..., strict=False).')
 
 
 def _added(model: PosEncModel) -> List[str]:
