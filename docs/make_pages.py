@@ -173,6 +173,29 @@ def sape2_models():
     return table(['image size / patch size', *own], found)
 
 
+def kernels():
+    """What the kernels of attention were compiled to, by shape; a backward pass has two launches or more."""
+    versions = {version: read_csv(RESULTS / f'kernels_triton{version}.csv') for version in ('36', '39')}
+    found = []
+    for dtype, head_dim, grid in (
+            *(('bfloat16', '64', grid) for grid in ('8x8', '14x14', '24x24', '64x64')),
+            ('bfloat16', '128', '14x14'), ('bfloat16', '128', '64x64'), ('float32', '64', '14x14'),
+            ('float32', '64', '24x24')):
+        cells = []
+        for rows in versions.values():
+            own = [row for row in rows if row['per_logit'] and (
+                row['dtype'], row['head_dim'], row['grid'], row['prefix'], row['mode']
+            ) == (dtype, head_dim, grid, '1', 'k')]
+            forward, = (row for row in own if row['kernel'].endswith('_forward'))
+            backward = [float(row['least_ps']) for row in own if row is not forward]
+            cells += [
+                f'{float(forward["per_logit"]):.0f}', f'{float(forward["least_ps"]):.1f}', f'{sum(backward):.1f}',
+                str(max(int(row['stack']) for row in own))]
+        found.append([f'{dtype}, {head_dim}', grid, *cells])
+    what = ('instructions', 'forward, ps', 'backward, ps', 'spilled bytes')
+    return table(['dtype, head dim', 'grid', *(f'{v[0]}.{v[1]}: {w}' for v in versions for w in what)], found)
+
+
 def naflex():
     rows = read_csv(RESULTS / 'naflex_cpu.csv')
     head = ['encoding', "to timm's NaFlexVit", 'to the images one by one', "peak memory to timm's"]
@@ -293,7 +316,8 @@ def accuracy_of(name):
 
 TABLES = {
     f.__name__: f
-    for f in (results, encodings, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models)}
+    for f in (
+        results, encodings, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models, kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
