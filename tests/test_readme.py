@@ -316,7 +316,7 @@ def claims():
     return [
         ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
-        ('RoPE-2D mixed is closest to it: {}', ten['RoPE-2D mixed'], ten['APE'], 2, False),
+        ('RoPE-2D mixed comes nearest, by the recipe: {}', ten['RoPE-2D mixed'], ten['APE'], 2, False),
         ('Relative bias is behind APE, {};', ten['relative bias'], ten['APE'], 2, True),
         ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
         ('covers a loss and a gain, six seeds: {}', six[sape2_half], six[ape_half], 2, False),
@@ -339,7 +339,8 @@ def claims():
         ('with the masks of other images: {}', distance, roc['trained', 'distance', 'shuffled'], 3, True),
         ("does better. SaPE2's minus that: {}", distance, roc['trained', 'keys', 'own'], 3, True),
         ("makes SaPE2's distance worse at it: {}", distance, roc['untrained', 'distance', 'own'], 3, True),
-        ('read by the mean of the patches, it is as far behind APE: {}', pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
+        ('without a class token, it is as far behind APE: {}',
+         pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
     ]
 
 
