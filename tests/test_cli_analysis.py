@@ -407,8 +407,9 @@ def test_guide():
     results, readme = (
         ' '.join(checkout.joinpath(path).read_text().split()) for path in ('results/README.md', 'README.md'))
     assert '**RoPE-2D is ahead of both, at both learning rates**' in readme
-    assert 'APE 94 and 87' in results and 'RoPE-2D: 98 % at 64 px rescaled' in results
-    assert '42 % where angles go on' in results
+    assert 'At 64 px SaPE2(K)+APE keeps 86 % of its accuracy above chance, and APE 87 %' in results
+    assert 'RoPE-2D keeps 98 % if positions are rescaled' in results
+    assert 'If its angles go on to positions that were never trained, it keeps 42 %' in results
     assert '98 %' in GUIDE and '87 %' in GUIDE and '42 %' in GUIDE
     missing = [
         f'{size}_{name}' for size in SIZES for name in timm_sape.list_encodings()

@@ -23,7 +23,7 @@ DOCS = sorted((ROOT / 'docs').glob('*.md'))
 PAGES = [README, *DOCS]
 LINKED = [
     *PAGES, *sorted((ROOT / 'docs' / 'encodings').glob('*.md')), ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md',
-    ROOT / 'results' / 'README.md', *sorted((ROOT / 'train_configs').glob('*.md'))]
+    *sorted((ROOT / 'results').glob('*.md')), *sorted((ROOT / 'train_configs').glob('*.md'))]
 SCRIPTS = "timm's scripts and a folder of images"  # what a block needs that .ci/full runs
 
 

@@ -1,5 +1,6 @@
 """The figures in the documents are those that were measured. As a script, prints the encodings' table."""
 import csv
+import itertools
 import operator
 import re
 import shutil
@@ -19,6 +20,7 @@ from timm_sape.lab.intervals import mean_interval, unpaired_interval
 
 ROOT = Path(__file__).parent.parent
 README, DOCS, RESULTS = ROOT / 'README.md', ROOT / 'docs', ROOT / 'results'
+ANSWERS, DETAILS = RESULTS / 'README.md', RESULTS / 'details.md'
 TABLES = sorted(RESULTS.glob('*/*.md'))
 NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')
 
@@ -114,40 +116,40 @@ def test_results_are_those_of_the_runs():
     """Top-1 and the difference to APE, line by line."""
     notes, rows = runs_of('plan')
     table = summary_table(rows, 'APE').splitlines()
-    page = (RESULTS / 'README.md').read_text()
-    assert notes in page and len(table) == 2 + len({row['model'] for row in rows})
+    assert notes in DETAILS.read_text() and len(table) == 2 + len({row['model'] for row in rows})
     for line in table[2:]:
-        assert line.rsplit(' | ', 3)[0] in page, line
+        assert f'\n{line.rsplit(" | ", 3)[0]} | ' in ANSWERS.read_text(), line
 
 
-def difference_of(values, others):
+def difference_of(values, others, digits=2):
     """The mean of three or six differences with its t interval."""
     found = [a - b for a, b in zip(values, others)]
     t = {3: 4.302653, 6: 2.570582}[len(found)]
     mean, half = statistics.mean(found), t * statistics.stdev(found) / len(found) ** 0.5
-    return f'{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]'
+    return f'{mean:+.{digits}f} [{mean - half:+.{digits}f}, {mean + half:+.{digits}f}]'
 
 
-def spread_of(found):
-    return f'{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}'
+def spread_of(found, digits=2):
+    return f'{statistics.mean(found):.{digits}f} ± {statistics.stdev(found):.{digits}f}'
 
 
 def test_ablations_are_those_of_the_runs():
     """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
     top1 = top1_of('ablations')
-    page = (RESULTS / 'README.md').read_text()
+    tables = DETAILS.read_text().split('\n| change of ')
     assert len(top1) == 17
     for model in top1.keys() - {'APE', 'SaPE2(K)', 'SaPE2(K)+APE'}:
         base = 'SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)'
         end = ' | '.join((
             spread_of(top1[model]), *(difference_of(top1[model], top1[other]) for other in (base, 'APE'))))
-        assert re.search(rf'^\| {re.escape(base)} \| .* \| {re.escape(end)} \|$', page, re.MULTILINE), (model, end)
+        table, = (table.split('\n\n')[0] for table in tables if table.startswith(f'{base} | '))
+        assert f' | {end} |\n' in f'{table}\n', (model, end)
 
 
 def test_pooled_models_are_those_of_the_runs():
     """Top-1, and the differences to APE, to none and to the models with a class token."""
     pooled, with_token = top1_of('pooling'), top1_of('plan')
-    page = (RESULTS / 'README.md').read_text()
+    page = DETAILS.read_text()
     assert len(pooled) == 5
     for name, found in pooled.items():
         model = name.removesuffix(', pooled')
@@ -161,7 +163,7 @@ def test_pooled_models_are_those_of_the_runs():
 def test_rates_are_those_of_the_runs():
     """Top-1 of both models at each learning rate, and their difference."""
     top1 = top1_of('rates')
-    page = (RESULTS / 'README.md').read_text()
+    page = DETAILS.read_text()
     suffixes = {name.removeprefix('APE') for name in top1 if name.startswith('APE')}
     # two models at four rates, RoPE-2D at two, relative bias and Shaw at three
     assert len(suffixes) == 4 and len(top1) == 2 * 4 + 2 + 2 * 3
@@ -177,7 +179,7 @@ def test_rates_are_those_of_the_runs():
 def test_models_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the difference to APE at that rate, and to the same model by the recipe."""
     half, recipe = top1_of('half_rate'), top1_of('plan')
-    page = (RESULTS / 'README.md').read_text()
+    page = DETAILS.read_text()
     assert len(half) == len(recipe) == 10
     for model in recipe:
         found, ape = (half[f'{name}, rate .00075'] for name in (model, 'APE'))
@@ -190,7 +192,7 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
 def test_ablations_at_half_the_rate_are_those_of_the_runs():
     """Top-1, the differences to the unchanged model and to APE at that rate, and to the same model by the recipe."""
     half, recipe = top1_of('half_rate_ablations'), top1_of('ablations')
-    page = (RESULTS / 'README.md').read_text()
+    page = DETAILS.read_text()
     assert len(half) == 7
     unchanged, ape = half['SaPE2(K)+APE, rate .00075'], half['APE, rate .00075']
     for model in half.keys() - {'APE, rate .00075', 'SaPE2(K)+APE, rate .00075'}:
@@ -203,7 +205,7 @@ def test_new_seeds_are_those_of_the_runs():
     """Top-1 of three models at both rates, and the difference to APE with both intervals."""
     top1 = top1_of('pairs', '456789')
     assert len(top1) == 6
-    page = (RESULTS / 'README.md').read_text()
+    page = DETAILS.read_text()
     for rate, end in (('.00075', ', rate .00075'), ('.0015', '')):
         ape = top1[f'APE{end}']
         assert f'| {rate} | APE | {spread_of(ape)} |' in page
@@ -217,7 +219,7 @@ def test_new_seeds_are_those_of_the_runs():
 def test_differences_that_hang_on_the_interval():
     """One of the two intervals excludes 0, the other does not."""
     top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'half_rate_ablations', 'pooling')))
-    page = (RESULTS / 'README.md').read_text()
+    page = DETAILS.read_text()
     lines = [line.strip('| ').split(' | ') for line in page.splitlines() if line.count('[') == 2]
     lines = [(cells[0].split(' - '), cells[1:]) for cells in lines if top1.keys() >= set(cells[0].split(' - '))]
     lines = [(models, printed) for models, printed in lines if len(models) == 2]
@@ -228,6 +230,192 @@ def test_differences_that_hang_on_the_interval():
         unpaired = unpaired_interval(values, others)
         assert printed == [f'{mean:+.2f}', *('[{:+.2f}, {:+.2f}]'.format(*ends) for ends in (paired, unpaired))]
         assert sum(low < 0 < high for low, high in (paired, unpaired)) == 1
+
+
+def prose(page):
+    return ' '.join(page.read_text().split())
+
+
+def digits_top1():
+    """Top-1 of each model trained on digits, with seeds 1 to 3."""
+    top1 = {(row['model'], row['seed']): float(row['top1']) for row in read_csv(RESULTS / 'cpu_digits/foreground.csv')}
+    return {model: [top1[model, seed] for seed in '123'] for model, _ in top1}
+
+
+def test_digits_are_those_of_the_runs():
+    """Top-1 of both models at both learning rates, and their difference."""
+    top1 = digits_top1()
+    for rate, end in (('.0015', ''), ('.0005', ', rate .0005')):
+        ape, sape2 = (top1[f'{model}{end}'] for model in ('APE', 'SaPE2(K)+APE'))
+        line = ' | '.join((rate, spread_of(ape), spread_of(sape2), difference_of(sape2, ape)))
+        assert f'| {line} |' in DETAILS.read_text()
+
+
+def areas(name):
+    """Areas under the ROC curve by model, then by state, score and mask; a list over seeds."""
+    found = {}
+    for row in read_csv(RESULTS / f'foreground_{name}_cpu.csv'):
+        scores = found.setdefault(row['model'], {})
+        scores.setdefault((row['state'], row['score'], row['mask']), []).append(float(row['both']))
+    return found
+
+
+def test_foreground_is_that_of_the_measurement():
+    """The areas of each score, and the differences of SaPE2(K)+APE, for white ink and texture."""
+    page = re.sub(r'(?<!\d)\.(?=\d)', '0.', DETAILS.read_text())
+    files = areas('white'), areas('texture')
+    for model, state, score in (
+            ('SaPE2(K)+APE', 'trained', 'distance'), ('SaPE2(K)+APE', 'untrained', 'distance'),
+            ('APE', 'trained', 'content'), ('SaPE2(K)+APE', 'trained', 'content'),
+            ('APE', 'trained', 'keys'), ('SaPE2(K)+APE', 'trained', 'keys'),
+            ('', 'no model', 'colour'), ('SaPE2(K)+APE', 'trained', 'logits')):
+        cells = []
+        for found in files:
+            own, shuffled = (found[model][state, score, mask] for mask in ('own', 'shuffled'))
+            cells += [spread_of(own, 3) if model else f'{own[0]:.3f}', f'{statistics.mean(shuffled):.3f}']
+        assert f' | {" | ".join(cells)} |\n' in page, (model, state, score)
+
+    distance, keys = ('trained', 'distance', 'own'), ('trained', 'keys', 'own')
+    pairs = [
+        (distance, ('trained', 'distance', 'shuffled')), (distance, keys), (distance, ('untrained', 'distance', 'own'))]
+    of_cifar10, of_digits = [found['SaPE2(K)+APE'] for found in files], [
+        areas(f'{name}_digit_models')['SaPE2(K)+APE, rate .0005'] for name in ('white', 'texture')]
+    for models, (score, other) in (
+            *itertools.product((of_cifar10, of_digits), pairs),
+            (of_cifar10, (distance, ('trained', 'content', 'own'))),
+            (of_cifar10, (('trained', 'logits', 'own'), ('trained', 'logits', 'shuffled')))):
+        cells = (difference_of(found[score], found[other], 3) for found in models)
+        assert f' | {" | ".join(cells)} |\n' in page, (score, other)
+
+
+def kept(name, column, start, at):
+    """Accuracy above chance by model and policy, in percent of that at `start`, a list over seeds."""
+    above = {}
+    for row in read_csv(RESULTS / name):
+        if row.get('height') == row.get('width'):
+            values = above.setdefault((row['model'], row.get('policy', 'own')), {})
+            values[row[column], row['seed']] = float(row['top1']) - 10
+    return {model: [100 * values[at, s] / values[start, s] for s in '123'] for model, values in above.items()}
+
+
+def verdicts(values, others):
+    """Whether each of the two intervals of a difference excludes 0. Shown is what both of them do."""
+    intervals = mean_interval([a - b for a, b in zip(values, others)])[1:], unpaired_interval(values, others)
+    return [low > 0 or high < 0 for low, high in intervals]
+
+
+def claims():
+    """What the answers say about differences: words, the values of both sides, digits, and whether it is shown."""
+    ten, six, rates = top1_of('plan'), top1_of('pairs', '456789'), top1_of('rates')
+    changes, pooled, digits = top1_of('ablations'), top1_of('pooling'), digits_top1()
+    sape2, sape2_half, ape_half = 'SaPE2(K)+APE', 'SaPE2(K)+APE, rate .00075', 'APE, rate .00075'
+    gains = [[a - b for a, b in zip(six[f'{model}, rate .00075'], six[model])] for model in (sape2, 'APE')]
+    sizes, shifts = kept('resolutions_cpu.csv', 'height', '32', '64'), kept('shifts_cpu.csv', 'shift', '0', '8')
+    roc = areas('white')[sape2]
+    distance = roc['trained', 'distance', 'own']
+    return [
+        ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
+        ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
+        ('RoPE-2D mixed comes nearest, by the recipe: {}', ten['RoPE-2D mixed'], ten['APE'], 2, False),
+        ('Relative bias is behind APE, {};', ten['relative bias'], ten['APE'], 2, True),
+        ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
+        ('covers a loss and a gain, six seeds: {}', six[sape2_half], six[ape_half], 2, False),
+        ('at half the rate, six seeds: {}', six['RoPE-2D, rate .00075'], six[sape2_half], 2, True),
+        ('SaPE2(K) alone is behind APE: {}', ten['SaPE2(K)'], ten['APE'], 2, True),
+        ('costs SaPE2(K)+APE far more, {},', rates[f'{sape2}, rate .003'], rates[sape2], 2, True),
+        ('than APE, {}.', rates['APE, rate .003'], rates['APE'], 2, True),
+        ('to 80 %: {}', digits[f'{sape2}, rate .0005'], digits[sape2], 2, True),
+        ('SaPE2(K)+APE gains more than APE by half the rate, six seeds: {}', *gains, 2, False),
+        ('nor that APE loses anything by it, six seeds: {}', six[ape_half], six['APE'], 2, False),
+        ('K minus Q, both with APE: {}', changes[sape2], changes['SaPE2(Q)+APE'], 2, False),
+        ('squared distances cost most, {},', changes['K+APE, squared distance'], changes[sape2], 2, True),
+        ('then tables that start at .5: {}', changes['K+APE, table .5'], changes[sape2], 2, True),
+        ('87 %: {}', sizes[sape2, 'own'], sizes['APE', 'own'], 1, False),
+        ('if positions are rescaled, more than APE: {}', sizes['RoPE-2D', 'rescale'], sizes['APE', 'own'], 1, True),
+        ('less than APE: {}', sizes['RoPE-2D', 'extrapolate'], sizes['APE', 'own'], 1, True),
+        ('82 %: {}', shifts[sape2, 'own'], shifts['APE', 'own'], 1, False),
+        ('SaPE2(K) alone keeps more than APE, {};', shifts['SaPE2(K)', 'own'], shifts['APE', 'own'], 1, True),
+        ('so does a model without position, {}.', shifts['none', 'own'], shifts['APE', 'own'], 1, True),
+        ('with the masks of other images: {}', distance, roc['trained', 'distance', 'shuffled'], 3, True),
+        ("does better. SaPE2's minus that: {}", distance, roc['trained', 'keys', 'own'], 3, True),
+        ("makes SaPE2's distance worse at it: {}", distance, roc['untrained', 'distance', 'own'], 3, True),
+        ('without a class token, it is as far behind APE: {}',
+         pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
+    ]
+
+
+def test_answers_are_those_of_the_runs():
+    """Each difference in the prose, and whether it counts as shown."""
+    text = ' '.join(line for line in ANSWERS.read_text().splitlines() if not line.startswith('|'))
+    checked = []
+    for words, values, others, digits, shown in claims():
+        checked.append(difference_of(values, others, digits))
+        assert words.format(checked[-1]) in text, (words, checked[-1])
+        assert all(verdicts(values, others)) == shown, words
+    assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
+
+
+def test_what_else_the_answers_say():
+    text, six = prose(ANSWERS), top1_of('pairs', '456789')
+    for words, values, others in (
+            ('by {} points of top-1 (95 % interval {} to {}, six seeds)', six['RoPE-2D'], six['APE']),
+            ('is behind APE by {} points ({} to {}, six seeds)', six['APE'], six['SaPE2(K)+APE'])):
+        assert words.format(*re.findall(r'[\d.]+', difference_of(values, others))) in text
+    assert 'With six seeds the two agree about every pair of models' in text
+    assert all(len(set(verdicts(*pair))) == 1 for pair in itertools.combinations(six.values(), 2))
+
+    # 'No other encoding is shown to be ahead of APE, at either rate', 'No variant is shown to be ahead of APE'
+    for plan, ape in (
+            ('plan', 'APE'), ('half_rate', 'APE, rate .00075'), ('ablations', 'APE'),
+            ('half_rate_ablations', 'APE, rate .00075')):
+        top1 = top1_of(plan)
+        behind = [found for found in top1.values() if sum(found) <= sum(top1[ape])]
+        assert all(found in behind or not all(verdicts(found, top1[ape])) for found in top1.values())
+    # 'Of the other changes only those that make the bias large are shown to matter'
+    changes, bases = top1_of('ablations'), ('APE', 'SaPE2(K)', 'SaPE2(K)+APE')
+    shown = {model for model in changes.keys() - set(bases) if any(
+        verdicts(changes[model], changes['SaPE2(K)+APE' if '+APE' in model else 'SaPE2(K)']))}
+    assert shown == {f'{name}, {change}' for name in ('K', 'K+APE') for change in ('table .5', 'squared distance')}
+
+    sizes, shifts = kept('resolutions_cpu.csv', 'height', '32', '64'), kept('shifts_cpu.csv', 'shift', '0', '8')
+    digits, white = digits_top1(), areas('white')['SaPE2(K)+APE']
+    for words, *found in (
+            ('SaPE2(K)+APE keeps {} % of its accuracy above chance, and APE {} %: -',
+             sizes['SaPE2(K)+APE', 'own'], sizes['APE', 'own']),
+            ("RoPE-2D with `resolution='rescale'` keeps {} % of its accuracy above chance, and APE {} %.",
+             sizes['RoPE-2D', 'rescale'], sizes['APE', 'own']),
+            ('RoPE-2D keeps {} % if positions are rescaled', sizes['RoPE-2D', 'rescale']),
+            ('it keeps {} %, less than APE', sizes['RoPE-2D', 'extrapolate']),
+            ('SaPE2(K)+APE keeps {} % of its accuracy above chance, and APE {} %: +',
+             shifts['SaPE2(K)+APE', 'own'], shifts['APE', 'own']),
+            ('takes SaPE2(K)+APE from {} to {} %', digits['SaPE2(K)+APE'], digits['SaPE2(K)+APE, rate .0005'])):
+        assert words.format(*(round(statistics.mean(values)) for values in found)) in text, words
+    own, shuffled = (statistics.mean(white['trained', 'distance', mask]) for mask in ('own', 'shuffled'))
+    assert f'ROC curve is {own:.3f}, and {shuffled:.3f} with the masks of other images'.replace('0.', '.') in text
+
+
+def test_differences_in_the_prose_of_the_details():
+    """Each is one between two models, or between what two models gain by another rate, to the last digit printed."""
+    three = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'rates', 'half_rate', 'pooling')))
+    groups = [(three, 2), (top1_of('pairs', '456789'), 2), (digits_top1(), 2)]
+    for top1, rate in ((three, '.003'), (three, '.00075'), (groups[1][0], '.00075')):
+        groups.append(({model: [a - b for a, b in zip(top1[f'{model}, rate {rate}'], top1[model])]
+                        for model in ('APE', 'SaPE2(K)+APE')}, 2))
+    for size in ('24', '64'):
+        groups.append((kept('resolutions_cpu.csv', 'height', '32', size), 1))
+    groups.append((kept('shifts_cpu.csv', 'shift', '0', '8'), 1))
+    same = {}
+    for row in read_csv(RESULTS / 'shifts_cpu.csv'):
+        if row['shift'] == '4':
+            same.setdefault(row['model'], []).append(float(row['same']))
+    paired, unpaired = set(), set()
+    for models, digits in (*groups, (same, 1)):
+        for pair in itertools.permutations(models.values(), 2):
+            paired.add(difference_of(*pair, digits))
+            unpaired.add('[{:+.{d}f}, {:+.{d}f}]'.format(*unpaired_interval(*pair), d=digits))
+    text = ' '.join(line for line in DETAILS.read_text().splitlines() if not line.startswith('|'))
+    found = re.findall(r'([+-][\d.]+ \[.*?\])|(\[[+-][\d.]+, .*?\])', text)
+    assert found and {one for one, _ in found} - {''} <= paired and {one for _, one in found} - {''} <= unpaired
 
 
 def test_readme_has_the_new_seeds():
@@ -245,19 +433,9 @@ def test_advice_is_that_of_the_results():
     """Numbers in the prose of the README and of docs/."""
     costs = [float(row['step_ratio']) for path in RESULTS.glob('cost*.csv') for row in read_csv(path)]
     assert '1 to 35 % slower' in README.read_text() and 1.3 < max(costs) < 1.355
-    kept = {}
-    for row in read_csv(RESULTS / 'resolutions_cpu.csv'):
-        if row['model'] == 'RoPE-2D' and row['height'] == row['width'] and row['height'] in ('32', '64'):
-            kept.setdefault((row['policy'], row['height']), []).append(float(row['top1']) - 10)
-    share = {
-        policy: statistics.mean(kept[policy, '64']) / statistics.mean(kept[policy, '32'])
-        for policy in ('rescale', 'extrapolate')}
+    share = kept('resolutions_cpu.csv', 'height', '32', '64')
     assert 'kept 98 % of its accuracy above chance, without `rescale` [42 %]' in README.read_text()
-    assert [round(100 * share[policy]) for policy in ('rescale', 'extrapolate')] == [98, 42]
-
-
-def prose(page):
-    return ' '.join((README.parent / 'docs' / page).read_text().split())
+    assert [round(statistics.mean(share['RoPE-2D', policy])) for policy in ('rescale', 'extrapolate')] == [98, 42]
 
 
 def test_figures_in_docs():
@@ -265,7 +443,7 @@ def test_figures_in_docs():
     memory = {row['backend']: float(row['peak_mb']) for row in sape2}
     ours, plain, papers = (f'{round(memory[backend]):,}' for backend in ('torch', 'plain', 'appendix'))
     text = f"at 4,096 patches and 3 heads {ours} MB, plain attention {plain}, the paper's code {papers}"
-    assert text in prose('cost.md')
+    assert text in prose(DOCS / 'cost.md')
 
     top1 = {
         (row['model'].split('/')[0], row['policy'], row['height'], row['width']): float(row['top1'])
@@ -274,13 +452,13 @@ def test_figures_in_docs():
         round(top1[f'test_vit_{name}', policy, '32', '32'] - top1[f'test_vit_{name}', policy, '64', '64'])
         for policy in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
     text = '`rope2d` and `rope2d_mixed` lose {} and {} points at twice the size where angles go on, {} and {} where'
-    assert text.format(*lost) in prose('resolutions.md')
+    assert text.format(*lost) in prose(DOCS / 'resolutions.md')
 
     grafts = read_csv(RESULTS / 'grafts.csv')
     bases, refused = {row['base'] for row in grafts}, {row['base'] for row in grafts if row['refused']}
     worst = max(float(row['float32']) for row in grafts if row['float32'])
     assert f'of {len(bases)} kinds {len(bases - refused)} can be grafted. Logits move by at most {worst:.0e}'.replace(
-        'e-0', 'e-') in prose('grafting.md')
+        'e-0', 'e-') in prose(DOCS / 'grafting.md')
 
 
 if __name__ == '__main__':
