@@ -49,6 +49,9 @@ ON_NAFLEX = {
 }
 NAFLEX_EXTRA = {
     'ape': "The table is resized for each image as timm's NaFlexVit does it.",
+    **dict.fromkeys(
+        ('comrope', 'liere'),
+        'Images of one grid are turned together, by the matrices of their own grid. Attention stays fused.'),
     'nope': 'Nothing to do.',
     'ope': 'Objects are found in the patches of an image where none is missing; otherwise give '
            '`object_index=`, `[B, K]`.',

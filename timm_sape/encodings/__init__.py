@@ -10,6 +10,7 @@ from . import (
     fourier,
     irpe,
     lape,
+    liere,
     lookhere,
     mrope,
     nope,
@@ -34,6 +35,7 @@ from . import (
     t5,
 )
 from .base import (
+    BlockRotaryEncoding,
     CoordinateEncoding,
     FixedEncoding,
     FixedRotaryEncoding,
