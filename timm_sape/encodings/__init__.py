@@ -4,6 +4,7 @@ from . import (
     ape,
     ape2d,
     cape,
+    cayley_string,
     cope,
     cpb,
     fire,
