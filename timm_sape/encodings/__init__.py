@@ -5,6 +5,7 @@ from . import (
     ape2d,
     cape,
     cayley_string,
+    comrope,
     cope,
     cpb,
     fire,
