@@ -45,7 +45,7 @@ def test_known_encodings():
     names = list_encodings()
     assert names == sorted(names)
     assert {'ape', 'cope', 'nope', 'rope2d', 'rope2d_mixed', 'sape2_k', 'sape2_q', 'sape2_qk'} <= set(names)
-    assert len(names) >= 41
+    assert len(names) >= 42
     assert 'sape2' not in names
     assert list_encodings(aliases=True) == sorted([*names, *registry._aliases])
     assert {'sape2_k', 'sape2_q', 'sape2_qk'} <= set(list_encodings('sape2*'))

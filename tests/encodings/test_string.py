@@ -5,7 +5,7 @@ import torch
 import reference_string as reference
 import rotation_checks
 import timm_sape
-from harness import assert_near, attend, catches, check_rescaling, create, make_grid, make_qkv
+from harness import assert_near, attend, catches, check_rescaling, compare, create, make_grid, make_qkv, where
 from loops import attention
 from model_checks import (
     check_learns,
@@ -53,7 +53,12 @@ def test_rescaled():
 
 def test_gate():
     """The gate multiplies the angles, not their sines."""
-    rotation_checks.check('auto_string', reference.rotate, *CASES['3x5, 6 kept'], init=0.7)
+    encoding, grid = create('auto_string', (3, 5), 1, **SIZES), make_grid((3, 5), 1, 6, batch=2)
+    encoding.gate.weight.data.fill_(0.007)
+    q, k, v = make_qkv(grid, **SIZES)
+    options = {**where(grid), **rotation_checks.own_parameters(encoding)}
+    expected = attention(*(reference.rotate(x, (3, 5), **options) for x in (q, k)), v)
+    compare(attend(encoding, q, k, v, grid), expected, {'q': q, 'k': k, **dict(encoding.named_parameters())})
 
 
 def test_gate_of_zero():

@@ -10,6 +10,7 @@ from . import (
     cpb,
     fire,
     fourier,
+    harope,
     irpe,
     lape,
     liere,
