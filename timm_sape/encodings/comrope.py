@@ -33,7 +33,7 @@ class CommutingRotaryEncoding(BlockRotaryEncoding):
     gets weight decay. Computed in at least float32.
 
     Args:
-        form: 'ld' or 'ap'.
+        form: 'ld' (linearly dependent) or 'ap' (axial partition).
         block_size: Channels of a block, 2 or more.
 
     Raises:

@@ -29,11 +29,11 @@ UNIT, WEIGHT = 16.0, 512.0
 class QuadraticForm(PositionEncoding, ABC):
     """A bias that is a quadratic form of the offset, with factors from the content of the query.
 
-    A subclass defines `form`. Everything is computed in at least float32, except the product itself, which is part of
-    attention. It is a small difference of large terms. Three things keep it accurate in half precision. Coordinates are
-    centred, so that few digits represent them exactly. The five numbers of a query are rounded first (to two channels)
-    and everything else is computed from the rounded values: the forms then differ slightly from the exact ones, but
-    their terms still cancel. And a value with more digits than the dtype holds is split over several channels.
+    Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
+    difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
+    digits represent them exactly. The five numbers of a query are rounded first (to two channels) and everything else
+    is computed from the rounded values: the forms then differ slightly from the exact ones, but their terms still
+    cancel. And a value with more digits than the dtype holds is split over several channels.
     """
 
     @abstractmethod
@@ -97,8 +97,6 @@ class ParabolicPositionEncoding(QuadraticForm, CoordinateEncoding):
     as there (uniform in +-1/sqrt(2) and +-1/sqrt(D)) but multiplied by d^(-1/4), and w_a as there (uniform in
     +-1/sqrt(D)). And there patches are numbered from 1 with the class token at (0, 0), while here prefix tokens have no
     bias. No parameter gets weight decay.
-
-    For precision see `QuadraticForm`.
 
     Args:
         num_parabolas: M, number of parabolas per head, 1 or more.

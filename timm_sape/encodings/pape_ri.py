@@ -26,7 +26,7 @@ class RotationInvariantParabolicEncoding(QuadraticForm, CoordinateEncoding):
     the layer alone, so that models of several seeds are the same encoding, and it is saved with the weights. It divides
     the bias by sqrt(d) along with q.k, while here it is added unscaled and s is multiplied by d^(-1/4) instead. And
     there patches are numbered from 1 with the class token at (0, 0), while here prefix tokens have no bias. w_a is
-    initialized as there (uniform in +-1/sqrt(D)). No parameter gets weight decay. For precision see `QuadraticForm`.
+    initialized as there (uniform in +-1/sqrt(D)). No parameter gets weight decay. As precise as `pape`.
     """
     relative = True
     sees_mirror = False
