@@ -49,6 +49,9 @@ ON_NAFLEX = {
 }
 NAFLEX_EXTRA = {
     'ape': "The table is resized for each image as timm's NaFlexVit does it.",
+    **dict.fromkeys(
+        ('comrope', 'liere'),
+        'Images of one grid are turned together, by the matrices of their own grid. Attention stays fused.'),
     'nope': 'Nothing to do.',
     'ope': 'Objects are found in the patches of an image where none is missing; otherwise give '
            '`object_index=`, `[B, K]`.',
@@ -290,6 +293,8 @@ def page(name):
 
 def cost_of(name):
     rows = [row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['pos_enc'] in (name, f'ape+{name}')]
+    if not rows:
+        return 'Its cost has not been measured yet.'
     found = [[
         row['setting'], f'{int(row["params_added"]):,}',
         *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step', 'step_peak'))] for row in rows]

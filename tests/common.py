@@ -30,6 +30,7 @@ OFTEN = [
 # large (squares of large codes) that in low precision the rounding of q and k hides mistakes.
 KEYWORDS = {
     'cape': {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1},
+    'comrope': {'block_size': 4},  # two blocks: of one, two factors are drawn, whose size says little
     'pape': {'num_parabolas': 4},
     'sape2sq_k': {'bias_scale': 0.1},
     'sape2sq_q': {'bias_scale': 0.1},
@@ -60,6 +61,8 @@ def randomize(model):
             p.copy_(0.01 + 0.002 * noise)
         elif p.min() == p.max():  # gains, norms, biases and tables that start as a constant
             p.add_(noise, alpha=0.2)
+        elif name.endswith('comrope.factors'):  # of other parameters
+            p.copy_(3 * noise)
         elif 'encodings.' in name:
             p.copy_(0.3 * noise)
         else:

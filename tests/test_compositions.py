@@ -9,6 +9,7 @@ import timm_sape
 from common import PATCH, randomize
 
 NAMES = [name for name in timm_sape.list_encodings() if name != 'nope']
+ROTATIONS = {'turn', 'rotation'}
 
 
 def hooks(name):
@@ -24,7 +25,7 @@ def refusal(a, b):
     """The reason not to combine two encodings, None if there is none."""
     if {a, b} == {'ape', 'lape'}:
         return "'lape' cannot be combined with 'ape': it is 'ape' passed from layer to layer"
-    if 'rotation' in hooks(a) & hooks(b):
+    if ROTATIONS & hooks(a) and ROTATIONS & hooks(b):
         return 'two rotations'
     if 'mix' in hooks(a) | hooks(b) and not embeds(a) and not embeds(b):
         return 'mixes tokens with their position terms, but no part adds such a term'
@@ -67,7 +68,7 @@ def test_pairs(a):
 def test_all_at_once():
     """A rotation, a mixer and all other encodings together, without gates and with them."""
     everything = [
-        name for name in NAMES if name not in ('lape',) and ('rotation' not in hooks(name) or name == 'rope2d_mixed')]
+        name for name in NAMES if name not in ('lape',) and (not ROTATIONS & hooks(name) or name == 'rope2d_mixed')]
     gated = [
         f'auto_{name}' if timm_sape.get_encoding(name).gate_init is not None else name for name in everything]
     x = torch.randn(2, 3, 2 * PATCH, 3 * PATCH, generator=torch.Generator().manual_seed(0))
@@ -113,7 +114,9 @@ def test_what_the_last_layer_says_to_the_class_token(name):
     """
     # iRPE has a bucket for prefix tokens. Its bias on keys is the same for the whole row, which softmax ignores.
     heard = {
-        'irpe_q': ['table_q'], 'irpe_qk': ['table_q'], 'irpe_qkv': ['table_q', 'table_v'], 'rope2d_mixed': ['freqs']}
+        'irpe_q': ['table_q'], 'irpe_qk': ['table_q'], 'irpe_qkv': ['table_q', 'table_v'], 'rope2d_mixed': ['freqs'],
+        'liere': ['entries'], 'comrope': ['entries', 'factors'], 'string': ['entries', 'freqs'],
+        'harope': ['entries', 'log_scale']}
     for pool in ('token', 'avg'):
         torch.manual_seed(0)
         model = timm.create_model(

@@ -18,10 +18,10 @@ from timm_sape import vit_pos_enc
 
 # Written out, so that losing or adding a name in the registry makes a test fail.
 ENCODINGS = (
-    'alibi2d', 'ape', 'ape2d', 'cape', 'cope', 'cpb', 'fourier', 'irpe_k', 'irpe_q', 'irpe_qk', 'irpe_qkv', 'lape',
-    'lookhere', 'mrope', 'nope', 'ope', 'pape', 'peg', 'pemix', 'rope1d', 'rope2d', 'rope2d_mixed', 'rope_dinov3',
-    'rpb', 'rpe2d', 'sape2', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'sape2sq_q', 'shaw', 'sincos1d', 'sincos2d',
-    't5')
+    'alibi2d', 'ape', 'ape2d', 'cape', 'comrope', 'cope', 'cpb', 'fire', 'fourier', 'harope', 'irpe_k', 'irpe_q',
+    'irpe_qk', 'irpe_qkv', 'lape', 'liere', 'lookhere', 'mrope', 'nope', 'ope', 'pape', 'pape_ri', 'peg', 'pemix',
+    'rope1d', 'rope2d', 'rope2d_mixed', 'rope_dinov3', 'rope_golden', 'rope_spiral', 'rpb', 'rpe2d', 'sape2', 'sape2_k',
+    'sape2_q', 'sape2_qk', 'sape2sq_k', 'sape2sq_q', 'shaw', 'sincos1d', 'sincos2d', 'string', 't5')
 ON_TOKENS = ('ape', 'ape2d', 'cape', 'fourier', 'lape', 'nope', 'ope', 'sincos1d', 'sincos2d')  # without `_ape`
 WITH_APE = tuple(name for name in ENCODINGS if name not in ON_TOKENS)
 SIZES = ('vit_tiny', 'vit_small', 'vit_base', 'test_vit')

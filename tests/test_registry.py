@@ -45,7 +45,7 @@ def test_known_encodings():
     names = list_encodings()
     assert names == sorted(names)
     assert {'ape', 'cope', 'nope', 'rope2d', 'rope2d_mixed', 'sape2_k', 'sape2_q', 'sape2_qk'} <= set(names)
-    assert len(names) >= 34
+    assert len(names) >= 42
     assert 'sape2' not in names
     assert list_encodings(aliases=True) == sorted([*names, *registry._aliases])
     assert {'sape2_k', 'sape2_q', 'sape2_qk'} <= set(list_encodings('sape2*'))
@@ -204,7 +204,8 @@ def test_not_an_encoding(cls):
 
 
 @pytest.mark.parametrize('hook, per_layer', [
-    ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False)])
+    ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False),
+    ('turn', False)])
 def test_shared_where_it_cannot_be(hook, per_layer):
     says = f"'mine' overrides '{hook}', so its class must set per_layer = {not per_layer}"
     with pytest.raises(ValueError, match=says):
@@ -438,6 +439,20 @@ class RotationPerHead(Rotation):
         return rotation_table(per_head * self.angles(grid))
 
 
+class Turn(Toy):
+    """q and k are longer in columns further to the right."""
+    per_layer = True
+
+    def turn(self, q, k, grid):
+        x = torch.cat([q.new_zeros(grid.num_prefix_tokens), grid.coordinates(dtype=q.dtype)[:, 1]])
+        factor = 1 + self.amount * x[:, None]
+        return q * factor, k * factor
+
+
+class TurnBeforeRotation(Turn, Rotation):
+    pass
+
+
 class PositionBias(Toy):
     """Prefers keys to the left."""
 
@@ -501,6 +516,8 @@ def forward_by_hand(model, x, encodings):
             bias = encoding.position_bias(grid)
         if encoding.overrides('content_bias'):
             bias = encoding.content_bias(q, k, grid)
+        if encoding.overrides('turn'):
+            q, k = encoding.turn(q, k, grid)
         if encoding.overrides('rotation'):
             table = encoding.rotation(grid)
             q, k = (torch.cat([t[:, :, :1], apply_rot_embed_cat(t[:, :, 1:], table)], dim=2) for t in (q, k))
@@ -516,7 +533,7 @@ def forward_by_hand(model, x, encodings):
 TOYS = [
     Embed, FactorOnly, shared(Rotation), per_layer(Rotation), shared(RotationPerHead), per_layer(RotationPerHead),
     shared(PositionBias), per_layer(PositionBias), shared(PositionBiasPerHead), per_layer(PositionBiasPerHead),
-    ContentBias, ContentBiasOfAllHeads, Values,
+    ContentBias, ContentBiasOfAllHeads, Values, Turn, TurnBeforeRotation,
 ]
 
 

@@ -4,6 +4,7 @@
 """
 from . import functional, hub
 from .encodings import (
+    BlockRotaryEncoding,
     CoordinateEncoding,
     FixedEncoding,
     FixedRotaryEncoding,
@@ -24,6 +25,7 @@ from .version import __version__ as __version__
 from .vit_pos_enc import VisionTransformerPosEnc
 
 __all__ = [
+    'BlockRotaryEncoding',
     'CoordinateEncoding',
     'FixedEncoding',
     'FixedRotaryEncoding',

@@ -359,7 +359,7 @@ def _adopt(
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):
         vit.base_position = _base_position(vit)
-        rotations = [name for name in parts if get_encoding(name).overrides('rotation')]
+        rotations = [name for name in parts if 'q and k' in get_encoding(name).acts_on()]
         if vit.rope is not None and rotations:
             raise ValueError(
                 f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({vit.base_position}).')

@@ -429,6 +429,11 @@ class LayerEncodings(nn.ModuleDict):
             k: torch.Tensor,
             position: AnyPosition,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
+        for encoding in self.acting_on('turn'):
+            if isinstance(position, MixedPosition):
+                q, k = self._turned_by_group(encoding, q, k, position)
+            else:
+                q, k = encoding(q, k, grid=position.grid, hook='turn')
         table = self._rotation(q, position)
         if table is None:
             return q, k
@@ -436,6 +441,20 @@ class LayerEncodings(nn.ModuleDict):
         return tuple(
             torch.cat([t[:, :, :p], apply_rot_embed_cat(t[:, :, p:], table, half=self.rotate_half)], dim=2)
             for t in (q, k))
+
+    @staticmethod
+    @torch.compiler.disable
+    def _turned_by_group(
+            encoding: PositionEncoding,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            position: MixedPosition,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        groups = position.groups
+        of_groups = zip(*(groups.split(t.transpose(1, 2)) for t in (q, k)), groups.grids)
+        turned = [
+            encoding(q.transpose(1, 2), k.transpose(1, 2), grid=grid, hook='turn') for q, k, grid in of_groups]
+        return tuple(groups.merge([t.transpose(1, 2) for t in parts]).transpose(1, 2) for parts in zip(*turned))
 
     def _rotation(self, q: torch.Tensor, position: AnyPosition) -> Optional[torch.Tensor]:
         """Table of the rotation in this layer, `[(B, 1|h,) N-P, 2*d]`."""

@@ -186,6 +186,7 @@ def attention_by_hand(attn, x, position, mask=None):
     p = grid.num_prefix_tokens
     patch = torch.arange(N) >= p
     total = torch.zeros(B, attn.num_heads, N, N)
+    turned = q, k
     total = total if position.bias is None else total.where(~(patch[:, None] & patch), total + position.bias)
     for encoding in attn.encodings.values():
         own = torch.zeros(())
@@ -196,11 +197,14 @@ def attention_by_hand(attn, x, position, mask=None):
         if encoding.overrides('channels'):
             a, b = encoding.channels(q, k, x, grid, attn.scale)
             own = own + attn.scale * a @ b.transpose(-2, -1)
+        if encoding.overrides('turn'):
+            turned = encoding.turn(q, k, grid)
         if encoding.overrides('rotation'):
             rotation = encoding.rotation(grid)
         if encoding.prefix_rule:
             own = torch.zeros(()).where(~(patch[:, None] & patch), own)
         total = total + own
+    q, k = turned
     if rotation is not None:
         q, k = (rotated(t, rotation, p, attn.encodings.rotate_half) for t in (q, k))
     logits = q @ k.transpose(-2, -1) / attn.head_dim ** 0.5 + total

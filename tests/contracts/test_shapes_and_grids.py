@@ -45,6 +45,9 @@ def relative(make):
         token = torch.randn(1, HEADS, 1, 32 // HEADS, generator=torch.Generator().manual_seed(0))
         q = k = token.expand(-1, -1, p + grid.num_patches, -1)
         logits = torch.zeros(1, HEADS, *2 * (p + grid.num_patches,))
+        if encoding.overrides('turn'):
+            q, k = encoding.turn(q, k, grid)
+            logits = q @ k.transpose(-2, -1)
         if encoding.overrides('rotation'):
             table, half = encoding.rotation(grid), encoding.rotate_half
             logits = rotated(q, table, p, half) @ rotated(k, table, p, half).transpose(-2, -1)

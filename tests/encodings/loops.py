@@ -168,3 +168,47 @@ def resampled(table, old_size, new_size, num_prefix_rows=0):
                 wy * wx * patches[j * old_size[1] + i]
                 for j, wy in weights_y[y].items() for i, wx in weights_x[x].items()))
     return stacked([prefix + new])
+
+
+def skew(entries, size):
+    """The skew-symmetric matrix with these entries above the diagonal, row by row."""
+    rows = [[torch.zeros((), dtype=entries.dtype) for _ in range(size)] for _ in range(size)]
+    left = iter(entries.unbind(0))
+    for i in range(size):
+        for j in range(i + 1, size):
+            rows[i][j] = next(left)
+            rows[j][i] = -rows[i][j]
+    assert next(left, None) is None
+    return stacked(rows)
+
+
+def exponential(a):
+    """1 + a + a^2 / 2! + a^3 / 3! + ..., of a matrix whose entries add up to less than 1024 in each row."""
+    a = a / 1024
+    total = term = torch.eye(len(a), dtype=a.dtype)
+    for n in range(1, 20):
+        term = term @ a / n
+        total = total + term
+    for _ in range(10):
+        total = total @ total
+    return total
+
+
+def multiplied(x, matrices, grid_size, num_prefix_tokens=0, keep_indices=None):
+    """Multiply blocks of channels of each patch by the matrices `matrices(h, y, x)`. Prefix tokens do not change."""
+    out = []
+    for b, heads in enumerate(vectors(x)):
+        place = places(b, grid_size, keep_indices)
+        out.append([])
+        for h, tokens in enumerate(heads):
+            turned = tokens[:num_prefix_tokens]
+            for (row, column), token in zip(place, tokens[num_prefix_tokens:]):
+                blocks, start = [], 0
+                for matrix in matrices(h, row, column):
+                    end = start + len(matrix)
+                    blocks.append(torch.stack([line @ token[start:end] for line in matrix]))
+                    start = end
+                assert start == len(token)
+                turned = turned + [torch.cat(blocks)]
+            out[b].append(turned)
+    return stacked(out)

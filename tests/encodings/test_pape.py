@@ -81,7 +81,7 @@ def pad_tokens_behind(self, table):
     return F.pad(table, (0, 0, 0, self.num_prefix_tokens))
 
 
-def with_factors(*factors, form=pape.ParabolicPositionEncoding._form):
+def with_factors(*factors, form=pape.ParabolicPositionEncoding.form):
     return lambda self, x, grid: form(self, x, grid) * torch.tensor(factors, dtype=x.dtype)
 
 
@@ -92,8 +92,8 @@ MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
     'rows of kept patches in raster order': (((3, 5), 1, 8), bias_checks.ROWS_IN_RASTER_ORDER),
     'trained grid ignored': (((4, 7), 0, None, (3, 5)), (
         pape.ParabolicPositionEncoding, 'rescaling', lambda self, grid: None)),
-    'to the other side': (((3, 5), 0), (pape.ParabolicPositionEncoding, '_form', with_factors(1, 1, 1, -1, -1))),
-    'no product of dy and dx': (((3, 5), 0), (pape.ParabolicPositionEncoding, '_form', with_factors(1, 0, 1, 1, 1))),
+    'to the other side': (((3, 5), 0), (pape.ParabolicPositionEncoding, 'form', with_factors(1, 1, 1, -1, -1))),
+    'no product of dy and dx': (((3, 5), 0), (pape.ParabolicPositionEncoding, 'form', with_factors(1, 0, 1, 1, 1))),
 }
 
 

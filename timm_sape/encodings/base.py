@@ -5,13 +5,14 @@
 | `embed` | tokens, after the patch embedding or after a block | a term to add |
 | `mix` | tokens and the sum of these terms | both, weighted |
 | `layer_embed` | the input of each attention layer | a term for each layer |
+| `turn` | q and k | both, multiplied by matrices |
 | `rotation` | q and k | a table of sines and cosines |
 | `position_bias` | logits, by geometry alone | a bias between tokens |
 | `content_bias` | logits, from q and k | a bias between tokens |
 | `channels` | logits, from q, k and the tokens | more channels of q and k, whose product is the bias |
 | `values` | values | a term for the output of attention |
 
-A ninth, `attend`, computes attention with the bias of `content_bias` faster, without forming that bias.
+A tenth, `attend`, computes attention with the bias of `content_bias` faster, without forming that bias.
 
 *One rule for dropped patches*: everything that a hook gets or returns covers only the tokens in the sequence. If some
 patches were dropped, `grid.keep_indices` lists those that remain. Methods of `Grid` reduce a result for the whole grid
@@ -29,7 +30,8 @@ folder's `__init__.py`. Which base class?
 |---|---|
 | `PositionEncoding` | parameters that mean the same on any grid |
 | `FixedEncoding` | no parameters: the grid determines a table, which is kept in a buffer |
-| `RotaryEncoding`, `FixedRotaryEncoding` | rotations: define the angles |
+| `RotaryEncoding`, `FixedRotaryEncoding` | rotations of pairs of channels: define the angles |
+| `BlockRotaryEncoding` | rotations of larger blocks of channels: define their matrices |
 | `CoordinateEncoding` | functions of coordinates, which extrapolate or are rescaled on another grid |
 | `ReferenceGridEncoding` | parameters that belong to the trained grid and are never resized |
 | `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
@@ -42,9 +44,11 @@ import torch
 import torch.nn as nn
 from timm.layers import trunc_normal_
 
+from .. import ops
 from ..grid import Grid
 
 __all__ = [
+    'BlockRotaryEncoding',
     'CoordinateEncoding',
     'FixedEncoding',
     'FixedRotaryEncoding',
@@ -144,6 +148,7 @@ class PositionEncoding(nn.Module):
         'embed': 'tokens',
         'mix': 'tokens',
         'layer_embed': 'tokens in each layer',
+        'turn': 'q and k',
         'rotation': 'q and k',
         'position_bias': 'logits, by geometry',
         'content_bias': 'logits, from content',
@@ -198,7 +203,7 @@ class PositionEncoding(nn.Module):
             found = getattr(self, hook)(x, *tensors, **given)
         if hook in ('position_bias', 'content_bias'):
             self._check_bias(hook, found, given['grid'])
-        if self.gate is None or hook in ('rotation', 'channels', 'attend'):  # these apply the gate themselves
+        if self.gate is None or hook in ('turn', 'rotation', 'channels', 'attend'):  # these apply the gate themselves
             return found
         if hook == 'mix':
             return tuple(before + self.gate(after - before) for before, after in zip((x, *tensors), found))
@@ -276,6 +281,21 @@ class PositionEncoding(nn.Module):
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
         """A term for the normed input of each attention layer, `[L, (B,) N, D]`. The residual path does not get it."""
+        raise NotImplementedError
+
+    def turn(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        """q and k, multiplied by matrices of the encoding's own, before any rotation of pairs of channels.
+
+        For rotations that are not of pairs. The hook applies the gate itself, so that a gate of 0 leaves q.k alone.
+
+        Args:
+            q: Queries after q_norm, unscaled, `[B, h, N, d]`.
+            k: Keys, likewise, `[B, h, N, d]`.
+            grid: The grid.
+
+        Returns:
+            Both, in their own dtypes. Prefix tokens have no place, so they are not turned by one.
+        """
         raise NotImplementedError
 
     def rotation(self, grid: Grid) -> torch.Tensor:
@@ -498,6 +518,31 @@ class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
     def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         table = self.table_for(grid)
         return table if self.gate is None else rotation_table(self.gated(table), self.rotate_half)
+
+
+class BlockRotaryEncoding(PositionEncoding, ABC):
+    """A rotation of q and k in blocks of channels, of any size. A subclass defines `blocks`."""
+
+    @abstractmethod
+    def blocks(self, grid: Grid) -> torch.Tensor:
+        """The orthogonal matrix of each patch of the whole grid for each block of channels.
+
+        A gate scales what the matrices are computed from: at 0 they are 1.
+
+        Returns:
+            `[h, H*W, n, b, b]` with n*b = d, in at least float32.
+        """
+
+    def turn(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
+        p, dtype = grid.num_prefix_tokens, q.dtype
+        with ops.no_autocast(q):
+            blocks = self.blocks(grid)
+            rows = grid.keep_rows(blocks.flatten(2))  # [(B,) h, N-P, n*b*b]
+            blocks = rows.unflatten(-1, blocks.shape[2:])
+            qk = torch.stack([q, k])[:, :, :, p:].to(blocks.dtype).unflatten(-1, blocks.shape[-3:-1])
+            batch = 'b' if blocks.ndim == 6 else ''
+            turned = torch.einsum(f'{batch}hpnij,sbhpnj->sbhpni', blocks, qk).flatten(-2).to(dtype)  # [2, B, h, N-P, d]
+        return tuple(torch.cat([t[:, :, :p], patches], dim=2) for t, patches in zip((q, k), turned.unbind(0)))
 
 
 _taking = threading.Lock()  # of a grid that a library has set, by the first forward passes, perhaps of several threads

@@ -8,6 +8,7 @@ parabolas there are. Expanded in the coordinates, it is a product of six further
 precision), so no N x N tensor is made and attention stays fused. (One parabola at a time, M of them would take
 3 * M + 2 channels.) Costs a projection of the tokens to h * M widths, and these channels.
 """
+from abc import ABC, abstractmethod
 from typing import List, Tuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..checks import is_integer
 from ..grid import Grid
-from .base import CoordinateEncoding
+from .base import CoordinateEncoding, PositionEncoding
 from .registry import register_encoding
 
 # UNIT: unit of coordinates, in patches. WEIGHT: multiplies the channels of k and divides those of q. With these values
@@ -25,8 +26,67 @@ from .registry import register_encoding
 UNIT, WEIGHT = 16.0, 512.0
 
 
+class QuadraticForm(PositionEncoding, ABC):
+    """A bias that is a quadratic form of the offset, with factors from the content of the query.
+
+    Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
+    difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
+    digits represent them exactly. The five numbers of a query are rounded first (to two channels) and everything else
+    is computed from the rounded values: the forms then differ slightly from the exact ones, but their terms still
+    cancel. And a value with more digits than the dtype holds is split over several channels.
+    """
+
+    @abstractmethod
+    def form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The quadratic form of each query: the factors of dy^2, dy*dx, dx^2, dy and dx in its bias.
+
+        Args:
+            x: Tokens of the patches, `[B, N-P, D]`.
+            grid: The grid.
+
+        Returns:
+            `[B, h, N-P, 5]`, for offsets in units of `UNIT` patches.
+        """
+
+    def channels(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            x: torch.Tensor,
+            grid: Grid,
+            scale: float,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        with ops.no_autocast(q):
+            form = self.gated(self.form(x[:, grid.num_prefix_tokens:], grid)) / (scale * WEIGHT)  # [B, h, N-P, 5]
+            narrow = q.dtype != form.dtype
+            if narrow:
+                high, low = _parts(form.detach(), q.dtype, 2)
+                form = form + (high + low.to(q.dtype) - form).detach()
+            places = grid.keep_rows(grid.coordinates(form.device, form.dtype))  # [(B, 1,) N-P, 2]
+            row = (places[..., 0] - (grid.height - 1) / 2) / UNIT
+            column = (places[..., 1] - (grid.width - 1) / 2) / UNIT
+            # Expand the form in y_i - y_j and x_i - x_j. `first` has the factors of 1, y_j and x_j, `second` those of
+            # y_j^2, y_j x_j and x_j^2.
+            yy, yx, xx, dy, dx = form.unbind(-1)
+            first = torch.stack([
+                yy * row * row + yx * row * column + xx * column * column + dy * row + dx * column,
+                -2 * yy * row - yx * column - dy,
+                -2 * xx * column - yx * row - dx,
+            ], dim=-1)  # [B, h, N-P, 3]
+            second = form[..., :3]
+            linear = WEIGHT * torch.stack([torch.ones_like(row), row, column], dim=-1)  # [(B, 1,) N-P, 3]
+            square = WEIGHT * torch.stack([row * row, row * column, column * column], dim=-1)  # [(B, 1,) N-P, 3]
+            a, b = [first, second], [linear, square]
+            if narrow:
+                (high, low), (square_high, square_low) = _parts(second, q.dtype, 2), _parts(square, q.dtype, 2)
+                a = [*_parts(first, q.dtype, 3), high, high, low, low]
+                b = [linear, linear, linear, square_high, square_low, square_high, square_low]
+            a, b = torch.cat(a, dim=-1).to(q.dtype), torch.cat(b, dim=-1).to(q.dtype)
+            return grid.pad_tokens(a), grid.pad_tokens(b.expand_as(a))  # [B, h, N, 6 or 21]
+
+
 @register_encoding('pape')
-class ParabolicPositionEncoding(CoordinateEncoding):
+class ParabolicPositionEncoding(QuadraticForm, CoordinateEncoding):
     """Parabolic (PaPE).
 
     Logits get sum over m of -a_im (u_im - u_jm)^2 + b_im (u_im - u_jm), with u_jm = w_p[m].(y_j, x_j).
@@ -37,12 +97,6 @@ class ParabolicPositionEncoding(CoordinateEncoding):
     as there (uniform in +-1/sqrt(2) and +-1/sqrt(D)) but multiplied by d^(-1/4), and w_a as there (uniform in
     +-1/sqrt(D)). And there patches are numbered from 1 with the class token at (0, 0), while here prefix tokens have no
     bias. No parameter gets weight decay.
-
-    Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
-    difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
-    digits represent them exactly. The five numbers of a query are rounded first (to two channels) and everything else
-    is computed from the rounded values: the parabolas then differ slightly from the exact ones, but their terms still
-    cancel. And a value with more digits than the dtype holds is split over several channels.
 
     Args:
         num_parabolas: M, number of parabolas per head, 1 or more.
@@ -71,52 +125,7 @@ class ParabolicPositionEncoding(CoordinateEncoding):
                 (self.w_p, shrink * 2 ** -0.5), (self.w_a, self.dim ** -0.5), (self.w_b, shrink * self.dim ** -0.5)):
             nn.init.uniform_(weight, -bound, bound)
 
-    def channels(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            x: torch.Tensor,
-            grid: Grid,
-            scale: float,
-    ) -> Tuple[torch.Tensor, torch.Tensor]:
-        with ops.no_autocast(q):
-            form = self.gated(self._form(x[:, grid.num_prefix_tokens:], grid)) / (scale * WEIGHT)  # [B, h, N-P, 5]
-            narrow = q.dtype != form.dtype
-            if narrow:
-                high, low = _parts(form.detach(), q.dtype, 2)
-                form = form + (high + low.to(q.dtype) - form).detach()
-            places = grid.keep_rows(grid.coordinates(form.device, form.dtype))  # [(B, 1,) N-P, 2]
-            row = (places[..., 0] - (grid.height - 1) / 2) / UNIT
-            column = (places[..., 1] - (grid.width - 1) / 2) / UNIT
-            # Expand the form in y_i - y_j and x_i - x_j. `first` has the factors of 1, y_j and x_j, `second` those of
-            # y_j^2, y_j x_j and x_j^2.
-            yy, yx, xx, dy, dx = form.unbind(-1)
-            first = torch.stack([
-                yy * row * row + yx * row * column + xx * column * column + dy * row + dx * column,
-                -2 * yy * row - yx * column - dy,
-                -2 * xx * column - yx * row - dx,
-            ], dim=-1)  # [B, h, N-P, 3]
-            second = form[..., :3]
-            linear = WEIGHT * torch.stack([torch.ones_like(row), row, column], dim=-1)  # [(B, 1,) N-P, 3]
-            square = WEIGHT * torch.stack([row * row, row * column, column * column], dim=-1)  # [(B, 1,) N-P, 3]
-            a, b = [first, second], [linear, square]
-            if narrow:
-                (high, low), (square_high, square_low) = _parts(second, q.dtype, 2), _parts(square, q.dtype, 2)
-                a = [*_parts(first, q.dtype, 3), high, high, low, low]
-                b = [linear, linear, linear, square_high, square_low, square_high, square_low]
-            a, b = torch.cat(a, dim=-1).to(q.dtype), torch.cat(b, dim=-1).to(q.dtype)
-            return grid.pad_tokens(a), grid.pad_tokens(b.expand_as(a))  # [B, h, N, 6 or 21]
-
-    def _form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The quadratic form of each query: the factors of dy^2, dy*dx, dx^2, dy and dx in its bias.
-
-        Args:
-            x: Tokens of the patches, `[B, N-P, D]`.
-            grid: The grid.
-
-        Returns:
-            `[B, h, N-P, 5]`, for offsets in units of `UNIT` patches.
-        """
+    def form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         x, w_p, w_a, w_b = ops.upcast(x, self.w_p, self.w_a, self.w_b)
         w_p = UNIT * w_p
         ref = self.rescaling(grid) if self.rescales else None

@@ -62,7 +62,7 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
             raise ValueError(f'Encoding {name!r}: {cls!r} is not a subclass of timm_sape.PositionEncoding.')
         for per_layer, hooks in (
                 (False, ('mix', 'layer_embed')),
-                (True, ('content_bias', 'attend', 'channels', 'values'))):
+                (True, ('turn', 'content_bias', 'attend', 'channels', 'values'))):
             for hook in hooks:
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
@@ -314,7 +314,7 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
             raise ValueError(
                 f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}. Keep one of '
                 'them.')
-    rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.overrides('rotation')]
+    rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if 'q and k' in cls.acts_on()]
     if len(rotations) > 1:
         raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
     classes = [_encodings[name] for name in plain]

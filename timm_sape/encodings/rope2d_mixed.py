@@ -32,9 +32,9 @@ class MixedRotaryEncoding(RotaryEncoding, CoordinateEncoding):
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        self._require_head_dim('rope2d_mixed', 4)
+        self._require_head_dim(self.name, 4)
         self.freqs = nn.Parameter(torch.empty(2, self.num_heads, self.head_dim // 2, device=device, dtype=dtype))
-        self.reset_parameters()
+        MixedRotaryEncoding.reset_parameters(self)  # a subclass has no parameters of its own yet
 
     def reset_parameters(self) -> None:
         freqs = init_random_2d_freqs(self.head_dim, 1, self.num_heads, temperature=10.0, device=self.freqs.device)

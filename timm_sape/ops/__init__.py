@@ -10,6 +10,7 @@
 | `triton_codes`, `triton_distances` | the same as Triton kernels for NVIDIA GPUs; imported only when used |
 | `codes`, `distances` | what the torch and the triton operators share: shapes, autograd, FLOP counts |
 | `double_backward` | second derivatives of the operators |
+| `matrices` | skew-symmetric and orthogonal matrices |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
 """
@@ -17,6 +18,7 @@ from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
 from .devices import check_devices
+from .matrices import cayley, matrix_exp, skew
 from .precision import no_autocast, upcast
 from .reference import pairwise_distance
 from .sape2 import axis_codes, sape2_attention, sape2_bias
@@ -25,15 +27,18 @@ __all__ = [
     'BACKENDS',
     'attend',
     'axis_codes',
+    'cayley',
     'check_devices',
     'check_mask',
     'contextual_bias',
+    'matrix_exp',
     'merge_masks',
     'no_autocast',
     'pairwise_distance',
     'probabilities',
     'sape2_attention',
     'sape2_bias',
+    'skew',
     'upcast',
     'using_backend',
 ]

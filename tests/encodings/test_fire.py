@@ -1,0 +1,214 @@
+"""fire: a small MLP computes the bias of each distance, on a scale that ends at the largest one."""
+import pytest
+import torch
+
+import bias_checks
+import reference_fire as reference
+import timm_sape
+from bias_checks import GRIDS, KEPT, OTHER_GRIDS, SIZES, bias_of
+from harness import assert_near, catches, compare, create, make_grid, where
+from model_checks import (
+    check_masks,
+    check_model,
+    check_neutral_start,
+    check_number_of_parameters,
+    check_uniform,
+    initial_model,
+    own_encodings,
+)
+from timm_sape import Grid
+from timm_sape.encodings import fire
+
+DISTANCES = ['euclidean', 'manhattan']
+
+
+def expected_bias(encoding, grid):
+    fc1, fc2 = encoding.mlp.fc1, encoding.mlp.fc2
+    parameters = encoding.log_scale, encoding.threshold, fc1.weight, fc1.bias, fc2.weight, fc2.bias
+    return reference.bias(*parameters, grid.size, distance=encoding.distance, **where(grid))
+
+
+def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, distance='euclidean', threshold=2.5):
+    """The bias and every gradient in float64, of an encoding made for `own_size`."""
+    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
+    encoding = create('fire', own_size or grid_size, num_prefix_tokens, **SIZES, hidden=4, distance=distance)
+    with torch.no_grad():
+        encoding.log_scale.fill_(-0.7)
+        encoding.threshold.fill_(threshold)
+    compare(bias_of(encoding, grid), expected_bias(encoding, grid), dict(encoding.named_parameters()))
+
+
+# --- equations -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('distance', DISTANCES)
+@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
+def test_equations(grid_size, num_prefix_tokens, distance):
+    check(grid_size, num_prefix_tokens, distance=distance)
+
+
+@pytest.mark.parametrize('threshold', [0.3, 50.0])
+def test_threshold(threshold):
+    """Below the largest distance it makes no difference, above it does."""
+    check((3, 5), 1, threshold=threshold)
+
+
+@pytest.mark.parametrize('distance', DISTANCES)
+@pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
+def test_kept_patches(grid_size, num_prefix_tokens, num_keep, distance):
+    """On a grid other than the encoding's own."""
+    check(grid_size, num_prefix_tokens, num_keep, (3, 5), distance=distance)
+
+
+@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
+def test_another_grid(grid_size, own_size):
+    """Distances are divided by the largest one of the image, not by that of the own grid."""
+    check(grid_size, 1, None, own_size)
+
+
+@pytest.mark.parametrize('distance', DISTANCES)
+def test_attention(distance):
+    encoding, grid = create('fire', (3, 5), 1, **SIZES, hidden=4, distance=distance), make_grid((3, 5), 1, 8)
+    bias_checks.check_attention(encoding, lambda q, x: expected_bias(encoding, grid), grid)
+
+
+def columns_only(self, dy, dx, distance=fire.FunctionalInterpolation._distance):
+    return distance(self, 0 * dy, dx)
+
+
+MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
+    'prefix behind': (((3, 5), 1), bias_checks.PREFIX_BEHIND),
+    'kept patches in raster order': (((3, 5), 1, 8), bias_checks.PAIRS_IN_RASTER_ORDER),
+    'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
+    'threshold ignored': (((3, 5), 0, None, None, 'euclidean', 50.0), (torch, 'maximum', lambda a, b: b)),
+    'only the threshold': (((3, 5), 0), (torch, 'maximum', lambda a, b: a)),
+    'rows not counted': (((3, 5), 0), (fire.FunctionalInterpolation, '_distance', columns_only)),
+}
+
+
+@pytest.mark.parametrize('mutant', MUTANTS)
+def test_mutants_are_caught(mutant, monkeypatch):
+    """If the package is broken like this, the comparison with the equations fails."""
+    case, patch = MUTANTS[mutant]
+    catches(lambda: check(*case), monkeypatch, *patch)
+
+
+def test_layers_are_called():
+    """Hooks on the layers of the MLP fire, so a library may wrap or replace them."""
+    encoding = create('fire', **SIZES)
+    called = []
+    for name in ('fc1', 'fc2'):
+        encoding.mlp.get_submodule(name).register_forward_hook(lambda *args, name=name: called.append(name))
+    bias_of(encoding, Grid(3, 5))
+    assert called == ['fc1', 'fc2']
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('distance', DISTANCES)
+def test_float32(distance):
+    bias_checks.check_float32('fire', distance=distance)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half(dtype):
+    bias_checks.check_half('fire', dtype)
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('distance', DISTANCES)
+def test_distance_alone(distance):
+    """The bias depends on the distance alone, so mirroring or turning the image moves it only."""
+    encoding = create('fire', (4, 4), **SIZES, distance=distance)
+    bias = bias_of(encoding, Grid(4, 4))[0].view(2, 4, 4, 4, 4)
+    assert_near(bias[:, 1:, 1:, 1:, 1:], bias[:, :-1, :-1, :-1, :-1], 1e-12)
+    for turned in (bias.flip(2, 4), bias.flip(1, 3), bias.permute(0, 2, 1, 4, 3)):
+        assert_near(turned, bias, 1e-12)
+    assert (bias[0] - bias[1]).abs().max() > 1e-3
+    one, diagonal = bias[:, 0, 0, 0, 2], bias[:, 0, 0, 1, 1]  # two steps by Manhattan, sqrt(2) otherwise
+    assert torch.allclose(one, diagonal) == (distance == 'manhattan')
+
+
+def test_larger_images_stay_in_the_trained_range():
+    """The MLP sees at most what it saw on the grid that the encoding was made for."""
+    encoding, seen = create('fire', (7, 7), random=False, **SIZES), []
+    encoding.mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].amax().item()))
+    for size in ((7, 7), (14, 14), (40, 9), (3, 3)):
+        bias_of(encoding, Grid(*size))
+    assert seen[:3] == pytest.approx([1, 1, 1], abs=1e-5) and seen[3] < 0.7
+
+
+def test_bias_moves_with_kept_patches():
+    bias_checks.check_order_of_kept_patches('fire')
+
+
+def test_other_grid():
+    bias_checks.check_other_grid('fire')
+
+
+# --- initial values --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('again', [False, True])
+def test_initial_values(again):
+    """Those of torch for the layers, c = .1, and L the distance between opposite corners of the model's own grid."""
+    encodings = own_encodings(initial_model('fire', again), 'fire')
+    for encoding in encodings:
+        height, width = encoding.grid_size
+        assert encoding.log_scale.item() == pytest.approx(0.1)
+        assert encoding.threshold.item() == pytest.approx(((height - 1) ** 2 + (width - 1) ** 2) ** 0.5)
+        check_uniform(encoding.mlp.fc2.weight, 32 ** -0.5)
+        assert encoding.mlp.fc1.weight.shape == (32, 1) and encoding.mlp.fc1.weight.abs().max() <= 1
+    assert not torch.equal(encodings[0].mlp.fc2.weight, encodings[1].mlp.fc2.weight)
+    assert 'threshold' in encodings[0].state_dict()
+    paper = create('fire', random=False, **SIZES, log_scale=1.0, threshold=512)
+    assert (paper.log_scale.item(), paper.threshold.item()) == (1, 512)
+
+
+def test_number_of_parameters():
+    check_number_of_parameters('fire')
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+KEYWORDS = [{}, {'distance': 'manhattan', 'hidden': 8, 'threshold': 3.0}]
+
+
+@pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
+@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
+def test_model(keywords, composition):
+    check_model('fire', composition, keywords, least=5e-3)
+
+
+@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
+def test_neutral_start(keywords):
+    check_neutral_start('fire', keywords)
+
+
+def test_masks():
+    check_masks('fire')
+
+
+# --- keywords --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('keywords, text', [
+    ({'distance': 'axes'}, "'fire': distance must be one of 'euclidean', 'manhattan', got 'axes'"),
+    ({'hidden': 0}, "'fire' needs hidden to be a positive integer, got 0"),
+    ({'hidden': 32.0}, "'fire' needs hidden to be a positive integer, got 32.0"),
+    ({'log_scale': 0}, "'fire' needs log_scale to be a positive number, got 0"),
+    ({'log_scale': None}, "'fire' needs log_scale to be a positive number, got None"),
+    ({'threshold': -1}, "'fire' needs threshold to be a positive number, got -1"),
+    ({'threshold': float('nan')}, "'fire' needs threshold to be a positive number, got nan"),
+])
+def test_wrong_keywords(keywords, text):
+    with pytest.raises(ValueError, match=text):
+        create('fire', **SIZES, **keywords)
+
+
+def test_weights_of_other_keywords_do_not_fit():
+    state = create('fire', **SIZES).state_dict()
+    with pytest.raises(RuntimeError):
+        create('fire', **SIZES, hidden=7).load_state_dict(state)
+
+
+def test_registered_from_its_file():
+    assert timm_sape.get_encoding('fire').__module__ == fire.__name__

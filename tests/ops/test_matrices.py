@@ -1,0 +1,66 @@
+"""Skew-symmetric matrices, exponentials and Cayley transforms, as computed here and in exported graphs."""
+import pytest
+import torch
+
+from timm_sape import ops
+
+SIZES = [2, 3, 8, 64]
+
+
+def entries(size, scale, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return scale * torch.randn(3, size * (size - 1) // 2, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture(params=[False, True], ids=['here', 'exported'])
+def exported(request, monkeypatch):
+    """Whether the operators that ONNX lacks are computed from products."""
+    monkeypatch.setattr(torch.onnx, 'is_in_onnx_export', lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize('size', SIZES)
+def test_skew(size):
+    """Entries above the diagonal row by row, their negatives below it."""
+    given = entries(size, 1)
+    found = ops.skew(given, size)
+    rows, columns = torch.triu_indices(size, size, 1)
+    assert torch.equal(found[:, rows, columns], given)
+    assert torch.equal(found, -found.mT) and found.shape == (3, size, size)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+@pytest.mark.parametrize('norm', [1e-3, 1, 30, 500])
+@pytest.mark.parametrize('size', SIZES)
+def test_matrix_exp(size, norm, dtype, tolerance, exported):
+    """Beside the eigenvalues of i*a, which is Hermitian. Small matrices keep their digits."""
+    given = entries(size, 1)
+    given = given * (norm / torch.linalg.matrix_norm(ops.skew(given, size), 2)[:, None])
+    a = ops.skew(given, size).to(dtype)
+    values, vectors = torch.linalg.eigh(1j * a.to(torch.complex128))
+    expected = (vectors * torch.exp(-1j * values)[:, None] @ vectors.mH).real
+    tolerance *= max(1, norm) if dtype is torch.float64 else max(1, norm / 10)
+    found = ops.matrix_exp(a)
+    assert found.dtype == dtype and (found - expected).abs().max() < tolerance
+    one = torch.eye(size, dtype=dtype)
+    assert (found @ found.mT - one).abs().max() < 2 * tolerance
+    if norm < 1:
+        assert (found - expected).abs().max() < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize('scale', [0, 1e-3, 1, 5])
+@pytest.mark.parametrize('size', SIZES)
+def test_cayley(size, scale, dtype, tolerance, exported):
+    s = ops.skew(entries(size, scale, dtype), size)
+    one = torch.eye(size, dtype=torch.float64)
+    found = ops.cayley(s)
+    expected = (one - s.double()) @ torch.linalg.inv(one + s.double())
+    assert found.dtype == dtype and (found - expected).abs().max() < tolerance * max(1, scale)
+    assert (found @ found.mT - one).abs().max() < tolerance * max(1, scale)
+
+
+@pytest.mark.parametrize('function', [ops.matrix_exp, ops.cayley])
+def test_gradients(function, exported):
+    given = entries(5, 0.7).requires_grad_()
+    assert torch.autograd.gradcheck(lambda e: function(ops.skew(e, 5)), given)

@@ -1,0 +1,111 @@
+"""FIRE (Li et al., 'Functional Interpolation for Relative Positions Improves Long Context Transformers', ICLR 2024).
+
+A small MLP in each layer computes the bias from the distance between two patches, on a logarithmic scale and divided by
+the largest distance in the image. So a larger image does not leave the range that the MLP was trained on. 2-D in that
+the distance is that between two places of the grid. Costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of
+N x N numbers per head and layer, whatever the batch size.
+"""
+from collections import OrderedDict
+from functools import reduce
+from typing import Optional
+
+import torch
+import torch.nn as nn
+
+from .. import ops
+from ..checks import is_integer, is_number
+from ..grid import Grid
+from .base import PositionEncoding
+from .layers import WideLinear
+from .registry import register_encoding
+from .rpb import between_patches
+
+DISTANCES = ('euclidean', 'manhattan')
+EPSILON = 1e-6  # as in the code that is in use
+
+
+@register_encoding('fire')
+class FunctionalInterpolation(PositionEncoding):
+    """Functional interpolation (FIRE).
+
+    Logits get f(log(1 + |c| r) / log(1 + |c| max(L, R))), where r is the distance of two patches and R the largest.
+
+    f = fc2(relu(fc1(.))) has one input and an output for each head. Each layer learns f and c. The paper is about text:
+    there r is the distance i - j of two tokens, and R the position i of the query, which is the largest distance that
+    the query can have. An image has no such order, so R is the distance between opposite corners. The paper learns L,
+    from 512 tokens on. Here L is R of the grid that the model was made for, and is saved with it: smaller images keep
+    the scale, larger ones are squeezed into it. (As long as all images have one size, a learned L would change nothing
+    that f cannot, and below R it would have no gradient.) 1e-6 is added to the denominator, as in the code that is in
+    use. The layers are initialized by torch's defaults. No parameter gets weight decay. Computed in at least float32.
+
+    Args:
+        distance: 'euclidean' or 'manhattan'.
+        hidden: Width of the MLP, 1 or more.
+        log_scale: Initial value of c, more than 0.
+        threshold: L in patches, more than 0. Default: R of the model's own grid, at least 1.
+
+    Raises:
+        ValueError: If a value is none of these.
+    """
+    relative = True
+    sees_mirror = False
+    adds = 'L * (65 + 33 * h)'
+    resolution = 'larger distances are squeezed into the trained range'
+    paper = 'https://arxiv.org/abs/2310.04418'
+
+    def __init__(
+            self,
+            *,
+            distance: str = 'euclidean',
+            hidden: int = 32,
+            log_scale: float = 0.1,
+            threshold: Optional[float] = None,
+            device=None,
+            dtype=None,
+            **host,
+    ) -> None:
+        super().__init__(device=device, dtype=dtype, **host)
+        if distance not in DISTANCES:
+            raise ValueError(f"'fire': distance must be one of {', '.join(map(repr, DISTANCES))}, got {distance!r}.")
+        if not is_integer(hidden, 1):
+            raise ValueError(f"'fire' needs hidden to be a positive integer, got {hidden!r}.")
+        for name, value in (('log_scale', log_scale), ('threshold', threshold)):
+            if (value is not None or name == 'log_scale') and (not is_number(value) or value <= 0):
+                raise ValueError(f"'fire' needs {name} to be a positive number, got {value!r}.")
+        self.distance = distance
+        height, width = self.grid_size
+        self.start = log_scale, max(1.0, self._distance(height - 1, width - 1)) if threshold is None else threshold
+        dd = {'device': device, 'dtype': dtype}
+        self.log_scale = nn.Parameter(torch.empty(1, **dd))
+        self.register_buffer('threshold', torch.empty(1, **dd))
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=WideLinear(1, hidden, **dd),
+            act=nn.ReLU(),
+            fc2=WideLinear(hidden, self.num_heads, **dd),
+        ))
+        self._reset_scalars()
+
+    def _reset_scalars(self) -> None:
+        for scalar, value in zip((self.log_scale, self.threshold), self.start):
+            nn.init.constant_(scalar, value)
+
+    def reset_parameters(self) -> None:
+        self._reset_scalars()
+        self.mlp.fc1.reset_parameters()
+        self.mlp.fc2.reset_parameters()
+
+    def _distance(self, dy, dx):
+        """Of numbers or tensors."""
+        return abs(dy) + abs(dx) if self.distance == 'manhattan' else (dy ** 2 + dx ** 2) ** 0.5
+
+    def position_bias(self, grid: Grid) -> torch.Tensor:
+        # Take the device from the grid, not from the weights: some libraries load a layer's weights only for its call.
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters()), torch.float32)
+        dy, dx = (torch.arange(1 - size, size, device=grid.device, dtype=dtype) for size in grid.size)
+        distances = self._distance(dy[:, None], dx)  # [2H-1, 2W-1]
+        with ops.no_autocast(distances):
+            log_scale = self.log_scale.to(dtype).abs()
+            largest = torch.maximum(self.threshold.to(dtype), distances.amax())
+            scaled = (log_scale * distances).log1p() / ((log_scale * largest).log1p() + EPSILON)
+            values = self.mlp(scaled.flatten()[:, None])  # [(2H-1)*(2W-1), h]
+        return grid.between_tokens(between_patches(values, grid))  # [(B,) h, N, N]

@@ -1,0 +1,54 @@
+"""Skew-symmetric matrices, and the two usual ways from them to orthogonal ones.
+
+ONNX has neither a matrix exponential nor a solver, so an exported graph computes both from products.
+"""
+import torch
+
+__all__ = ['cayley', 'matrix_exp', 'skew']
+
+SQUARINGS, TERMS = 12, 8  # exact to float32's last digits for matrices with a norm of up to 2^11
+
+
+def skew(entries: torch.Tensor, size: int) -> torch.Tensor:
+    """Skew-symmetric matrices by their entries above the diagonal, row by row.
+
+    Args:
+        entries: `[..., size*(size-1)/2]`.
+        size: Rows of a matrix, 2 or more.
+
+    Returns:
+        `[..., size, size]`.
+    """
+    i = torch.arange(size, device=entries.device)
+    low, high = torch.minimum(i[:, None], i), torch.maximum(i[:, None], i)
+    index = (low * (2 * size - low - 1) // 2 + high - low - 1).clamp(min=0)  # of the diagonal: any
+    return entries[..., index] * (i - i[:, None]).sign()
+
+
+def matrix_exp(a: torch.Tensor) -> torch.Tensor:
+    """The matrix exponential of `[..., b, b]`."""
+    if not torch.onnx.is_in_onnx_export():
+        return torch.linalg.matrix_exp(a)
+    # Taylor's series of a / 2^s, then s squarings. Without its 1 on the diagonal each step keeps the digits of small
+    # entries: (1 + e)^2 = 1 + (2 e + e^2).
+    a = a / 2 ** SQUARINGS
+    term = e = a
+    for n in range(2, TERMS + 1):
+        term = term @ a / n
+        e = e + term
+    for _ in range(SQUARINGS):
+        e = 2 * e + e @ e
+    return e + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+
+
+def cayley(s: torch.Tensor) -> torch.Tensor:
+    """(1 - s) (1 + s)^-1 of skew-symmetric matrices `[..., b, b]`, which is orthogonal."""
+    one = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+    if not torch.onnx.is_in_onnx_export():
+        return torch.linalg.solve(one + s, one - s)  # the factors commute
+    # Gauss and Jordan's elimination. As s is skew-symmetric, no pivot is less than 1.
+    found = torch.cat([one + s, one - s], dim=-1)
+    for i in range(s.shape[-1]):
+        row = found[..., i:i + 1, :] / found[..., i:i + 1, i:i + 1]
+        found = found - (found[..., i:i + 1] - one[:, i:i + 1]) * row
+    return found[..., s.shape[-1]:]
