@@ -30,6 +30,7 @@ from . import (
     t5,
 )
 from .base import (
+    RULE_KEYWORDS,
     CoordinateEncoding,
     FixedEncoding,
     FixedRotaryEncoding,
@@ -38,6 +39,8 @@ from .base import (
     ResizedEncoding,
     RotaryEncoding,
 )
+from .frequencies import FrequencyEncoding
+from .logit_scaling import LOGIT_SCALINGS, LogitScaling
 from .registry import (
     create_encoding,
     encoding_keywords,

@@ -12,6 +12,7 @@
 | `double_backward` | second derivatives of the operators |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
+| `sizes` | logarithms of sizes that may be symbolic |
 """
 from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
@@ -20,6 +21,7 @@ from .devices import check_devices
 from .precision import no_autocast, upcast
 from .reference import pairwise_distance
 from .sape2 import axis_codes, sape2_attention, sape2_bias
+from .sizes import log_of_largest
 
 __all__ = [
     'BACKENDS',
@@ -28,6 +30,7 @@ __all__ = [
     'check_devices',
     'check_mask',
     'contextual_bias',
+    'log_of_largest',
     'merge_masks',
     'no_autocast',
     'pairwise_distance',
