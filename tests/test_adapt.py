@@ -231,7 +231,9 @@ def test_command(main, images, folders, capsys):
     assert timm_sape.hub.load('out').pos_enc == 'rope2d'
     card = open('out/README.md').read()
     assert f'by the rule {best} (timm-sape adapt)' in card and 'top-1, 24 images' in card
-    assert json.load(open('out/config.json'))['model_args']['ref_grid_size'] == [6, 6]
+    config = open('out/config.json').read()
+    assert json.loads(config)['model_args']['ref_grid_size'] == [6, 6]
+    assert '/' not in config and folders['rope2d'] not in card  # no folder of this machine
     assert rules_of(model)['rescale']['ref_grid_size'] == (6, 6)  # so it can be adapted again
 
     assert main(folders['rope2d'], '--sizes', '64', '--data-dir', images, '--output', 'out') == 2

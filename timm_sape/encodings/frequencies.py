@@ -5,6 +5,7 @@ to the trained grid (position interpolation), or something between the two. Fast
 the ends of the image. So the rules between squeeze slow pairs more than fast ones.
 """
 import math
+from abc import ABC, abstractmethod
 from typing import List, Sequence, Tuple, Union
 
 import torch
@@ -17,7 +18,7 @@ from .base import CoordinateEncoding
 __all__ = ['FrequencyEncoding']
 
 
-class FrequencyEncoding(CoordinateEncoding):
+class FrequencyEncoding(CoordinateEncoding, ABC):
     """A rotation of pairs of channels by angles that are frequencies times coordinates.
 
     With a frequency f along y, the position y of a patch becomes (y + 1/2) * g - 1/2 on another grid than the trained
@@ -59,9 +60,9 @@ class FrequencyEncoding(CoordinateEncoding):
         super().__init__(**host)
         self.scales_logits = self.rule == 'yarn'
 
+    @abstractmethod
     def frequency_range(self) -> Tuple[float, float]:
         """The highest and the lowest frequency of the design, in radians per patch."""
-        raise NotImplementedError
 
     def turn(self, grid: Grid, frequencies: torch.Tensor) -> torch.Tensor:
         """The angle of each pair for each patch of the whole grid, by the rule.
