@@ -108,7 +108,9 @@ def strings(rng, folder):
     names = rng.sample(timm_sape.list_encodings(aliases=True), rng.choice([1, 1, 1, 1, 2, 2, 3]))
     names += [rng.choice(['', 'Rope2d', 'sape', 'ape, rope2d', 'nope', 'auto_', 'é', 'x' * 300])] * (rng.random() < 0.1)
     parts = [rng.choices(['', 'auto_', 'auto_auto_'], [9, 3, 0.3])[0] + name for name in names]
-    values = [rng.choice(odd.ODD), 'rescale', 'extrapolate', 'learned', 'equations', 0.5, 1.5, 4, 7, 1e4, 1e-9]
+    values = [
+        rng.choice(odd.ODD), 'rescale', 'extrapolate', 'ntk', 'yarn', 'slopes', 'learned', 'equations', [0.5, 2], 0.5,
+        1.5, 4, 7, 1e4, 1e-9]
     kwargs = {}
     for part, name in zip(parts, names):
         known = [*timm_sape.encoding_keywords(name)] * 4 if name in timm_sape.list_encodings() else []
@@ -130,7 +132,7 @@ def models(rng, folder):
         img_size=rng.choice([16, 24, (16, 24), [24, 16]]), patch_size=rng.choice([4, 8, 8, (8, 4)]),
         num_heads=rng.choice([1, 2, 4]), reg_tokens=rng.choice([0, 1, 4]), ref_grid_size=rng.choice([None, (3, 2)]),
         dynamic_img_size=rng.choice([False, True]), dynamic_img_pad=rng.choice([False, False, True]),
-        patch_drop_rate=0.)
+        logit_scaling=rng.choice(['constant', 'log']), patch_drop_rate=0.)
     sizes = [5, (8, 8, 8), '16', [16, 24], (16, '24'), (16., 24.), (16, 10 ** 6)]
     odd.mutate(rng, kwargs, kwargs.keys() - {'num_classes'}, lambda rng, value: rng.choice(sizes))
     kwargs.update(rng.choice([{}] * 16 + [

@@ -57,6 +57,18 @@ NAFLEX_EXTRA = {
            '`object_index=`, `[B, K]`.',
     'pemix': 'The same weights for all images.',
 }
+RULES = {
+    'extrapolate': 'Positions go on. The default.',
+    'rescale': 'Positions are squeezed or stretched to the trained grid '
+               '([position interpolation](https://arxiv.org/abs/2306.15595)).',
+    'ntk': 'Slow pairs of channels are rescaled, fast ones hardly: the base of the frequencies changes (NTK-aware, '
+           '[described here](https://arxiv.org/abs/2309.00071)).',
+    'yarn': 'Pairs that turn fewer than `ramp[0]` times from edge to edge of the trained grid are rescaled, those that '
+            'turn more than `ramp[1]` times go on. At s times the length, q.k is multiplied by (0.1 ln s + 1)^2 '
+            '([YaRN](https://arxiv.org/abs/2309.00071)).',
+    'slopes': 'Slopes are multiplied by sqrt(N0 / N) for N patches; at the trained aspect ratio the same as `rescale` '
+              '([Al-Khateeb et al.](https://arxiv.org/abs/2310.13017)).',
+}
 MODELS = {  # rows of results/cpu_cifar10/plan.csv
     'ape': ['APE'], 'cope': ['CoPE+APE'], 'nope': ['none'], 'rope2d': ['RoPE-2D'], 'rope2d_mixed': ['RoPE-2D mixed'],
     'rpb': ['relative bias'], 'sape2_k': ['SaPE2(K)+APE', 'SaPE2(K)'], 'sape2_q': ['SaPE2(Q)+APE'], 'shaw': ['Shaw'],
@@ -109,6 +121,17 @@ def results():
 def encodings():
     """The table of the registry, with a link to the page of each."""
     return re.sub(r'^\| `(\w+)`', r'| [`\1`](encodings/\1.md)', encodings_table(), flags=re.MULTILINE)
+
+
+def rules():
+    """Each value of the keyword `resolution`, and the encodings that have it."""
+    having = {}
+    for name in timm_sape.list_encodings():
+        for rule in timm_sape.get_encoding(name).rules:
+            having.setdefault(rule, []).append(f'[`{name}`](encodings/{name}.md)')
+    assert having.keys() == RULES.keys(), 'describe each rule in RULES'
+    return table(['`resolution=`', 'what happens', 'encodings'], [
+        [f"`'{rule}'`", text, ', '.join(having[rule])] for rule, text in RULES.items()])
 
 
 def sizes():
@@ -269,7 +292,7 @@ def page(name):
         ['attention', cls.attention_kernel()],
         ['depends on differences of positions only', 'yes' if cls.relative else 'no'],
         ['parameters added', escape(cls.adds or 'none')],
-        ['on another grid', cls.resolution],
+        ['on another grid', cls.resolution + (' ([rules](../resolutions.md#rules))' if cls.rules else '')],
         ['on NaFlexVit', NAFLEX_EXTRA.get(name) or ON_NAFLEX[cls.acts_on()[0]]],
         ['gate', {None: 'none', 1.0: f'`auto_{name}`, starts at 1'}.get(
             cls.gate_init, f'`auto_{name}`, starts at {cls.gate_init}')],
@@ -322,7 +345,7 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, encodings, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models, kernels)}
+        results, encodings, rules, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models, kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 

@@ -22,6 +22,8 @@ from timm_sape.lab.tables import markdown, write_csv
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
 
+RULES = 'own', 'extrapolate', 'rescale'  # for other sizes
+
 
 def lines_of(rows, at, value):
     """Group values by line of the table, by size or shift (the column `at`), and by seed.
@@ -85,7 +87,8 @@ def main():
         measured_on = about(torch.device('cpu'))
         for label, seed, checkpoint in trained:
             about_run = {'model': label, 'seed': seed}  # replaces the path of the checkpoint
-            resolutions += [{**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, **options)]
+            resolutions += [
+                {**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, rules=RULES, **options)]
             shifts += [{**row, **about_run} for row in shift_sweep(
                 [str(checkpoint)], data, [0, *args.shifts], fill=args.fill, **options)]
             notes = f'{shifts[0]["num_images"]} images; {measured_on}'

@@ -111,7 +111,8 @@ finally:
     print('imported:', *{'timm', 'torch'} & sys.modules.keys())
 """
 COMMANDS = (
-    'run', 'configs', 'experiment', 'list', 'bench', 'map', 'pshap', 'probe', 'sweep', 'shifts', 'compare', 'data')
+    'run', 'configs', 'experiment', 'list', 'bench', 'map', 'pshap', 'probe', 'sweep', 'adapt', 'shifts', 'compare',
+    'data')
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ timm_sape.graft('test_vit', 'sape2_k')
 for command in (
         ['experiment', 'plan.yaml', '--output', 'x'], ['compare', 'x', '--data-dir', 'x'],
         ['sweep', 'x', '--sizes', '32', '--data-dir', 'x'], ['shifts', 'x', '--by', '1', '--data-dir', 'x'],
-        ['bench', '--settings']):
+        ['adapt', 'x', '--sizes', '32', '--data-dir', 'x'], ['bench', '--settings']):
     print(main(command))
 """
 
@@ -315,9 +316,9 @@ def test_commands_without_scipy(tmp_path):
     """They say what to install. Commands that need no statistics work."""
     done = subprocess.run(
         [sys.executable, '-c', COMMANDS_WITHOUT_SCIPY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ['2'] * 5
+    assert done.stdout.split() == ['2'] * 6
     needs = 'timm-sape: this needs scipy, which is not installed: pip install matplotlib pyyaml scipy'
-    assert done.stderr.splitlines() == 4 * [needs] + [
+    assert done.stderr.splitlines() == 5 * [needs] + [
         'timm-sape: nothing to measure; give --settings at least one']
 
 

@@ -23,6 +23,7 @@ from timm.models import save_for_hf
 from torchvision.transforms import v2
 
 from common import randomize
+import timm_sape
 from timm_sape import cli
 from timm_sape.lab import compare as compare_module
 from timm_sape.lab import sweep as sweep_module
@@ -310,30 +311,36 @@ def seen(monkeypatch):
     return calls
 
 
-def test_sweep_of_both_policies(images, folders, seen):
+def rules_of(name):
+    rules = timm_sape.get_encoding(name).rules
+    return [*rules, *(f'{rule}+log' for rule in rules)]
+
+
+def test_sweep_of_every_rule(images, folders, seen):
     data = open_dataset(images)
     sizes = [48, (32, 64), (80, 80), 48]
     rows = sweep([folders['rope2d'], 'local-dir:' + folders['sincos2d']], data, sizes, progress=False)
     key = [(row['model'], row['policy'], row['height'], row['width'], row['patches']) for row in rows]
     assert key == [
         (model, policy, *size)
-        for model in (folders['rope2d'], f'local-dir:{folders["sincos2d"]}')
-        for policy in ('extrapolate', 'rescale')
+        for name, model in (('rope2d', folders['rope2d']), ('sincos2d', f'local-dir:{folders["sincos2d"]}'))
+        for policy in rules_of(name)
         for size in ((48, 48, 36), (32, 64, 32), (80, 80, 100))]
     assert list(rows[0]) == [
         'model', 'policy', 'height', 'width', 'images', 'patches', 'num_images', 'top1', 'top1_low', 'top1_high',
         'top5', 'images_per_second']
     for row, (model, x) in zip(rows, seen):
         size = row['height'], row['width']
-        encoding, = model.position_encodings().values()
+        rule, _, factor = row['policy'].partition('+')
         assert x.shape[-2:] == model.patch_embed.img_size == size
-        assert encoding.rescales == (row['policy'] == 'rescale')
-        assert not encoding.rescales or encoding.ref_grid_size == (6, 6)
+        assert model.encodings[model.pos_enc].rule == rule
+        assert model.logit_scaling == ('log' if factor else 'constant')
+        assert {encoding.ref_grid_size for encoding in model.position_encodings().values()} == {(6, 6)}
         assert row['num_images'] == 24 and row['top5'] == 100 and row['images_per_second'] > 0
 
         # the same without files: the trained model, set to the size
         pos_enc = model.pos_enc
-        other = make(pos_enc, pos_enc_kwargs={pos_enc: {'resolution': row['policy']}})
+        other = make(pos_enc, pos_enc_kwargs={pos_enc: {'resolution': rule}}, logit_scaling=model.logit_scaling)
         other.set_input_size(size)
         with torch.no_grad():
             logits = other.eval()(x)
@@ -343,13 +350,13 @@ def test_sweep_of_both_policies(images, folders, seen):
         assert (row['top1_low'], row['top1_high']) == pytest.approx(
             [100 * p for p in wilson_interval(right, 24)], abs=1e-3)
     at_home = [row['top1'] for row in rows if row['height'] == 48]
-    assert at_home[0] == at_home[1] and at_home[2] == at_home[3]
+    assert len(set(at_home[:8])) == 1 and len(set(at_home[8:])) == 1 and len(at_home) == 12
     table = sweep_table(rows).splitlines()
-    assert len(table) == 14 and '| 32x64 | 32 |' in table[3] and '[' in table[3]
+    assert len(table) == 2 + 12 * 3 and '| 32x64 | 32 |' in table[3] and '[' in table[3]
 
 
 def test_sweep_shows_the_same_content_at_each_size(images, folders, seen):
-    sweep([folders['nope']], open_dataset(images), [48, (96, 48), (48, 192)], progress=False)
+    sweep([folders['nope']], open_dataset(images), [48, (96, 48), (48, 192)], rules=['own'], progress=False)
     data = open_dataset(images, transform=create_transform((48, 192), crop_mode='center', mean=[.5] * 3, std=[.5] * 3))
     other = torch.stack([x for x, _ in data])
     small = [nn.functional.interpolate(x, (12, 12), mode='area') for x in (*(x for _, x in seen), other)]
@@ -365,18 +372,19 @@ def test_sweep_shows_the_same_content_at_each_size(images, folders, seen):
 
 def test_sweep_can_crop_as_validate_does(images, folders, seen):
     data = open_dataset(images)
-    sweep([folders['nope']], data, [48], crop_mode='center', progress=False)
+    sweep([folders['nope']], data, [48], crop_mode='center', rules=['own'], progress=False)
     compare([folders['nope']], data, progress=False)
     assert torch.equal(seen[0][1], seen[1][1])
-    sweep([folders['nope']], data, [48], progress=False)
+    sweep([folders['nope']], data, [48], rules=['own'], progress=False)
     assert not torch.equal(seen[0][1], seen[2][1])
 
 
 def test_sweep_of_models_with_one_rule(images, folders, seen):
     models = [folders['timm'], folders['ape+sape2_k'], folders['nope']]
     rows = sweep(models, open_dataset(images), [48, (32, 64)], num_images=5, progress=False)
-    assert [(row['policy'], row['num_images']) for row in rows] == [('timm', 5)] * 2 + [('own', 5)] * 4
-    assert torch.equal(seen[2][1], seen[4][1])  # the same images for all models
+    ours = [('own', 5)] * 2 + [('own+log', 5)] * 2
+    assert [(row['policy'], row['num_images']) for row in rows] == [('timm', 5)] * 2 + ours * 2
+    assert torch.equal(seen[2][1], seen[6][1])  # the same images for all models
     model = make(None)
     model.set_input_size((32, 64))
     with torch.no_grad():
@@ -385,11 +393,27 @@ def test_sweep_of_models_with_one_rule(images, folders, seen):
 
 def test_sweep_of_two_encodings_with_other_keywords(images, folders, seen):
     rows = sweep([folders['two']], open_dataset(images), [32], num_images=3, progress=False)
-    assert [row['policy'] for row in rows] == ['extrapolate', 'rescale']
-    for (model, _), rescales in zip(seen, (False, True)):
+    assert [row['policy'] for row in rows] == rules_of('alibi2d')
+    for (model, _), row in zip(seen, rows):
+        rule = row['policy'].removesuffix('+log')
         assert model.pos_enc_kwargs['alibi2d']['distance'] == 'manhattan'
-        assert [e.rescales for e in model.position_encodings().values()] == [rescales] * 2
-        assert not rescales or {e.ref_grid_size for e in model.position_encodings().values()} == {(6, 8)}
+        assert {e.ref_grid_size for e in model.position_encodings().values()} == {(6, 8)}
+        # 'sincos2d' has no slopes, and is rescaled beside them
+        assert [model.encodings[name].rule for name in ('alibi2d', 'sincos2d')] == [
+            rule, 'rescale' if rule == 'slopes' else rule]
+
+
+def test_sweep_of_some_rules(images, folders, seen):
+    """Of each model those that it has."""
+    data = open_dataset(images)
+    models = [folders['two'], folders['rope2d'], folders['nope']]
+    rows = sweep(models, data, [32], num_images=3, rules=['own', 'ntk', 'rescale+log'], progress=False)
+    assert [(row['model'], row['policy']) for row in rows] == [
+        (folders['two'], 'rescale+log'), (folders['rope2d'], 'ntk'), (folders['rope2d'], 'rescale+log'),
+        (folders['nope'], 'own')]
+    with pytest.raises(ValueError, match='timm has none of the rules own, ntk. It has timm.$'):
+        sweep([folders['rope2d'], folders['timm']], data, [32], rules=['own', 'ntk'], progress=False)
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize('kind', ['bare', 'training'])
@@ -407,8 +431,9 @@ def test_sweep_of_files_that_do_not_tell_the_trained_grid(kind, images, seen, tm
         torch.save(checkpoint, tmp_path / 'last.pth.tar')
         spec = str(tmp_path / 'last.pth.tar')
     rows = sweep([spec], open_dataset(images), [(2 * patch, 3 * patch)], num_images=3, progress=False)
-    assert [row['policy'] for row in rows] == ['extrapolate', 'rescale']
-    assert seen[1][0].encodings['rope2d'].ref_grid_size == model.patch_embed.grid_size
+    assert [row['policy'] for row in rows] == rules_of('rope2d')
+    assert {e.ref_grid_size for model, _ in seen for e in model.position_encodings().values()} == {
+        model.patch_embed.grid_size}
 
 
 def test_compare(images, folders, seen):
@@ -484,7 +509,7 @@ def curve(model, policy, sizes, top1):
 @pytest.mark.parametrize('suffix', ['png', 'svg', 'pdf'])
 def test_figure(suffix, tmp_path):
     sizes = [(160, 160), (224, 224), (224, 448), (448, 224)]
-    rows = [row for i in range(5) for policy in ('extrapolate', 'rescale') for row in curve(
+    rows = [row for i in range(5) for policy in ('extrapolate', 'slopes+log') for row in curve(
         f'/some/long/folder/model_{i}', policy, sizes, [60 + i, 70 + i, 50 + 3 * i, 40 + 3 * i])]
     path = tmp_path / f'sweep.{suffix}'
     plot_sweep(rows, path)
@@ -604,8 +629,15 @@ def test_sweep_command(main, images, folders, tmp_path, capsys):
     assert '| 32x64 | 32 |' in printed.out and '24 images of' in printed.out and not printed.err
     rows = read_csv(out[0])
     assert [(row['policy'], row['height'], row['width']) for row in rows] == [
-        (policy, *size) for policy in ('extrapolate', 'rescale') for size in (('48', '48'), ('32', '64'))]
-    assert out[1].read_text().count('rope2d, ') == 2
+        (policy, *size) for policy in rules_of('rope2d') for size in (('48', '48'), ('32', '64'))]
+    assert out[1].read_text().count('rope2d, ') == 8
+    assert main([*args, '--force', '--rules', 'yarn', 'ntk+log', '--num-images', '9']) == 0
+    assert {row['policy'] for row in read_csv(out[0])} == {'yarn', 'ntk+log'}
+    assert main([*args, '--force', '--rules', 'slopes']) == 2
+    assert 'has none of the rules slopes. It has extrapolate, rescale, ntk, yarn, extrapolate+log' in (
+        capsys.readouterr().err)
+    assert main([*args, '--force']) == 0
+    capsys.readouterr()
 
     before = [path.read_text() for path in out]
     assert main([*args[:-2], '--plot', str(tmp_path / 'other.svg')]) == 2  # the table exists already
@@ -792,7 +824,7 @@ def test_help(command, main, capsys):
         main([command, '--help'])
     assert e.value.code == 0
     out = capsys.readouterr().out
-    assert out.count(f'\n  timm-sape {command} ') == {'sweep': 4, 'compare': 3}[command] and '--force' in out
+    assert out.count(f'\n  timm-sape {command} ') == {'sweep': 5, 'compare': 3}[command] and '--force' in out
 
 
 @pytest.mark.parametrize('at', ['work', 'writing'])

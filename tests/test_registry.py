@@ -238,7 +238,7 @@ def test_unknown_name_says_how_to_import():
     ('sape2_k', 'gate', "'sape2_k' has no keyword 'gate'. It accepts: "
         'bias_init, bias_scale, gate_scale, npos, preset, separate_keys, table_std'),
     ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: bias_scale, direction, npos"),
-    ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts: resolution"),
+    ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts: ramp, resolution"),
     ('ape', 'init', "'ape' has no keyword 'init'. It accepts no keywords"),
     ('auto_ape', 'gate', "'auto_ape' has no keyword 'gate'. It accepts: init"),
     ('nope', 'npos', "'nope' has no keyword 'npos'. It accepts no keywords"),

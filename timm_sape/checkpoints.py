@@ -19,6 +19,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
 from .encodings import (
+    RULE_KEYWORDS,
     CoordinateEncoding,
     ReferenceGridEncoding,
     ResizedEncoding,
@@ -46,6 +47,7 @@ PRETRAINED_PATHS = (
     'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
 TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
+LOGIT_SCALING = 'encodings.logit_scaling'  # path of that module in a model
 GRID = '._extra_state'  # suffix of the entry in which an encoding saves its grid
 
 GridSize = Tuple[int, int]
@@ -86,6 +88,8 @@ def filter_state_dict(
     for path, encoding in model.position_encodings().items():
         if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
             state_dict.pop(path + GRID, None)  # saved with 'rescale', and now coordinates go on
+    if model.logit_scaling == 'constant':
+        state_dict.pop(LOGIT_SCALING + GRID, None)
 
     # timm will adapt the heads to the number of classes, and this kernel to the number of channels.
     heads = _names(model.pretrained_cfg['classifier'])
@@ -235,8 +239,8 @@ def _trained_grid(
         return saved
     if is_reference and given is not None:
         return tuple(given)
-    if isinstance(encoding, CoordinateEncoding) and model.pretrained_model_args:
-        # Saved with 'extrapolate', where the grid did not matter. The config knows the size of the images.
+    if is_reference and encoding.chosen_when_loading and model.pretrained_model_args:
+        # Saved with a rule for which the grid did not matter. The config knows the size of the images.
         args = model.pretrained_model_args
         size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
         return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
@@ -448,10 +452,10 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
 
 
 def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, Any]:
-    """`pos_enc` and `pos_enc_kwargs` as the entries of a checkpoint tell them, where they are not the model's."""
+    """`pos_enc`, `pos_enc_kwargs` and `logit_scaling` as the entries tell them, where they are not the model's."""
     def named(names: Iterable[str]) -> Set[str]:
         matches = (re.search(r'(?:^|\.attn\.)encodings\.(\w+)\.', name) for name in names)
-        return {match[1] for match in matches if match}
+        return {match[1] for match in matches if match} - {'logit_scaling'}
 
     saved, parts = named(entries), set(model.pos_enc.split('+')) - {'nope'}
     if any(name in entries for name in TABLES) and 'auto_ape' not in saved:
@@ -467,10 +471,14 @@ def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) 
     changed = {}
     for name in sorted(saved):
         own = model.pos_enc_kwargs.get(name, {})
-        resolution = 'rescale' if any(k.endswith(f'encodings.{name}{GRID}') for k in entries) else 'extrapolate'
+        has_grid = any(k.endswith(f'encodings.{name}{GRID}') for k in entries)
+        needs_grid = own.get('resolution', 'extrapolate') != 'extrapolate'
         is_known = name.removeprefix(AUTO) in list_encodings()
-        if is_known and 'resolution' in encoding_keywords(name) and resolution != own.get('resolution', 'extrapolate'):
-            changed[name] = {**own, 'resolution': resolution}
+        if is_known and 'resolution' in encoding_keywords(name) and has_grid != needs_grid:
+            changed[name] = {**own, 'resolution': 'rescale' if has_grid else 'extrapolate'}
+    logit_scaling = 'log' if LOGIT_SCALING + GRID in entries else 'constant'
+    if logit_scaling != model.logit_scaling:
+        found['logit_scaling'] = logit_scaling
     if changed:
         found['pos_enc_kwargs'] = {**{k: v for k, v in model.pos_enc_kwargs.items() if k in saved}, **changed}
     return found
@@ -532,7 +540,8 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
     def meant(parts):
         # The rule for other resolutions may be chosen anew. It changes nothing on the trained one.
         merged = {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
-        return {name: {k: v for k, v in keywords.items() if k != 'resolution'} for name, keywords in merged.items()}
+        return {
+            name: {k: v for k, v in keywords.items() if k not in RULE_KEYWORDS} for name, keywords in merged.items()}
 
     if meant(was) != meant(now):
         def spell(parts):

@@ -59,10 +59,10 @@ from timm.utils import unwrap_model
 from . import checkpoints
 from .attention import adopt_blocks, unknown_blocks
 from .conversion import from_timm
-from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
+from .encodings import RULE_KEYWORDS, encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .entrypoints import build_by_timm
-from .host import PosEncModel, check_ref_grid_size
+from .host import PosEncModel, check_logit_scaling, check_ref_grid_size
 from .naflexvit_pos_enc import NaFlexVitPosEnc
 from .vit_pos_enc import VisionTransformerPosEnc
 
@@ -335,8 +335,8 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
-        # `resolution` may be changed: it makes no difference on the grid that the base was trained on
-        meant = {key: value for key, value in keywords.items() if key != 'resolution'}
+        # The rule for other sizes may be changed: it makes no difference on the grid that the base was trained on.
+        meant = {key: value for key, value in keywords.items() if key not in RULE_KEYWORDS}
         if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
             raise ValueError(f'pos_enc_kwargs: the base has its own {part!r} with {own[part]}. Leave it out.')
         parts[part].update(keywords)
@@ -348,6 +348,7 @@ def _adopt(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
         ref_grid_size: Optional[Tuple[int, int]],
+        logit_scaling: str,
         kwargs: Dict[str, Any],
 ) -> PosEncModel:
     """Make a model that timm has just built ours: its modules stay timm's, and get our classes, as FSDP does it."""
@@ -363,7 +364,8 @@ def _adopt(
         if vit.rope is not None and rotations:
             raise ValueError(
                 f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({vit.base_position}).')
-    vit._set_encodings(parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'))
+    vit._set_encodings(
+        parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'), logit_scaling=logit_scaling)
     if vit is not model:
         weights = _weights_for(vit, model)
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
@@ -383,16 +385,20 @@ class _Builder:
         pos_enc: As for `graft`.
         pos_enc_kwargs: As for `graft`.
         ref_grid_size: (H, W) of the grid that never-resized encodings were trained on. None if the caller gave none.
+        logit_scaling: As for `VisionTransformerPosEnc`.
         cache_dir: Where downloads go.
         load_base: Whether the base is built with its own pretrained weights.
     """
 
-    def __init__(self, base: str, cfg: PretrainedCfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base):
+    def __init__(
+            self, base: str, cfg: PretrainedCfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
+            load_base):
         self.base = base
         self.cfg = cfg
         self.pos_enc = pos_enc
         self.pos_enc_kwargs = pos_enc_kwargs
         self.ref_grid_size = ref_grid_size
+        self.logit_scaling = logit_scaling
         self.cache_dir = cache_dir
         self.load_base = load_base
         self.arguments: Dict[str, Any] = {}  # arguments of the base, known when timm calls `build`
@@ -406,7 +412,8 @@ class _Builder:
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
             self.arguments = {**arguments, 'use_naflex': True}
             model = self._build_base(self.load_base, self.cfg)
-        return _adopt(model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, arguments)
+        return _adopt(
+            model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
 
     def filter(self, state_dict: Dict[str, torch.Tensor], model: PosEncModel) -> Dict[str, torch.Tensor]:
         """What timm's builder calls for the entries of a checkpoint, which is of a graft or of its base."""
@@ -481,6 +488,7 @@ def _create(
         pretrained_cfg_overlay: Optional[Dict[str, Any]] = None,
         cache_dir: Optional[str] = None,
         ref_grid_size: Optional[Tuple[int, int]] = None,
+        logit_scaling: str = 'constant',
         base_position: Optional[str] = None,
         **kwargs,
 ) -> PosEncModel:
@@ -491,6 +499,7 @@ def _create(
     """
     name = _known_base(base)
     check_ref_grid_size(ref_grid_size)
+    check_logit_scaling(logit_scaling)
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
     if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
         base = f'{name}.{cfg.tag}'  # our entrypoints have the tags of their bases
@@ -504,7 +513,8 @@ def _create(
     if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
         pos_enc_kwargs = None  # timm passes the saved keywords on even if the caller gave another pos_enc
     builder = _Builder(
-        name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, cache_dir, load_base=pretrained and not is_own_source)
+        name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
+        load_base=pretrained and not is_own_source)
 
     def build(**arguments) -> PosEncModel:
         model = builder.build(**arguments)

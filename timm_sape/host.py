@@ -17,6 +17,8 @@ from timm.models import checkpoint
 from . import checkpoints
 from .checks import MOST, is_integer, is_number
 from .encodings import (
+    LOGIT_SCALINGS,
+    LogitScaling,
     PositionEncoding,
     ReferenceGridEncoding,
     ResizedEncoding,
@@ -32,6 +34,7 @@ __all__ = [
     'as_pair',
     'check_flags',
     'check_integers',
+    'check_logit_scaling',
     'check_ref_grid_size',
     'check_shape',
     'check_sizes',
@@ -65,6 +68,7 @@ class PosEncModel(nn.Module):
             device=None,
             dtype=None,
             own_rotation: Optional[bool] = None,
+            logit_scaling: str = 'constant',
     ) -> None:
         """Create the encodings of a model that timm's constructor has built.
 
@@ -79,12 +83,13 @@ class PosEncModel(nn.Module):
             dtype: Their dtype.
             own_rotation: None if the host has no rotation of its own; else whether that rotation pairs channels t and
                 t + d/2 (True) or 2t and 2t + 1 (False).
+            logit_scaling: As in the constructor.
         """
         self.take_patch_drop(self.patch_drop)
         self.pos_enc = '+'.join(parts)
         self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
-        create = partial(
-            create_encoding,
+        self.logit_scaling = logit_scaling
+        host = dict(
             dim=self.embed_dim,
             num_heads=self.blocks[0].attn.num_heads,
             grid_size=self.grid_size,
@@ -94,6 +99,7 @@ class PosEncModel(nn.Module):
             device=device,
             dtype=dtype,
         )
+        create = partial(create_encoding, **host)
         classes = {name: get_encoding(name) for name in parts}
         rotate_half = own_rotation or any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         with torch.random.fork_rng(devices=[]):
@@ -101,6 +107,8 @@ class PosEncModel(nn.Module):
             torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
             self.encodings = SharedEncodings({
                 name: create(name, **keywords) for name, keywords in parts.items() if not is_per_layer(name)})
+            if logit_scaling == 'log':
+                self.encodings['logit_scaling'] = LogitScaling(**host)
             for i, block in enumerate(self.blocks):
                 own = [
                     name for name, cls in classes.items()
@@ -170,6 +178,8 @@ class PosEncModel(nn.Module):
     @property
     def _model_args(self) -> Dict[str, Any]:
         args = {**self._recorded_args, 'pos_enc': self.pos_enc, 'pos_enc_kwargs': self.pos_enc_kwargs}
+        if self.logit_scaling != 'constant' or 'logit_scaling' in args:
+            args['logit_scaling'] = self.logit_scaling
         if self.ref_grid_size is not None:
             args['ref_grid_size'] = list(self.ref_grid_size)
         if self.base_position:
@@ -327,6 +337,17 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f'{name} must be True or False, got {value!r}.')
+
+
+def check_logit_scaling(logit_scaling: Any) -> None:
+    """Check that it is one of the rules there are.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if logit_scaling not in LOGIT_SCALINGS:
+        known = ' or '.join(map(repr, LOGIT_SCALINGS))
+        raise ValueError(f'logit_scaling must be {known}, got {logit_scaling!r}.')
 
 
 def check_ref_grid_size(ref_grid_size: Any) -> None:

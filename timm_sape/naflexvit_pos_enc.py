@@ -23,7 +23,15 @@ from .encodings import parse_pos_enc
 from .entrypoints import base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
 from .grid_groups import GridGroups, grid_sizes, group_by_grid
-from .host import PosEncModel, check_flags, check_ref_grid_size, check_shape, check_sizes, keep_patches
+from .host import (
+    PosEncModel,
+    check_flags,
+    check_logit_scaling,
+    check_ref_grid_size,
+    check_shape,
+    check_sizes,
+    keep_patches,
+)
 from .position import AnyPosition, MixedPosition, Position
 
 __all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this
@@ -59,6 +67,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             pos_enc: str = 'ape',
             pos_enc_kwargs: Optional[Dict[str, Dict[str, Any]]] = None,
             ref_grid_size: Optional[Tuple[int, int]] = None,
+            logit_scaling: str = 'constant',
             device=None,
             dtype=None,
             **kwargs,
@@ -73,6 +82,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
             ref_grid_size: As for `VisionTransformerPosEnc`.
+            logit_scaling: Likewise; each image has the factor of its own size.
             kwargs: Fields of `NaFlexVitCfg`, but for `block_fn`, `attn_layer`, and those about position (`pos_embed*`,
                 `rope_*`), which the encodings decide about.
 
@@ -88,6 +98,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))
         check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
         check_ref_grid_size(ref_grid_size)
+        check_logit_scaling(logit_scaling)
         super().__init__(
             replace(cfg, pos_embed='learned', pos_embed_grid_size=None, rope_type='', block_fn=None, attn_layer=None),
             in_chans=in_chans,
@@ -98,14 +109,15 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             **kwargs,
         )
         adopt_blocks(self.blocks)
-        self._set_encodings(parts, ref_grid_size, device, dtype)
+        self._set_encodings(parts, ref_grid_size, device, dtype, logit_scaling=logit_scaling)
 
-    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args) -> None:
+    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args, **kwargs) -> None:
         self._take_over_embeds()
         if not self.base_position and not {'ape', 'auto_ape'} & parts.keys():
             self.embeds.pos_embed = None
         rotates = self.rope is not None
-        super()._set_encodings(parts, *args, own_rotation=self.blocks[0].attn.rotate_half if rotates else None)
+        own_rotation = self.blocks[0].attn.rotate_half if rotates else None
+        super()._set_encodings(parts, *args, own_rotation=own_rotation, **kwargs)
 
     def _take_over_embeds(self) -> None:
         """Have `embeds` return tokens without position and without dropout; both follow, image by image."""

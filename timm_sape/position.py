@@ -11,7 +11,7 @@ attention layer and block are the hosts.
 import operator
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -37,23 +37,27 @@ class Position:
         layer_terms: What is added to the input of each attention layer, `[L, (B,) N, D]`.
         layer_rotations: Tables of a rotation of the host's own that differs from layer to layer, like `rotation`,
             `[L, (B,) h, N-P, 2*d]`.
+        logit_factor: What q.k is multiplied by in all layers, in addition to the scale: a number, or a tensor `[]` if
+            sizes are symbolic. None for 1.
     """
     grid: Grid
     rotation: Optional[torch.Tensor] = None
     bias: Optional[torch.Tensor] = None
     layer_terms: Optional[torch.Tensor] = None
     layer_rotations: Optional[torch.Tensor] = None
+    logit_factor: Union[None, float, torch.Tensor] = None
 
     @property
     def num_prefix_tokens(self) -> int:
         return self.grid.num_prefix_tokens
 
     def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
+        """All that may have a gradient."""
         return self.rotation, self.bias, self.layer_terms, self.layer_rotations
 
     def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'Position':
         """A position on the same grid with these tensors, in the order of `tensors()`."""
-        return Position(self.grid, *tensors)
+        return Position(self.grid, *tensors, logit_factor=self.logit_factor)
 
     def to(self, *args, **kwargs) -> 'Position':
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
@@ -97,6 +101,14 @@ class MixedPosition:
             rows.append(grid.pad_tokens(table).transpose(1, 2))  # [b, n, 1|h, 2*d]
         return self.groups.merge(rows).transpose(1, 2)[:, :, self.num_prefix_tokens:]
 
+    def merge_factors(self, factors: Sequence[Union[None, float, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+        """One factor for each query of the batch, `[B, 1, N, 1]`, out of one for each group. 0 for padding."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        parts = [
+            like.new_ones(shape, dtype=dtype) * (1. if factor is None else factor)
+            for shape, factor in zip(self.groups.shapes, factors)]
+        return self.groups.merge(parts)[:, None, :, None]
+
     def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
         return self.rotation, *(tensor for part in self.parts for tensor in part.tensors())
 
@@ -124,6 +136,17 @@ LOGIT_HOOKS = ('position_bias', 'content_bias', 'attend', 'channels', 'values') 
 @torch.fx.wrap
 def _call(module: nn.Module, method: str, *args, **kwargs) -> Any:
     return getattr(module, method)(*args, **kwargs)
+
+
+def _logit_factor(
+        encodings: Iterable[PositionEncoding],
+        x: torch.Tensor,
+        grid: Grid,
+) -> Union[None, float, torch.Tensor]:
+    """The product of the factors that encodings have for q.k. The values of x do not matter."""
+    factors = [encoding(x, grid=grid, hook='logit_factor') for encoding in encodings if encoding.scales_logits]
+    factors = [factor for factor in factors if factor is not None]
+    return reduce(operator.mul, factors) if factors else None
 
 
 class SharedEncodings(nn.ModuleDict):
@@ -167,7 +190,8 @@ class SharedEncodings(nn.ModuleDict):
 
     def act_on_blocks(self) -> bool:
         """Whether any of them acts inside the blocks, not only on the tokens before the first block."""
-        return any(self.acting_on(hook) for hook in ('rotation', 'position_bias', 'layer_embed'))
+        return any(self.acting_on(hook) for hook in ('rotation', 'position_bias', 'layer_embed')) or any(
+            encoding.scales_logits for encoding in self.values())
 
     def embed(self, x: torch.Tensor, grid: Grid, given: Mapping[str, Any]) -> torch.Tensor:
         """The tokens with position, `[B, N, D]`. Arguments as for `forward`."""
@@ -198,6 +222,7 @@ class SharedEncodings(nn.ModuleDict):
             rotation[0] if rotation else None,  # at most one: parse_pos_enc refuses two
             reduce(operator.add, biases) if biases else None,
             reduce(operator.add, layer_terms) if layer_terms else None,
+            logit_factor=_logit_factor(self.values(), x, grid),
         )
 
 
@@ -293,9 +318,11 @@ class LayerEncodings(nn.ModuleDict):
 
         Returns:
             The logits from content, scale * q.k, and what position adds to them: the biases, the products of further
-            channels, and scale * (Rq.Rk - q.k) for a rotation R. Both `[B, h, N, N]`.
+            channels, and scale * (Rq.Rk - q.k) for a rotation R. Both `[B, h, N, N]`. If a rule for other sizes has a
+            factor for q.k, the scale includes it.
         """
-        content = scale * q @ k.transpose(-2, -1)
+        scaled_q, scale = self._scaled(q, position, scale)
+        content = scale * scaled_q @ k.transpose(-2, -1)
         total = torch.zeros_like(content)
         bias = self._bias(q, k, position)
         if bias is not None:
@@ -303,8 +330,8 @@ class LayerEncodings(nn.ModuleDict):
         for encoding in self.acting_on('channels'):
             a, b = encoding(q, k, x, grid=position.grid, scale=scale, hook='channels')
             total = total + scale * a @ b.transpose(-2, -1)
-        rotated_q, rotated_k = self._rotated(q, k, position)
-        if rotated_q is not q:
+        rotated_q, rotated_k = self._rotated(scaled_q, k, position)
+        if rotated_q is not scaled_q:
             total = total + (scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
         return content, total
 
@@ -322,7 +349,8 @@ class LayerEncodings(nn.ModuleDict):
 
         grid, values = position.grid, self.acting_on('values')
         attending = [] if values else self.acting_on('attend')[:1]
-        rotated_q, rotated_k = self._rotated(q, k, position)
+        scaled_q, scale = self._scaled(q, position, scale)
+        rotated_q, rotated_k = self._rotated(scaled_q, k, position)
         channels = [
             encoding(q, k, x, grid=grid, scale=scale, hook='channels') for encoding in self.acting_on('channels')]
         if channels:
@@ -352,10 +380,11 @@ class LayerEncodings(nn.ModuleDict):
     ) -> torch.Tensor:
         if is_causal:
             raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
-        given = dict(scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
+        given = dict(dropout_p=dropout_p, drop=drop, fused=fused)
         if position.has_bias or any(map(self.acting_on, LOGIT_HOOKS)):
-            return self._attend_by_group(q, k, v, x, position, attn_mask, given)
-        # Rotations and masks are cheap for the whole batch, padding included.
+            return self._attend_by_group(q, k, v, x, position, attn_mask, dict(given, scale=scale))
+        # Rotations, factors and masks are cheap for the whole batch, padding included.
+        q, scale = self._scaled(q, position, scale)
         q, k = self._rotated(q, k, position)
         is_token = position.groups.is_token()  # [B, N]
         mask = is_token[:, None, None]  # [B, 1, 1, N]
@@ -364,7 +393,7 @@ class LayerEncodings(nn.ModuleDict):
             mask = mask & attn_mask | ~is_token[:, None, :, None]  # likewise, if it forbids rows of padding everything
         elif attn_mask is not None:
             mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
-        return ops.attend(q, k, v, mask, **given)
+        return ops.attend(q, k, v, mask, scale=scale, **given)
 
     @torch.compiler.disable  # it would be compiled again for other sizes
     def _attend_by_group(self, q, k, v, x, position, attn_mask, given) -> torch.Tensor:
@@ -422,6 +451,23 @@ class LayerEncodings(nn.ModuleDict):
             if encoding not in without:
                 biases.append(encoding(q, k, grid=position.grid, hook='content_bias'))
         return reduce(operator.add, biases) if biases else None
+
+    def _scaled(self, q: torch.Tensor, position: AnyPosition, scale: float) -> Tuple[torch.Tensor, float]:
+        """q and the scale, one of them times the factors that rules for other sizes have for q.k."""
+        if isinstance(position, MixedPosition):
+            factors = [self._factor(q, part) for part in position.parts]
+            factor = None if all(f is None for f in factors) else position.merge_factors(factors, q)
+        else:
+            factor = self._factor(q, position)
+        if factor is None:
+            return q, scale
+        # Fused kernels take a number. A size that is symbolic, or not the same for all images, makes a tensor.
+        return ((q * factor).to(q.dtype), scale) if isinstance(factor, torch.Tensor) else (q, scale * factor)
+
+    def _factor(self, q: torch.Tensor, position: Position) -> Union[None, float, torch.Tensor]:
+        own = _logit_factor(self.values(), q, position.grid)
+        shared = position.logit_factor
+        return shared if own is None else own if shared is None else own * shared
 
     def _rotated(
             self,

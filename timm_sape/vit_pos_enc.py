@@ -29,6 +29,7 @@ from .host import (
     as_pair,
     check_flags,
     check_integers,
+    check_logit_scaling,
     check_ref_grid_size,
     check_shape,
     check_sizes,
@@ -57,6 +58,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             pos_enc: str = 'ape',
             pos_enc_kwargs: Optional[Dict[str, Dict[str, Any]]] = None,
             ref_grid_size: Optional[Tuple[int, int]] = None,
+            logit_scaling: str = 'constant',
             embed_dim: int = 768,
             depth: int = 12,
             num_heads: int = 12,
@@ -75,6 +77,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
             ref_grid_size: (H, W) of the grid that the weights of encodings that never resize them (SaPE2, CoPE) were
                 trained on. Checkpoints contain it, so give it only for a loading path that cannot adapt the model.
+            logit_scaling: 'constant', or 'log': on another grid than the trained one, q.k is multiplied by
+                log N / log N0, for N tokens there and N0 on the trained grid. May be chosen anew when a saved model is
+                loaded.
             embed_dim: Embed dim D.
             depth: Number of blocks.
             num_heads: Number of heads h.
@@ -106,6 +111,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         check_shape(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
         check_flags(dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
         check_ref_grid_size(ref_grid_size)
+        check_logit_scaling(logit_scaling)
 
         super().__init__(
             img_size=img_size,
@@ -123,13 +129,13 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             dtype=dtype,
             **kwargs,
         )
-        self._set_encodings(parts, ref_grid_size, device, dtype)
+        self._set_encodings(parts, ref_grid_size, device, dtype, logit_scaling=logit_scaling)
 
-    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args) -> None:
+    def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args, **kwargs) -> None:
         if not {'ape', 'auto_ape'} & parts.keys():
             del self.pos_embed
             self.pos_embed = None
-        super()._set_encodings(parts, *args)
+        super()._set_encodings(parts, *args, **kwargs)
 
     @property
     def grid_size(self) -> Tuple[int, int]:

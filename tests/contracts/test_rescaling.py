@@ -1,4 +1,4 @@
-"""Contracts in which the trained grid matters, again for encodings that rescale their positions to it."""
+"""Contracts in which the trained grid matters, again for each rule for other sizes that needs it."""
 import pytest
 
 import timm_sape
@@ -9,23 +9,33 @@ from test_saving_and_loading import contracts as saving_and_loading
 from test_shapes_and_grids import contracts as shapes_and_grids
 
 CONTRACTS = {**shapes_and_grids, **initial_values, **numerics, **saving_and_loading}
-RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm_sape.encoding_keywords(name)]
+RULES = {name: timm_sape.get_encoding(name).rules for name in timm_sape.list_encodings()}
+FACTORS = [('nope', 'log'), ('ape+sape2_k', 'log')]  # pos_enc and logit_scaling
+OFTEN = [('rope2d_mixed', 'yarn'), ('alibi2d', 'slopes'), ('nope', 'log')]  # the others with --full
+CASES = [
+    pytest.param(*case, marks=[] if case[1] == 'rescale' or case in OFTEN else pytest.mark.full)
+    for case in [*((name, rule) for name, rules in RULES.items() for rule in rules[1:]), *FACTORS]]
 
 
-@pytest.mark.parametrize('pos_enc', RESCALING)
+def arguments(pos_enc, rule):
+    return {'logit_scaling': rule} if rule == 'log' else {'pos_enc_kwargs': {pos_enc: {'resolution': rule}}}
+
+
+@pytest.mark.parametrize('pos_enc, rule', CASES)
 @pytest.mark.parametrize('name', ['dynamic_img_size', 'set_input_size', 'three_ways', 'meta_device', 'half', 'config'])
-def test_contract_with_rescaling(name, pos_enc):
-    """The trained grid, which such an encoding has to know, is never lost."""
+def test_contract_with_rescaling(name, pos_enc, rule):
+    """The trained grid, which such a model has to know, is never lost."""
     for grid in CONTRACTS[name].grids[:2]:
-        make = Maker(pos_enc, grid, pos_enc_kwargs={pos_enc: {'resolution': 'rescale'}})
+        make = Maker(pos_enc, grid, **arguments(pos_enc, rule))
         assert make().ref_grid_size == grid
         CONTRACTS[name](make)
 
 
-@pytest.mark.parametrize('pos_enc', RESCALING)
-def test_rescaling_matters(pos_enc):
-    y = Maker(pos_enc).images(grid=(4, 6))
-    outs = [
-        Maker(pos_enc, pos_enc_kwargs={pos_enc: {'resolution': resolution}})(dynamic_img_size=True)(y)
-        for resolution in ('extrapolate', 'rescale')]
-    assert (outs[0] - outs[1]).abs().max() > 1e-4
+@pytest.mark.parametrize('pos_enc, rules', [
+    *((name, rules) for name, rules in RULES.items() if rules), ('nope', ('constant', 'log'))])
+def test_each_rule_matters(pos_enc, rules):
+    y = Maker(pos_enc).images(grid=(4, 7))
+    given = [{'logit_scaling': rule} if 'log' in rules else arguments(pos_enc, rule) for rule in rules]
+    outs = [Maker(pos_enc, **kwargs)(dynamic_img_size=True)(y) for kwargs in given]
+    for i, out in enumerate(outs):
+        assert all((out - other).abs().max() > 1e-4 for other in outs[:i]), rules[i]

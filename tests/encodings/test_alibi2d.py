@@ -152,7 +152,7 @@ def test_trained_grid_is_saved():
 @pytest.mark.parametrize('keywords, message', [
     *[({'distance': d}, "'alibi2d': distance must be 'euclidean' or 'manhattan', got")
       for d in ('chessboard', None, 2, ['euclidean'])],
-    ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale'"),
+    ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate', 'rescale' or 'slopes'"),
     ({'heads': 4, 'scale': 1}, "'alibi2d' has no keyword 'scale'"),
 ])
 def test_wrong_input(keywords, message):

@@ -197,7 +197,7 @@ def test_trained_grid_is_saved():
 @pytest.mark.parametrize('keywords, message', [
     ({'dim': 12, 'heads': 3}, "'lookhere' needs 6 heads or a multiple of 4, got 3. Choose another num_heads"),
     ({'dim': 10, 'heads': 10}, "'lookhere' needs 6 heads or a multiple of 4, got 10"),
-    ({'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale'"),
+    ({'resolution': 'resize'}, "resolution must be 'extrapolate', 'rescale' or 'slopes'"),
     ({'scale': 1}, "'lookhere' has no keyword 'scale'"),
 ])
 def test_wrong_input(keywords, message):

@@ -262,7 +262,7 @@ SECTION = r"'mrope': section must be integers \(t, h, w\), h and w of 1 or more"
     ({'layout': 'contiguous', 'section': (1, 2, 2)}, (
         r"'mrope': in the contiguous layout the 6 pairs of a head dim of 12 must each follow an axis, but "
         r'section=\(1, 2, 2\) makes 5')),
-    ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale'"),
+    ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate', 'rescale', 'ntk' or 'yarn'"),
     ({'heads': 4, 'scale': 1}, "'mrope' has no keyword 'scale'"),
 ])
 def test_wrong_input(keywords, message):

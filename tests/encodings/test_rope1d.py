@@ -158,7 +158,7 @@ def test_trained_grid_is_saved():
 
 @pytest.mark.parametrize('keywords, message', [
     ({'dim': 6, 'heads': 2}, "'rope1d' needs a head dim that is a multiple of 2, got 3. Choose another num_heads"),
-    ({'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale'"),
+    ({'resolution': 'resize'}, "resolution must be 'extrapolate', 'rescale', 'ntk' or 'yarn'"),
     ({'scale': 1}, "'rope1d' has no keyword 'scale'"),
 ])
 def test_wrong_input(keywords, message):

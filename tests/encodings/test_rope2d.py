@@ -153,7 +153,7 @@ def test_head_dims(head_dim):
 
 
 @pytest.mark.parametrize('keywords, message', [
-    ({'resolution': 'resize'}, "'rope2d': resolution must be 'extrapolate' or 'rescale', got 'resize'"),
+    ({'resolution': 'resize'}, "'rope2d': resolution must be 'extrapolate', 'rescale', 'ntk' or 'yarn', got 'resize'"),
     ({'scale': 1}, "'rope2d' has no keyword 'scale'"),
 ])
 def test_wrong_keywords(keywords, message):

@@ -147,7 +147,7 @@ def test_trained_grid_is_saved():
 @pytest.mark.parametrize('keywords, message', [
     *[({'slopes': slopes}, "'rpe2d': slopes must be 'paper' or 'code', got") for slopes in ('alibi', None, [0.5])],
     *[({'diagonal': diagonal}, "'rpe2d': diagonal must be True or False, got") for diagonal in (1, None, 'yes')],
-    ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale'"),
+    ({'heads': 4, 'resolution': 'resize'}, "resolution must be 'extrapolate', 'rescale' or 'slopes'"),
     ({'heads': 4, 'scale': 1}, "'rpe2d' has no keyword 'scale'"),
 ])
 def test_wrong_input(keywords, message):

@@ -208,7 +208,7 @@ def test_head_dims(head_dim):
 
 
 @pytest.mark.parametrize('keywords, message', [
-    ({'resolution': 'resize'}, "'string': resolution must be 'extrapolate' or 'rescale', got 'resize'"),
+    ({'resolution': 'resize'}, "'string': resolution must be 'extrapolate', 'rescale', 'ntk' or 'yarn', got 'resize'"),
     ({'scale': 1}, "'string' has no keyword 'scale'"),
 ])
 def test_wrong_keywords(keywords, message):

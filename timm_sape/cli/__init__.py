@@ -8,14 +8,14 @@ import sys
 from importlib.metadata import version
 from typing import List, Optional
 
-from . import bench, compare, configs, data, experiment, probe, pshap, run, shifts, sweep
+from . import adapt, bench, compare, configs, data, experiment, probe, pshap, run, shifts, sweep
 from . import list as list_
 from . import map as map_
 from .common import CommandError, add_import_option, import_modules
 
 __all__ = ['main', 'make_parser']
 
-COMMANDS = (run, configs, experiment, list_, bench, map_, pshap, probe, sweep, shifts, compare, data)
+COMMANDS = (run, configs, experiment, list_, bench, map_, pshap, probe, sweep, adapt, shifts, compare, data)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

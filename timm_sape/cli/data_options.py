@@ -4,7 +4,7 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
 from .common import CommandError
 
@@ -13,6 +13,7 @@ __all__ = [
     'add_data_options',
     'add_image_options',
     'add_pos_enc_option',
+    'add_rules_option',
     'check_device',
     'chosen_encoding',
     'image_size',
@@ -20,6 +21,7 @@ __all__ = [
     'measured_on',
     'memory_size',
     'readable',
+    'size',
     'warn_untrained',
 ]
 
@@ -44,6 +46,25 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         help='processes that load images (default: %(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
+
+
+def add_rules_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option to try only some of the rules for other sizes."""
+    parser.add_argument(
+        '--rules', nargs='+', metavar='RULE',
+        help='only these: extrapolate, rescale, ntk, yarn, slopes, own, each also with +log (default: all)')
+
+
+def size(text: str) -> Tuple[int, int]:
+    """Height and width of an argument such as 224 or 224x448.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is no size.
+    """
+    sides = text.lower().split('x')
+    if not all(side.isdecimal() and int(side) > 0 for side in sides) or len(sides) > 2:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a size; write e.g. 224, or 224x448 for height x width')
+    return int(sides[0]), int(sides[-1])
 
 
 def add_image_options(parser: argparse.ArgumentParser, required: bool = True) -> None:

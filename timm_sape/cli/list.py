@@ -9,7 +9,7 @@ GUIDE = """
 Which one? Little has been measured, with small models on CIFAR-10: see results/README.md.
   from scratch           rope2d was ahead of ape at both learning rates tried; ape+sape2_k was not ahead at either
   for other resolutions  at twice the size rope2d with resolution='rescale' kept 98 % of its accuracy above chance, ape
-                         87 %, rope2d as it is ('extrapolate') 42 %
+                         87 %, rope2d as it is ('extrapolate') 42 %; timm-sape adapt tries every rule of a trained model
   on pretrained weights  timm_sape.graft(NAME, 'rope2d', pretrained=True) starts from the same logits, with any encoding
                          but lookhere, cape and pemix; fine-tuned, neither sape2_k nor rope2d made a clear difference
 

@@ -1,9 +1,17 @@
 """`timm-sape sweep`: accuracy and speed at other image sizes."""
 import argparse
-from typing import Tuple
 
 from .common import add_command
-from .data_options import MODELS_HELP, add_data_options, loading, measured_on, readable, warn_untrained
+from .data_options import (
+    MODELS_HELP,
+    add_data_options,
+    add_rules_option,
+    loading,
+    measured_on,
+    readable,
+    size,
+    warn_untrained,
+)
 from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -19,29 +27,24 @@ examples:
   timm-sape sweep vit_small_rope2d@model.safetensors output/exp/model_best.pth.tar --data-dir DATA --sizes 224 224x448
   timm-sape sweep hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --sizes 32 48 --num-images 1000
   timm-sape sweep naflexvit_small_rope2d@model.safetensors --data-dir DATA --sizes 160 224 --native
+  timm-sape sweep local-dir:output/rope2d --data-dir DATA --sizes 224 448 --rules rescale ntk yarn+log
 
 Images are squashed to each size, so that all sizes show the same part of them; for details, in Python:
-`from timm_sape.lab.sweep import sweep; help(sweep)`. Encodings that can extrapolate or rescale are evaluated both
-ways.""",
+`from timm_sape.lab.sweep import sweep; help(sweep)`. Each rule that a model has for other sizes is a row: `policy` is
+the value of `resolution`, and +log stands for logit_scaling='log'.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(
-        '--sizes', nargs='+', required=True, type=_size, metavar='SIZE', help='pixels, 224, or height x width, 224x448')
+        '--sizes', nargs='+', required=True, type=size, metavar='SIZE', help='pixels, 224, or height x width, 224x448')
     parser.add_argument(
         '--crop-mode', choices=('squash', 'center'), default='squash',
         help='center: crop like validate.py, only for square sizes (default: %(default)s)')
     parser.add_argument(
         '--native', action='store_true',
         help='for NaFlexVit: also each image at its own aspect ratio, in at most as many patches as the size has')
+    add_rules_option(parser)
     add_data_options(parser)
     add_output_options(parser, plot='top-1 accuracy over image size')
-
-
-def _size(text: str) -> Tuple[int, int]:
-    sides = text.lower().split('x')
-    if not all(side.isdecimal() and int(side) > 0 for side in sides) or len(sides) > 2:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a size; write e.g. 224, or 224x448 for height x width')
-    return int(sides[0]), int(sides[-1])
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -54,7 +57,8 @@ def _sweep(args: argparse.Namespace) -> int:
     with readable():
         options = loading(args)
         warn_untrained(args.models)
-        rows = sweep(args.models, sizes=args.sizes, crop_mode=args.crop_mode, native=args.native, **options)
+        rows = sweep(
+            args.models, sizes=args.sizes, crop_mode=args.crop_mode, native=args.native, rules=args.rules, **options)
     table = sweep_table(rows)
     where = measured_on(args, rows[0]['num_images'])
     notes = f'accuracy with 95 % Wilson intervals, crop mode {args.crop_mode}; {where}'

@@ -38,6 +38,7 @@ from . import (
     t5,
 )
 from .base import (
+    RULE_KEYWORDS,
     BlockRotaryEncoding,
     CoordinateEncoding,
     FixedEncoding,
@@ -47,6 +48,8 @@ from .base import (
     ResizedEncoding,
     RotaryEncoding,
 )
+from .frequencies import FrequencyEncoding
+from .logit_scaling import LOGIT_SCALINGS, LogitScaling
 from .registry import (
     create_encoding,
     encoding_keywords,

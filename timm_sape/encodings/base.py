@@ -33,12 +33,13 @@ folder's `__init__.py`. Which base class?
 | `RotaryEncoding`, `FixedRotaryEncoding` | rotations of pairs of channels: define the angles |
 | `BlockRotaryEncoding` | rotations of larger blocks of channels: define their matrices |
 | `CoordinateEncoding` | functions of coordinates, which extrapolate or are rescaled on another grid |
+| `FrequencyEncoding` (`frequencies.py`) | rotations by frequencies, which have more rules for another grid |
 | `ReferenceGridEncoding` | parameters that belong to the trained grid and are never resized |
 | `ResizedEncoding` | parameters that belong to a grid and are resampled for another one |
 """
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -48,6 +49,7 @@ from .. import ops
 from ..grid import Grid
 
 __all__ = [
+    'RULE_KEYWORDS',
     'BlockRotaryEncoding',
     'CoordinateEncoding',
     'FixedEncoding',
@@ -59,6 +61,8 @@ __all__ = [
     'fill_trunc_normal',
     'rotation_table',
 ]
+
+RULE_KEYWORDS = ('resolution', 'ramp')  # keywords that change nothing on the trained grid: may be chosen when loading
 
 
 def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
@@ -141,6 +145,8 @@ class PositionEncoding(nn.Module):
     asks_for: Tuple[str, ...] = ()
     adds: str = ''  #: Number of parameters that it adds, for the tables of the documentation.
     resolution: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
+    rules: Tuple[str, ...] = ()  #: Values of the keyword `resolution`, the default first. Empty: one rule.
+    scales_logits: bool = False  #: Whether `logit_factor` is called.
     paper: str = ''  #: Link to the source.
 
     #: Where each hook acts. `attend` only computes `content_bias` in another way, so it has no entry.
@@ -197,13 +203,14 @@ class PositionEncoding(nn.Module):
         Raises:
             ValueError: If a bias does not broadcast to `[B, h, N, N]`.
         """
-        if hook in ('rotation', 'position_bias', 'layer_embed'):
+        if hook in ('rotation', 'position_bias', 'layer_embed', 'logit_factor'):
             found = getattr(self, hook)(**given)
         else:
             found = getattr(self, hook)(x, *tensors, **given)
         if hook in ('position_bias', 'content_bias'):
             self._check_bias(hook, found, given['grid'])
-        if self.gate is None or hook in ('turn', 'rotation', 'channels', 'attend'):  # these apply the gate themselves
+        # a temperature has no gate, and the others apply theirs themselves
+        if self.gate is None or hook in ('turn', 'rotation', 'channels', 'attend', 'logit_factor'):
             return found
         if hook == 'mix':
             return tuple(before + self.gate(after - before) for before, after in zip((x, *tensors), found))
@@ -400,6 +407,16 @@ class PositionEncoding(nn.Module):
 
         Returns:
             The term that is added to `attn @ v`, broadcastable to `[B, h, N, d]`.
+        """
+        raise NotImplementedError
+
+    def logit_factor(self, grid: Grid) -> Union[None, float, torch.Tensor]:
+        """What q.k is multiplied by on another grid than the trained one, in addition to the scale.
+
+        No hook that adds anything: a rule for other sizes may need it. Called if `scales_logits` is set.
+
+        Returns:
+            A positive number; a tensor `[]` if sizes are symbolic; None for 1.
         """
         raise NotImplementedError
 
@@ -645,6 +662,8 @@ class ReferenceGridEncoding(_SavesGrid):
     `ref_grid_size`, (H, W), is that grid, and is saved with the parameters. On any other grid the encoding rescales its
     positions.
     """
+    #: Whether a rule that needs the grid may be chosen when a model is loaded, whose checkpoint then lacks the grid.
+    chosen_when_loading: bool = False
 
     def __init__(self, *, ref_grid_size: Optional[Tuple[int, int]] = None, **host) -> None:
         super().__init__(**host)
@@ -671,24 +690,33 @@ class ReferenceGridEncoding(_SavesGrid):
 class CoordinateEncoding(ReferenceGridEncoding):
     """An encoding that is a function of coordinates.
 
+    A subclass that has further rules for other grids lists them in `rules` and reads `rule`.
+
     Args:
         resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': coordinates continue,
             0 ... H-1. 'rescale': they are squeezed or stretched to the trained range, so y becomes
             (y + 1/2) * H0/H - 1/2, and x likewise.
 
     Raises:
-        ValueError: If `resolution` is neither.
+        ValueError: If `resolution` is none of the rules.
     """
+    rules = ('extrapolate', 'rescale')
+    chosen_when_loading = True
 
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
-        if resolution not in ('extrapolate', 'rescale'):
-            raise ValueError(
-                f"{self.name!r}: resolution must be 'extrapolate' or 'rescale', got {resolution!r}.")
-        self.rescales = resolution == 'rescale'
+        if resolution not in self.rules:
+            *others, last = map(repr, self.rules)
+            raise ValueError(f'{self.name!r}: resolution must be {", ".join(others)} or {last}, got {resolution!r}.')
+        self.rule = resolution
         super().__init__(**host)
 
+    @property
+    def rescales(self) -> bool:
+        """Whether positions are squeezed or stretched to the trained grid."""
+        return self.rule == 'rescale'
+
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
-        return self.ref_grid_size if self.rescales else None
+        return None if self.rule == 'extrapolate' else self.ref_grid_size
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         self.set_ref_grid_size(self.read_extra_state(state))

@@ -8,18 +8,19 @@ neighbouring pairs, and so frequencies of one size: time the highest, x the lowe
 So on a small image the contiguous layout hardly tells rows apart: y starts at 10000^(-2t/d) radians a patch, .04 for
 t = 11 and a head dim of 64. `section` may give time no pair at all.
 """
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 import torch
 
 from ..checks import is_integer
 from ..grid import Grid
-from .base import CoordinateEncoding, FixedRotaryEncoding
+from .base import FixedRotaryEncoding
+from .frequencies import FrequencyEncoding
 from .registry import register_encoding
 
 
 @register_encoding('mrope')
-class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
+class MultimodalRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
     """Multimodal rotary (M-RoPE).
 
     Pair k < d/2, the channels k and k + d/2, turns by 10000^(-2k/d) times 0, y, x, 0, y, x, ... With
@@ -44,7 +45,6 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
     rotate_half = True
     relative = True
     sees_mirror = True
-    resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2409.12191'
 
     def __init__(
@@ -88,5 +88,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
         else:
             follows_y = (k % 3 == 1) & (k < 3 * h)
             follows_x = (k % 3 == 2) & (k < 3 * w)
-        y, x = self.coordinates(grid, device, dtype).unbind(-1)  # [H*W]
-        return y[:, None] * (frequencies * follows_y) + x[:, None] * (frequencies * follows_x)  # [H*W, d/2]
+        return self.angles_by_rule(grid, torch.stack([frequencies * follows_y, frequencies * follows_x]))  # [H*W, d/2]
+
+    def frequency_range(self) -> Tuple[float, float]:
+        return 1., 10000 ** (2 / self.head_dim - 1)  # of all pairs: the base is one for all axes

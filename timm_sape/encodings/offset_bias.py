@@ -23,17 +23,23 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
 
     Args:
         resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': offsets continue.
-            'rescale': they are squeezed or stretched, so dy becomes dy * H0/H, and dx likewise.
+            'rescale': they are squeezed or stretched, so dy becomes dy * H0/H, and dx likewise. 'slopes': both are
+            multiplied by sqrt(H0 * W0 / (H * W)), which is the same as other slopes (Al-Khateeb et al. 2023,
+            2310.13017, for texts), so directions stay alike if the image is longer along one side.
     """
     relative = True
-    resolution = 'distances go on, or `rescale`'
+    rules = ('extrapolate', 'rescale', 'slopes')
+    resolution = 'distances go on, or `rescale`, `slopes`'
 
     def offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
         """dy and dx in patches of the trained grid, `[2H-1, 1]` and `[2W-1]`."""
-        ref = self.rescaling(grid) if self.rescales else None
+        ref = None if self.rule == 'extrapolate' else self.rescaling(grid)
         dy, dx = (torch.arange(1 - size, size, device=device, dtype=dtype) for size in grid.size)
         if ref is not None:
-            dy, dx = dy * (ref[0] / grid.height), dx * (ref[1] / grid.width)
+            sy, sx = ref[0] / grid.height, ref[1] / grid.width
+            if self.rule == 'slopes':
+                sy = sx = (torch.ones((), device=device, dtype=dtype) * (sy * sx)).sqrt()  # sizes may be symbolic
+            dy, dx = dy * sy, dx * sx
         return dy[:, None], dx
 
     def position_bias(self, grid: Grid) -> torch.Tensor:

@@ -33,8 +33,8 @@ _aliases: Dict[str, str] = {}
 
 # Attributes of the modules that hold encodings by name, `SharedEncodings` and `LayerEncodings`
 RESERVED = {
-    *dir(nn.ModuleDict), 'act_on_blocks', 'acting_on', 'add_after', 'add_before', 'embed', 'layer', 'logits',
-    'needs_position', 'position', 'rotate_half', 'terms', 'training'}
+    *dir(nn.ModuleDict), 'act_on_blocks', 'acting_on', 'add_after', 'add_before', 'embed', 'layer', 'logit_scaling',
+    'logits', 'needs_position', 'position', 'rotate_half', 'terms', 'training'}
 AUTO = 'auto_'  # prefix of a name: what the encoding contributes is multiplied by a learned scalar, the gate
 HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model, not users
 

@@ -2,15 +2,18 @@
 
 2-D in that half of the channels rotate with x and half with y. Costs two multiplications per entry of q and k.
 """
+from typing import Tuple
+
 import torch
 
 from ..grid import Grid
-from .base import CoordinateEncoding, FixedRotaryEncoding
+from .base import FixedRotaryEncoding
+from .frequencies import FrequencyEncoding
 from .registry import register_encoding
 
 
 @register_encoding('rope2d')
-class AxialRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
+class AxialRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
     """Axial 2-D rotary (RoPE-Axial).
 
     Channel pair t < d/4 is rotated by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
@@ -20,7 +23,6 @@ class AxialRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
     """
     relative = True
     sees_mirror = True
-    resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2403.13298'
 
     def __init__(self, **host) -> None:
@@ -30,6 +32,10 @@ class AxialRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
 
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         t = torch.arange(self.head_dim // 4, device=device, dtype=dtype)
-        y, x = self.coordinates(grid, device, dtype).unbind(-1)  # [H*W]
         frequencies = 100 ** (-4 * t / self.head_dim)  # [d/4]
-        return torch.cat([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1)  # [H*W, d/2]
+        zeros = torch.zeros_like(frequencies)
+        along_y, along_x = torch.cat([zeros, frequencies]), torch.cat([frequencies, zeros])  # [d/2]
+        return self.angles_by_rule(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
+
+    def frequency_range(self) -> Tuple[float, float]:
+        return 1., 100 ** (4 / self.head_dim - 1)

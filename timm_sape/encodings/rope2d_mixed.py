@@ -3,31 +3,34 @@
 2-D in that each pair of channels rotates with a learned mixture of x and y, which can be a diagonal direction. Costs
 two multiplications per entry of q and k.
 """
+from typing import Tuple
+
 import torch
 import torch.nn as nn
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 
 from ..grid import Grid
-from .base import CoordinateEncoding, RotaryEncoding
+from .base import RotaryEncoding
+from .frequencies import FrequencyEncoding
 from .registry import register_encoding
 
 
 @register_encoding('rope2d_mixed')
-class MixedRotaryEncoding(RotaryEncoding, CoordinateEncoding):
+class MixedRotaryEncoding(RotaryEncoding, FrequencyEncoding):
     """Mixed 2-D rotary (RoPE-Mixed).
 
     Pair t of head h is rotated by x * freqs[0, h, t] + y * freqs[1, h, t]; each layer learns its own freqs.
 
     They are initialized to 10^(-4t/d), t < d/4, in a random direction per head for the first d/4 pairs, and in the
     direction at right angles to it for the others. Angles are computed in at least float32. The frequencies get no
-    weight decay.
+    weight decay. For the rule 'ntk' the highest and lowest frequencies are those of the initial values, 1 and
+    10^(4/d - 1), whatever was learned; a frequency beyond them counts as the nearer one.
 
     Raises:
         ValueError: If the head dim is not a multiple of 4.
     """
     relative = True
     adds = 'L * D'
-    resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2403.13298'
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:
@@ -43,5 +46,7 @@ class MixedRotaryEncoding(RotaryEncoding, CoordinateEncoding):
 
     def angles(self, grid: Grid) -> torch.Tensor:
         freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
-        y, x = self.coordinates(grid, freqs.device, freqs.dtype).unbind(-1)  # [H*W]
-        return x[:, None] * freqs[0, :, None] + y[:, None] * freqs[1, :, None]  # [h, H*W, d/2]
+        return self.angles_by_rule(grid, freqs.flip(0))  # [h, H*W, d/2]
+
+    def frequency_range(self) -> Tuple[float, float]:
+        return 1., 10 ** (4 / self.head_dim - 1)

@@ -4,17 +4,19 @@
 it is axial. Costs two multiplications per entry of q and k.
 """
 import math
+from typing import Tuple
 
 import torch
 
 from ..checks import is_integer, is_number
 from ..grid import Grid
-from .base import CoordinateEncoding, FixedRotaryEncoding
+from .base import FixedRotaryEncoding
+from .frequencies import FrequencyEncoding
 from .registry import register_encoding
 
 
 @register_encoding('rope_spiral')
-class SpiralRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
+class SpiralRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
     """Spiral rotary.
 
     Channel pair t < d/4 is rotated by w_t * (y cos a_t + x sin a_t), pair d/4 + t by w_t * (x cos a_t - y sin a_t).
@@ -34,7 +36,6 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
     """
     relative = True
     sees_mirror = True
-    resolution = 'angles go on for further patches, or `rescale`'
     paper = 'https://arxiv.org/abs/2602.03227'
 
     def __init__(self, *, num_directions: int = 4, max_freq: float = 1.5, **host) -> None:
@@ -53,7 +54,9 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, CoordinateEncoding):
         t = torch.arange(self.head_dim // 4, device=device)
         turn = (t // 2 % (self.num_directions // 2)).to(dtype) * (math.pi / self.num_directions)  # [d/4]
         frequencies = self.max_freq * 10000 ** (-4 * t.to(dtype) / self.head_dim)  # [d/4]
-        y, x = self.coordinates(grid, device, dtype).unbind(-1)  # [H*W]
-        y, x = y[:, None], x[:, None]
-        first, second = y * turn.cos() + x * turn.sin(), x * turn.cos() - y * turn.sin()
-        return torch.cat([first * frequencies, second * frequencies], dim=-1)  # [H*W, d/2]
+        cos, sin = frequencies * turn.cos(), frequencies * turn.sin()
+        along_y, along_x = torch.cat([cos, -sin]), torch.cat([sin, cos])  # [d/2]
+        return self.angles_by_rule(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
+
+    def frequency_range(self) -> Tuple[float, float]:
+        return self.max_freq, self.max_freq * 10000 ** (4 / self.head_dim - 1)

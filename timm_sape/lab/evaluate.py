@@ -60,6 +60,7 @@ def predict(
         device: str = 'cpu',
         amp: bool = False,
         progress: str = '',
+        labelled: bool = True,
 ) -> Predictions:
     """Compute the logits of all images and measure the speed of the model.
 
@@ -73,6 +74,7 @@ def predict(
         device: Where the model runs.
         amp: Use bfloat16 autocast.
         progress: Label of the progress bar on stderr, which appears after two seconds. Empty for no bar.
+        labelled: Whether the images must have labels.
 
     Raises:
         ValueError: If there are no images, a label is missing or out of range, logits are not finite, or a batch does
@@ -102,7 +104,7 @@ def predict(
         counts.append(len(targets))
         logits.append(out.float().cpu())
         labels.append(torch.as_tensor(targets).long())
-        _check(logits[-1], labels[-1])
+        _check(logits[-1], labels[-1] if labelled else torch.zeros_like(labels[-1]))
     if not logits:
         raise ValueError('There are no images. Name a folder with one sub-folder of images per class.')
     counted = slice(1 if len(times) > 1 else 0, None)

@@ -7,13 +7,15 @@ from ..analysis.figures import new_figure
 
 __all__ = ['plot_sweep']
 
+STYLES = {'rescale': '--', 'ntk': '-.', 'yarn': ':', 'slopes': (0, (1, 3))}  # of the others: '-'
+
 
 def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     """Draw top-1 accuracy over image size, a line per model and policy, with its 95 % interval as a band.
 
-    Each model has a colour; lines with the policy `rescale` are dashed. Lines of images at their own aspect ratio are
-    named `native`. If all sizes are square, the axis shows their side in pixels. Otherwise sizes stand side by side,
-    ordered by their number of patches.
+    Each model has a colour, each rule a style of line, and those with `+log` are thin. Lines of images at their own
+    aspect ratio are named `native`. If all sizes are square, the axis shows their side in pixels. Otherwise sizes stand
+    side by side, ordered by their number of patches.
 
     Args:
         rows: From `sweep`.
@@ -42,8 +44,8 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
         low, high = [row['top1_low'] for row in own], [row['top1_high'] for row in own]
         axes.fill_between(x, low, high, color=color, alpha=min(0.15, 0.5 / len(lines)), linewidth=0)
         axes.plot(
-            x, [row['top1'] for row in own], color=color, linestyle='--' if policy == 'rescale' else '-',
-            marker='osD^vP*Xph'[i % 10], markersize=5, label=name)
+            x, [row['top1'] for row in own], color=color, linestyle=STYLES.get(policy.removesuffix('+log'), '-'),
+            linewidth=0.8 if policy.endswith('+log') else 1.8, marker='osD^vP*Xph'[i % 10], markersize=5, label=name)
     axes.set_xticks(list(at.values()), labels, rotation=45 if len(at) > 8 else 0)
     axes.set(
         xlabel='image size (px)' if square else 'image size, height x width (px)',

@@ -1,11 +1,12 @@
-"""Means over training runs, with their spread and confidence intervals."""
+"""Means over training runs, with their spread and confidence intervals; and differences of paired shares."""
 import math
 import statistics
 from typing import Optional, Sequence, Tuple
 
+from scipy.stats import norm
 from scipy.stats import t as student_t
 
-__all__ = ['difference', 'mean_interval', 'spread', 'unpaired_interval']
+__all__ = ['difference', 'mean_interval', 'paired_interval', 'spread', 'unpaired_interval']
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Tuple[float, float, float]:
@@ -48,6 +49,31 @@ def unpaired_interval(
     squares = sum((value - statistics.mean(v)) ** 2 for v in (values, others) for value in v)
     half = _quantile(confidence, dof) * math.sqrt(squares / dof * (1 / len(values) + 1 / len(others)))
     return mean - half, mean + half
+
+
+def paired_interval(
+        only_first: int,
+        only_second: int,
+        n: int,
+        confidence: float = 0.95,
+) -> Tuple[float, float]:
+    """Compute the confidence interval of the difference of two shares of the same n items.
+
+    This is Wald's interval with one item more on either side (Bonett and Price, 'Adjusted Wald Confidence Interval for
+    a Difference of Binomial Proportions Based on Paired Data', 2012), so it has a width even if no item differs.
+
+    Args:
+        only_first: Items that count for the first share only, from 0 on.
+        only_second: Items that count for the second share only.
+        n: All items, at least 1.
+        confidence: Between 0 and 1.
+
+    Returns:
+        The two ends of the interval of the first share minus the second, within -1 and 1.
+    """
+    first, second = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
+    half = float(norm.ppf((1 + confidence) / 2)) * math.sqrt((first + second - (first - second) ** 2) / (n + 2))
+    return max(first - second - half, -1.), min(first - second + half, 1.)
 
 
 def _quantile(confidence: float, dof: int) -> float:

@@ -5,16 +5,14 @@ from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
 from ..analysis.inputs import load_images, load_model, native_preprocessing, patch_ratio, preprocessing
-from ..encodings import encoding_keywords
-from ..host import PosEncModel
 from .evaluate import accuracy, predict
+from .rules import rules_of
 from .tables import markdown
 
-__all__ = ['sweep', 'sweep_table']
+__all__ = ['check_sizes', 'sweep', 'sweep_table']
 
 CROP_MODES = ('squash', 'center')
 NATIVE = 'native'
-RESOLUTIONS = ('extrapolate', 'rescale')  # the values of the keyword `resolution`
 
 Size = Tuple[int, int]
 
@@ -39,14 +37,15 @@ def sweep(
         amp: bool = False,
         crop_mode: str = 'squash',
         native: bool = False,
+        rules: Optional[Sequence[str]] = None,
         progress: bool = True,
 ) -> List[Dict[str, Any]]:
     """Evaluate each model at each size, with each of its rules for other sizes.
 
     A model is created again for each size, so that its weights are always adapted from the trained ones: tables are
-    resampled, positions scaled, and so on. Encodings with the keyword `resolution` have two rules, `extrapolate` and
-    `rescale`, and are evaluated with both (if a model has several such encodings, all use the same rule). `rescale`
-    needs the trained grid. If the file does not contain it, the grid at the default size of the model is used.
+    resampled, positions scaled, and so on. Our models are evaluated with each rule that `rules_of` finds: those of the
+    encodings' keyword `resolution`, and the same with `logit_scaling='log'`. Most rules need the trained grid. If the
+    file does not contain it, the grid at the default size of the model is used.
 
     All sizes show the same part of each image. timm's usual transform, `center`, does not: it resizes the image to
     cover the size and crops the rest, so the visible part depends on the aspect ratio. The default here is timm's
@@ -72,17 +71,19 @@ def sweep(
         amp: Use bfloat16 autocast.
         crop_mode: 'squash' or 'center', see above.
         native: Also evaluate each image at its own aspect ratio. Only for models of NaFlexVit.
+        rules: Names of rules, as `rules_of` has them; of each model those that it has. Default: all.
         progress: Show progress bars on stderr.
 
     Returns:
-        One row per model, policy and size, with these columns. `model`. `policy`: the value of `resolution`; 'own' if
-        the encodings have a single rule; 'timm' for models of timm. `height` and `width`: in pixels. `images`: the
-        crop mode, or 'native'. `patches`: of the size. `num_images`. `top1`, with its 95 % Wilson interval `top1_low`
-        to `top1_high`, and `top5`: in percent. `images_per_second`: of the model alone.
+        One row per model, policy and size, with these columns. `model`. `policy`: the name of the rule, such as
+        'rescale' or 'rescale+log'; 'own' if the encodings have a single one; 'timm' for models of timm. `height` and
+        `width`: in pixels. `images`: the crop mode, or 'native'. `patches`: of the size. `num_images`. `top1`, with its
+        95 % Wilson interval `top1_low` to `top1_high`, and `top5`: in percent. `images_per_second`: of the model alone.
 
     Raises:
         ValueError: If the patch size does not divide a size, a model cannot be loaded, it does not take what `native`
-            asks for, or the images do not fit the models. Sizes and models are checked before anything is evaluated.
+            asks for, has none of the `rules`, or the images do not fit the models. Sizes and models are checked before
+            anything is evaluated.
     """
     if not models or not sizes:
         raise ValueError('A sweep needs at least one model and one size.')
@@ -94,7 +95,7 @@ def sweep(
             raise ValueError(
                 f"crop_mode='center' would show another part of the images at {height}x{width} than at a square size. "
                 "Use 'squash'.")
-    variants = [variant for model in dict.fromkeys(models) for variant in _variants(model, pairs, native)]
+    variants = [variant for model in dict.fromkeys(models) for variant in _variants(model, pairs, native, rules)]
     cases = [
         (variant, size, images) for variant in variants for size in pairs
         for images in ((crop_mode, NATIVE) if native else (crop_mode,))]
@@ -130,46 +131,38 @@ def sweep(
     return rows
 
 
-def _variants(spec: str, sizes: Sequence[Size], native: bool) -> List[_Variant]:
+def _variants(spec: str, sizes: Sequence[Size], native: bool, rules: Optional[Sequence[str]]) -> List[_Variant]:
     """List the rules of a model, and load it once with each, to fail before the work.
 
     Raises:
-        ValueError: If the model has no patches, the patch size does not divide a size, or it takes no patches but
-            `native` asks for it.
+        ValueError: If the model has no patches, the patch size does not divide a size, it takes no patches but `native`
+            asks for it, or it has none of the rules.
     """
     model = load_model(spec)
-    for size in sizes:
-        _check_size(spec, size, patch_ratio(model, spec))
+    check_sizes(spec, sizes, patch_ratio(model, spec))
     if native:
         native_preprocessing(model, 1)
-
-    if not isinstance(model, PosEncModel):
-        variants = [_Variant(spec, 'timm', {})]
-    else:
-        names = [name for name in model.pos_enc.split('+') if 'resolution' in encoding_keywords(name)]
-        ref_grid_size = model.ref_grid_size or model.grid_size
-        variants = [_Variant(spec, 'own', {})] if not names else []
-        for resolution in RESOLUTIONS if names else ():
-            keywords = {name: {**model.pos_enc_kwargs.get(name, {}), 'resolution': resolution} for name in names}
-            kwargs: Dict[str, Any] = {'pos_enc_kwargs': {**model.pos_enc_kwargs, **keywords}}
-            if resolution == 'rescale':
-                kwargs['ref_grid_size'] = ref_grid_size
-            variants.append(_Variant(spec, resolution, kwargs))
+    variants = [_Variant(spec, rule, kwargs) for rule, kwargs in rules_of(model, rules, spec).items()]
     del model
     for variant in variants:
         load_model(spec, img_size=sizes[0], **variant.kwargs)
     return variants
 
 
-def _check_size(spec: str, size: Size, patch: Size) -> None:
-    # timm's own models would silently ignore the remaining pixels
-    if all(s >= p and s % p == 0 for s, p in zip(size, patch)):
-        return
-    below = tuple(max(s // p, 1) * p for s, p in zip(size, patch))
-    above = tuple(max(-(-s // p), 1) * p for s, p in zip(size, patch))
-    fit = ' or '.join(dict.fromkeys(f'{height}x{width}' for height, width in (below, above)))
-    raise ValueError(
-        f'The patch size {patch[0]}x{patch[1]} of {spec} does not divide the size {size[0]}x{size[1]}. Use {fit}.')
+def check_sizes(spec: str, sizes: Sequence[Size], patch: Size) -> None:
+    """Check that patches of this size divide all sizes. timm's own models would silently ignore the remaining pixels.
+
+    Raises:
+        ValueError: If they do not, with sizes that would fit.
+    """
+    for size in sizes:
+        if all(s >= p and s % p == 0 for s, p in zip(size, patch)):
+            continue
+        below = tuple(max(s // p, 1) * p for s, p in zip(size, patch))
+        above = tuple(max(-(-s // p), 1) * p for s, p in zip(size, patch))
+        fit = ' or '.join(dict.fromkeys(f'{height}x{width}' for height, width in (below, above)))
+        raise ValueError(
+            f'The patch size {patch[0]}x{patch[1]} of {spec} does not divide the size {size[0]}x{size[1]}. Use {fit}.')
 
 
 def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@
 | `matrices` | skew-symmetric and orthogonal matrices |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
+| `sizes` | logarithms of sizes that may be symbolic |
 """
 from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
@@ -22,6 +23,7 @@ from .matrices import cayley, matrix_exp, skew
 from .precision import no_autocast, upcast
 from .reference import pairwise_distance
 from .sape2 import axis_codes, sape2_attention, sape2_bias
+from .sizes import log_of_largest
 
 __all__ = [
     'BACKENDS',
@@ -31,6 +33,7 @@ __all__ = [
     'check_devices',
     'check_mask',
     'contextual_bias',
+    'log_of_largest',
     'matrix_exp',
     'merge_masks',
     'no_autocast',

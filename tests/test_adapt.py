@@ -1,0 +1,290 @@
+"""`timm-sape adapt`: the best rule for a trained model at another size."""
+import argparse
+import csv
+import json
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+import timm
+import torch
+from common import randomize
+from PIL import Image
+from timm.models import save_for_hf
+
+import timm_sape
+from timm_sape import cli
+from timm_sape.analysis.inputs import load_images, open_dataset, preprocessing
+from timm_sape.cli import adapt as adapt_command
+from timm_sape.lab.adapt import adapt, adapted_table, snapshot
+from timm_sape.lab.evaluate import wilson_interval
+from timm_sape.lab.intervals import paired_interval
+from timm_sape.lab.rules import own_rule, rules_of
+
+ALL = ['extrapolate', 'rescale', 'ntk', 'yarn']
+ALL += [f'{rule}+log' for rule in ALL]
+SIZE = (64, 80)
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+    """Three classes of eight images, and the same without classes."""
+    root = tmp_path_factory.mktemp('images')
+    generator = np.random.default_rng(0)
+    (root / 'flat').mkdir()
+    for i in range(24):
+        folder = root / 'val' / f'class{i % 3}'
+        folder.mkdir(parents=True, exist_ok=True)
+        rough = Image.fromarray(generator.integers(0, 256, (6, 7, 3), dtype=np.uint8))
+        for path in (folder / f'{i}.png', root / 'flat' / f'{i}.png'):
+            rough.resize((60, 50), Image.BICUBIC).save(path)
+    return root
+
+
+def make(pos_enc, name='test_vit_pos_enc', seed=0, **kwargs):
+    torch.manual_seed(seed)
+    pos_enc = {'pos_enc': pos_enc} if pos_enc else {}
+    model = randomize(timm.create_model(name, num_classes=3, img_size=48, patch_size=8, **pos_enc, **kwargs)).eval()
+    with torch.no_grad():  # make it undecided between the classes
+        x = torch.nn.functional.interpolate(torch.randn(64, 3, 6, 7), (48, 48), mode='bicubic')
+        model.head.bias -= model(x).mean(0)
+    return model
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp('models')
+    for pos_enc in ('rope2d', 'nope'):
+        save_for_hf(make(pos_enc), root / pos_enc, safe_serialization=True)
+    keywords = {'rope2d': {'resolution': 'yarn'}, 'sincos2d': {'resolution': 'rescale'}}
+    save_for_hf(make('rope2d+sincos2d', pos_enc_kwargs=keywords), root / 'mixed', safe_serialization=True)
+    keywords = {'alibi2d': {'resolution': 'slopes'}}
+    save_for_hf(make('alibi2d', pos_enc_kwargs=keywords, logit_scaling='log'), root / 'log', safe_serialization=True)
+    save_for_hf(make('rope2d', 'test_naflexvit_pos_enc'), root / 'naflex', safe_serialization=True)
+    save_for_hf(make(None, 'test_vit'), root / 'timm', safe_serialization=True)
+    save_for_hf(make(None, 'test_vit', attn_layer='diff'), root / 'differential', safe_serialization=True)
+    rotary = make(None, 'vit_small_patch16_rope_224', depth=1, embed_dim=32, num_heads=2)
+    save_for_hf(rotary, root / 'rotary', safe_serialization=True)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+def logits_of(model, images, size, split='val'):
+    """By hand: the logits of all images at a size, and their labels."""
+    data = open_dataset(images / 'flat' if split == 'flat' else images, transform=preprocessing(
+        model, size, crop_mode='squash'))
+    x, labels = zip(*load_images(data, 24))
+    with torch.no_grad():
+        return model(x[0]), labels[0]
+
+
+def by_hand(folder, rule, size):
+    """The model with a rule at a size, by timm alone."""
+    rule, _, factor = rule.partition('+')
+    keywords = {} if rule in ('own', 'timm') else {'pos_enc_kwargs': {'rope2d': {'resolution': rule}}}
+    if rule != 'timm':
+        keywords['logit_scaling'] = 'log' if factor else 'constant'
+    return timm.create_model(f'local-dir:{folder}', pretrained=True, img_size=size, **keywords).eval()
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('labelled', [True, False, None])
+def test_scores(labelled, images, folders):
+    """Labelled images, labelled ones whose labels are ignored, and images without labels."""
+    data = open_dataset(images if labelled is not None else images / 'flat')
+    found = adapt(folders['rope2d'], data, [SIZE, (32, 32)], agreement=labelled is False, progress=False)
+    assert found.measure == ('top1' if labelled else 'agreement')
+    split = 'flat' if labelled is None else 'val'
+    own = make('rope2d')
+    at_home, labels = logits_of(own, images, (48, 48), split)
+    targets = labels if labelled else at_home.argmax(1)
+    assert (labels.min() >= 0) == (labelled is not None)
+    assert found.at_home == pytest.approx(100 * (at_home.argmax(1) == targets).double().mean().item(), abs=1e-3)
+
+    assert [(row['height'], row['width'], row['rule']) for row in found.rows] == [
+        (*size, rule) for size in (SIZE, (32, 32)) for rule in ALL]
+    for size in (SIZE, (32, 32)):
+        rows = [row for row in found.rows if (row['height'], row['width']) == size]
+        right = []
+        for row in rows:
+            logits, _ = logits_of(by_hand(folders['rope2d'], row['rule'], size), images, size, split)
+            right.append(logits.argmax(1) == targets)
+            hits = int(right[-1].sum())
+            assert row['num_images'] == 24 and row['score'] == pytest.approx(100 * hits / 24, abs=1e-3)
+            assert (row['score_low'], row['score_high']) == pytest.approx(
+                [100 * p for p in wilson_interval(hits, 24)], abs=1e-3)
+            if row is rows[0]:
+                columns = 'difference', 'difference_low', 'difference_high', 'wins', 'losses'
+                assert {row[column] for column in columns} == {None}
+                continue
+            wins, losses = int((right[-1] & ~right[0]).sum()), int((right[0] & ~right[-1]).sum())
+            assert (row['wins'], row['losses']) == (wins, losses)
+            assert row['difference'] == pytest.approx(100 * (wins - losses) / 24, abs=1e-3)
+            assert (row['difference_low'], row['difference_high']) == pytest.approx(
+                [100 * p for p in paired_interval(wins, losses, 24)], abs=1e-3)
+        best = [row for row in rows if row['best']]
+        assert len(best) == 1 and best[0]['score'] == max(row['score'] for row in rows)
+        assert best[0] is next(row for row in rows if row['score'] == best[0]['score'])
+        rule = best[0]['rule'].partition('+')[0]
+        assert found.best[size]['pos_enc_kwargs'] == {'rope2d': {'resolution': rule}}
+    assert len({row['score'] for row in found.rows}) > 2  # else nothing above could fail
+    lines = adapted_table(found.rows).splitlines()
+    assert len(lines) == 2 + 16 and sum('**' in line for line in lines) == 2
+
+
+@pytest.mark.parametrize('name, default', [
+    ('rope2d', 'extrapolate'), ('nope', 'own'), ('log', 'slopes+log'), ('mixed', 'as it is'), ('timm', 'timm')])
+def test_default_is_the_rule_of_the_model(name, default, images, folders):
+    """It comes first, whatever rules are asked for, and is what the model does when nothing is chosen."""
+    model = timm.create_model(f'local-dir:{folders[name]}', pretrained=True)
+    assert own_rule(model) == ('' if default == 'as it is' else default)
+    only = [] if name == 'timm' else [list(rules_of(model))[-1]]
+    found = adapt(
+        folders[name], open_dataset(images), [SIZE], rules=only or None, num_images=6, agreement=True, progress=False)
+    assert [row['rule'] for row in found.rows] == list(dict.fromkeys([default, *only]))
+    plain = timm.create_model(f'local-dir:{folders[name]}', pretrained=True, img_size=SIZE).eval()
+    kwargs = {} if default == 'as it is' else rules_of(model)[default]
+    chosen = timm.create_model(f'local-dir:{folders[name]}', pretrained=True, img_size=SIZE, **kwargs).eval()
+    x = torch.randn(1, 3, *SIZE)
+    assert torch.equal(plain(x), chosen(x))
+
+
+def test_paired_interval():
+    """Its formula, its symmetry, its width, and its coverage of the truth."""
+    low, high = paired_interval(7, 2, 50)
+    first, second = 8 / 52, 3 / 52
+    half = 1.959964 * math.sqrt((first + second - (first - second) ** 2) / 52)
+    assert (low, high) == pytest.approx((first - second - half, first - second + half), abs=1e-6)
+    assert paired_interval(2, 7, 50) == pytest.approx((-high, -low))
+    assert paired_interval(0, 0, 50)[0] == -paired_interval(0, 0, 50)[1] < -0.02
+    assert paired_interval(3, 0, 3)[1] <= 1 and paired_interval(0, 3, 3)[0] >= -1
+    assert paired_interval(7, 2, 50, 0.99)[1] > high
+    rng = random.Random(0)
+    for p, q, n in ((0.1, 0.05, 100), (0.02, 0.02, 60), (0.3, 0.2, 30)):
+        covered = []
+        for _ in range(1500):
+            draws = [rng.random() for _ in range(n)]
+            low, high = paired_interval(sum(d < p for d in draws), sum(p <= d < p + q for d in draws), n)
+            covered.append(low <= p - q <= high)
+        assert 0.93 < statistics.mean(covered) <= 1
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name, rules', [
+    ('rope2d', ALL), ('naflex', ALL), ('timm', ['own', 'own+log']), ('rotary', ALL), ('differential', ['timm'])])
+def test_snapshots(name, rules, folders):
+    """Of our models, of timm's as ours, and of one that cannot be converted; all compute what the model computes."""
+    model = timm.create_model(f'local-dir:{folders[name]}', pretrained=True).eval()
+    x = torch.randn(2, 3, *timm.data.resolve_model_data_config(model)['input_size'][1:])
+    with snapshot(folders[name]) as (spec, reason):
+        copy = timm.create_model(spec, pretrained=True).eval()
+        torch.testing.assert_close(copy(x), model(x), rtol=1e-4, atol=1e-5)
+        assert list(rules_of(copy)) == rules
+    assert ('DiffAttention' in reason) == (name == 'differential') == bool(reason)
+
+
+def test_random_weights_are_the_same_for_each_rule(images):
+    """Such a name stands for other weights each time it is loaded. On its own size all rules agree with it."""
+    with snapshot('test_vit_rope2d@random') as (spec, _):
+        found = adapt(spec, open_dataset(images), [(160, 160)], agreement=True, num_images=4, progress=False)
+    assert {row['score'] for row in found.rows} == {100.}
+
+
+def test_training_checkpoint(images, tmp_path):
+    args = argparse.Namespace(
+        num_classes=3, model_kwargs=dict(pos_enc='rope2d', img_size=48, patch_size=8))
+    model = make('rope2d')
+    torch.save({'arch': 'test_vit_nope', 'state_dict': model.state_dict(), 'args': args}, tmp_path / 'last.pth.tar')
+    with snapshot(str(tmp_path / 'last.pth.tar')) as (spec, _):
+        found = adapt(spec, open_dataset(images), [SIZE], rules=['rescale'], num_images=6, progress=False)
+        assert [row['rule'] for row in found.rows] == ['extrapolate', 'rescale']
+        assert {kwargs['ref_grid_size'] for kwargs in found.best.values()} == {(6, 6)}
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def main(monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, 'COMMANDS', (adapt_command,))
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: cli.main(['adapt', *map(str, args), '--workers', '0', '--batch-size', '8'])
+
+
+def test_command(main, images, folders, capsys):
+    """The saved model has the best rule at the size, loads by timm, and still knows its trained grid."""
+    assert main(folders['rope2d'], '--sizes', '64x80', '--data-dir', images, '--output', 'out', '--table', 't.csv') == 0
+    printed = capsys.readouterr()
+    assert not printed.err and 'differences to extrapolate with 95 % intervals of the pairs; 24 images' in printed.out
+    assert 'its figure is too good; measure it on others' in printed.out and '% at its own size' in printed.out
+    rows = list(csv.DictReader(open('t.csv')))
+    assert [row['rule'] for row in rows] == ALL
+    best, = (row['rule'] for row in rows if row['best'] == 'True')
+    assert f"out: {best} at 64x80; timm.create_model('local-dir:out', pretrained=True)" in printed.out
+
+    model = timm.create_model('local-dir:out', pretrained=True).eval()
+    assert model.patch_embed.img_size == SIZE and own_rule(model) == best
+    x = torch.randn(2, 3, *SIZE)
+    assert torch.equal(model(x), by_hand(folders['rope2d'], best, SIZE)(x))
+    assert timm_sape.hub.load('out').pos_enc == 'rope2d'
+    card = open('out/README.md').read()
+    assert f'by the rule {best} (timm-sape adapt)' in card and 'top-1, 24 images' in card
+    config = open('out/config.json').read()
+    assert json.loads(config)['model_args']['ref_grid_size'] == [6, 6]
+    assert '/' not in config and folders['rope2d'] not in card  # no folder of this machine
+    assert rules_of(model)['rescale']['ref_grid_size'] == (6, 6)  # so it can be adapted again
+
+    assert main(folders['rope2d'], '--sizes', '64', '--data-dir', images, '--output', 'out') == 2
+    assert capsys.readouterr().err == 'timm-sape: out exists; name an --output that does not\n'
+    assert main(folders['rope2d'], '--sizes', '64', '--data-dir', images, '--table', 't.csv') == 2
+    assert 'nothing written; --force overwrites what is there: t.csv' in capsys.readouterr().err
+
+
+def test_command_at_several_sizes(main, images, folders, capsys):
+    assert main(
+        folders['rope2d'], '--sizes', '64', '32x48', '--data-dir', images / 'flat', '--output', 'out',
+        '--rules', 'rescale') == 0
+    assert 'agreement with the predictions at its own size' in capsys.readouterr().out
+    for size in ((64, 64), (32, 48)):
+        model = timm.create_model('local-dir:out/{}x{}'.format(*size), pretrained=True)
+        assert model.patch_embed.img_size == size and own_rule(model) in ('extrapolate', 'rescale')
+
+
+@pytest.mark.parametrize('name', ['timm', 'rotary', 'naflex', 'nope'])
+def test_command_on_models_of_timm_and_others(name, main, images, folders, capsys):
+    size = (64, 96)
+    assert main(
+        folders[name], '--sizes', '64x96', '--data-dir', images, '--agreement', '--num-images', 9, '--output', 'o') == 0
+    printed = capsys.readouterr()
+    assert not printed.err and '9 images' in printed.out
+    model = timm.create_model('local-dir:o', pretrained=True).eval()
+    assert isinstance(model, timm_sape.VisionTransformerPosEnc) == (name != 'naflex')
+    assert model(torch.randn(1, 3, *size)).shape == (1, 3)
+    if name == 'timm' and own_rule(model) == 'own':  # timm's own model at that size
+        x = torch.randn(1, 3, *size)
+        stock = timm.create_model(f'local-dir:{folders[name]}', pretrained=True, img_size=size).eval()
+        torch.testing.assert_close(model(x), stock(x), rtol=1e-4, atol=1e-5)
+
+
+def test_command_with_one_rule(main, images, folders, capsys):
+    """It says so, and saves the model at the size all the same."""
+    assert main(folders['differential'], '--sizes', '64', '--data-dir', images, '--output', 'out') == 0
+    printed = capsys.readouterr()
+    assert 'There is one rule, timm, so there was nothing to choose.' in printed.out
+    assert 'keeps the rule of timm' in printed.err and 'DiffAttention' in printed.err
+    assert timm.create_model('local-dir:out', pretrained=True)(torch.randn(1, 3, 64, 64)).shape == (1, 3)
+
+
+@pytest.mark.parametrize('args, text', [
+    (['--sizes', '50'], r'does not divide the size 50x50. Use 48x48 or 56x56.'),
+    (['--sizes', '64', '--rules', 'slopes'], r'rope2d has none of the rules slopes. It has extrapolate, rescale, ntk'),
+    (['--sizes', '64', '--table', 'x.txt'], r'x.txt must end in .csv or .json or .md'),
+    (['--sizes', '64', '--num-images', '0'], r'--num-images must be at least 1, got 0'),
+    (['--sizes', '64', '--data-dir', 'nowhere'], r"There is no image or folder 'nowhere'"),
+])
+def test_what_is_wrong_is_said(args, text, main, images, folders, capsys):
+    assert main(folders['rope2d'], '--data-dir', images, '--output', 'out', *args) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.count('\n') == 1
