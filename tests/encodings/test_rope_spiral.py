@@ -166,7 +166,7 @@ def test_head_dims(head_dim):
 
 
 @pytest.mark.parametrize('keywords, message', [
-    ({'resolution': 'resize'}, "'rope_spiral': resolution must be 'extrapolate', 'rescale', 'ntk' or 'yarn', got 'resize'"),
+    ({'resolution': 'resize'}, "'rope_spiral': resolution must be .* 'ntk' or 'yarn', got 'resize'"),
     ({'scale': 1}, "'rope_spiral' has no keyword 'scale'"),
     ({'num_directions': 3}, 'needs num_directions to be an even number of 2 or more, got 3'),
     ({'num_directions': 2.0}, 'needs num_directions to be an even number of 2 or more, got 2.0'),

@@ -56,7 +56,7 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
         frequencies = self.max_freq * 10000 ** (-4 * t.to(dtype) / self.head_dim)  # [d/4]
         cos, sin = frequencies * turn.cos(), frequencies * turn.sin()
         along_y, along_x = torch.cat([cos, -sin]), torch.cat([sin, cos])  # [d/2]
-        return self.angles_by_rule(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
+        return self.angles_of(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
 
     def frequency_range(self) -> Tuple[float, float]:
         return self.max_freq, self.max_freq * 10000 ** (4 / self.head_dim - 1)
