@@ -64,7 +64,7 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
     def frequency_range(self) -> Tuple[float, float]:
         """The highest and the lowest frequency of the design, in radians per patch."""
 
-    def turn(self, grid: Grid, frequencies: torch.Tensor) -> torch.Tensor:
+    def angles_of(self, grid: Grid, frequencies: torch.Tensor) -> torch.Tensor:
         """The angle of each pair for each patch of the whole grid, by the rule.
 
         Args:

@@ -88,7 +88,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
         else:
             follows_y = (k % 3 == 1) & (k < 3 * h)
             follows_x = (k % 3 == 2) & (k < 3 * w)
-        return self.turn(grid, torch.stack([frequencies * follows_y, frequencies * follows_x]))  # [H*W, d/2]
+        return self.angles_of(grid, torch.stack([frequencies * follows_y, frequencies * follows_x]))  # [H*W, d/2]
 
     def frequency_range(self) -> Tuple[float, float]:
         return 1., 10000 ** (2 / self.head_dim - 1)  # of all pairs: the base is one for all axes

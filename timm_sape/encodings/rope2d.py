@@ -35,7 +35,7 @@ class AxialRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
         frequencies = 100 ** (-4 * t / self.head_dim)  # [d/4]
         zeros = torch.zeros_like(frequencies)
         along_y, along_x = torch.cat([zeros, frequencies]), torch.cat([frequencies, zeros])  # [d/2]
-        return self.turn(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
+        return self.angles_of(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
 
     def frequency_range(self) -> Tuple[float, float]:
         return 1., 100 ** (4 / self.head_dim - 1)

@@ -46,7 +46,7 @@ class MixedRotaryEncoding(RotaryEncoding, FrequencyEncoding):
 
     def angles(self, grid: Grid) -> torch.Tensor:
         freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
-        return self.turn(grid, freqs.flip(0))  # [h, H*W, d/2]
+        return self.angles_of(grid, freqs.flip(0))  # [h, H*W, d/2]
 
     def frequency_range(self) -> Tuple[float, float]:
         return 1., 10 ** (4 / self.head_dim - 1)
