@@ -2,10 +2,11 @@
 import pytest
 import timm_sape
 from common import POS_ENCS, Maker
-from timm_sape import FixedEncoding, ops
+from timm_sape import BlockRotaryEncoding, FixedEncoding, ops
 
 ALONE = [pos_enc for pos_enc in POS_ENCS if 'toy' not in pos_enc]
 FIXED = [name for name in timm_sape.list_encodings() if issubclass(timm_sape.get_encoding(name), FixedEncoding)]
+BLOCKS = [name for name in timm_sape.list_encodings() if issubclass(timm_sape.get_encoding(name), BlockRotaryEncoding)]
 BIASES = [name for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).overrides('position_bias')]
 
 
@@ -46,3 +47,15 @@ def test_a_bias_is_made_once(name, monkeypatch):
     monkeypatch.setattr(cls, 'position_bias', lambda self, grid: calls.append(grid) or position_bias(self, grid))
     model(make.images())
     assert len(calls) == (3 if cls.per_layer else 1)
+
+
+@pytest.mark.parametrize('name', BLOCKS)
+def test_matrices_are_made_once(name, monkeypatch):
+    """Once in each layer, for q and k together."""
+    make = Maker(name)
+    model = make(depth=3)
+    cls, calls = timm_sape.get_encoding(name), []
+    blocks = cls.blocks
+    monkeypatch.setattr(cls, 'blocks', lambda self, grid: calls.append(grid) or blocks(self, grid))
+    model(make.images())
+    assert len(calls) == 3
