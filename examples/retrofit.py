@@ -35,7 +35,7 @@ from timm_sape.lab.sweep import sweep
 from timm_sape.lab.tables import markdown, write_csv
 
 BASES = ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed')
-ENCODINGS = ('cpb', 'pape', 'sape2_k')
+ENCODINGS = ('fire', 'cpb', 'pape', 'sape2_k')
 BATCH = 32
 
 
