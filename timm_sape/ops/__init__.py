@@ -4,11 +4,12 @@
 |---|---|
 | `attention` | attention with a bias or mask, any encoding's |
 | `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose who computes it |
-| `backend` | which implementations can run: reference, torch or triton |
+| `backend` | which implementations can run: reference, torch, cpp or triton |
 | `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
 | `torch_codes`, `torch_distances`, `torch_contextual` | operators that store nothing N x N, on any device |
+| `cpp_operators`, `cpp_kernels.cpp`, `cpp_build` | the same in C++ for CPUs, compiled when asked for |
 | `triton_codes`, `triton_distances` | the same as Triton kernels for NVIDIA GPUs; imported only when used |
-| `codes`, `distances` | what the torch and the triton operators share: shapes, autograd, FLOP counts |
+| `codes`, `distances` | what the torch, the cpp and the triton operators share: shapes, autograd, FLOP counts |
 | `double_backward` | second derivatives of the operators |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
@@ -16,6 +17,7 @@
 from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
+from .cpp_build import build_cpp
 from .devices import check_devices
 from .precision import no_autocast, upcast
 from .reference import pairwise_distance
@@ -25,6 +27,7 @@ __all__ = [
     'BACKENDS',
     'attend',
     'axis_codes',
+    'build_cpp',
     'check_devices',
     'check_mask',
     'contextual_bias',
