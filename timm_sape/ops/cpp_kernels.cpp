@@ -31,6 +31,8 @@ using Vec = at::vec::Vectorized<T>;
 template <typename T>
 constexpr int64_t LANES = Vec<T>::size();
 
+constexpr int64_t PART = 128;  // the most numbers that are added one after the other
+
 template <typename T>
 int64_t padded(int64_t n) {
   return (n + LANES<T> - 1) / LANES<T> * LANES<T>;
@@ -75,7 +77,7 @@ template <int M, int N, typename T>
 void product_tile(int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, bool add) {
   Vec<T> sum[M][N];
   for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) sum[m][n] = add ? Vec<T>::loadu(c[m] + n * LANES<T>) : Vec<T>(0);
+    for (int n = 0; n < N; ++n) sum[m][n] = Vec<T>(0);
   }
   for (int64_t k = 0; k < K; ++k) {
     Vec<T> row[N];
@@ -86,22 +88,42 @@ void product_tile(int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, 
     }
   }
   for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) sum[m][n].store(c[m] + n * LANES<T>);
+    for (int n = 0; n < N; ++n) {
+      T* to = c[m] + n * LANES<T>;
+      (add ? Vec<T>::loadu(to) + sum[m][n] : sum[m][n]).store(to);
+    }
   }
 }
 
-// c [M, N] (+)= a [M, K] b [K, N]. N is a multiple of the lanes, and columns of b and c are contiguous.
+// c [M, N] (+)= a [M, K] b [K, N]. N is a multiple of the lanes, and columns of b and c are contiguous. Sums are made of
+// parts, or their rounding errors would grow with their length.
 template <typename T>
 void product(int64_t M, int64_t N, int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, bool add = false) {
   constexpr int MOST = sizeof(Vec<T>) == 64 ? 4 : 2;  // a tile and a row of b must fit into 32 registers, or 16
-  const auto columns = [&](auto vectors, int64_t n) {
-    by_rows(M, [&](auto rows, int64_t m) {
-      product_tile<rows, vectors, T>(K, a.from(m), {b.p + n, b.row}, {c[m] + n, c.row}, add);
-    });
-  };
-  int64_t n = 0;
-  for (; n + MOST * LANES<T> <= N; n += MOST * LANES<T>) columns(std::integral_constant<int, MOST>(), n);
-  for (; n < N; n += LANES<T>) columns(std::integral_constant<int, 1>(), n);
+  for (int64_t k = 0; k < K; k += PART) {
+    const auto columns = [&](auto vectors, int64_t n) {
+      by_rows(M, [&](auto rows, int64_t m) {
+        product_tile<rows, vectors, T>(
+            std::min(PART, K - k), {a[m] + k * a.column, a.row, a.column}, {b[k] + n, b.row}, {c[m] + n, c.row},
+            add || k > 0);
+      });
+    };
+    int64_t n = 0;
+    for (; n + MOST * LANES<T> <= N; n += MOST * LANES<T>) columns(std::integral_constant<int, MOST>(), n);
+    for (; n < N; n += LANES<T>) columns(std::integral_constant<int, 1>(), n);
+  }
+}
+
+// Sum of f(i) for i from `first` on, in steps, also in parts.
+template <typename T, typename F>
+Vec<T> sum_of(int64_t first, int64_t end, int64_t step, F f) {
+  Vec<T> sum(0);
+  for (int64_t i = first; i < end;) {
+    Vec<T> part(0);
+    for (const int64_t stop = std::min(end, i + PART * step); i < stop; i += step) part = part + f(i);
+    sum = sum + part;
+  }
+  return sum;
 }
 
 // to [columns, width] = factor * from [rows, columns] transposed; zero where there is no row.
@@ -236,16 +258,15 @@ struct Block {
       }
     });
     for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-      Vec<T> top(-std::numeric_limits<T>::infinity()), sum(0);
-      T *first = tile.data() + lane, *end = tile.data() + N * width;
-      for (T* p = first; p < end; p += width) top = at::vec::maximum(top, Vec<T>::loadu(p));
-      for (T* p = first; p < end; p += width) {
-        const Vec<T> e = (Vec<T>::loadu(p) - top).exp();
-        sum = sum + e;
-        e.store(p);
-      }
+      Vec<T> top(-std::numeric_limits<T>::infinity());
+      for (int64_t at = lane; at < N * width; at += width) top = at::vec::maximum(top, Vec<T>::loadu(&tile[at]));
+      const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+        const Vec<T> e = (Vec<T>::loadu(&tile[at]) - top).exp();
+        e.store(&tile[at]);
+        return e;
+      });
       const Vec<T> factor = Vec<T>(1) / sum;
-      for (T* p = first; p < end; p += width) (Vec<T>::loadu(p) * factor).store(p);
+      for (int64_t at = lane; at < N * width; at += width) (Vec<T>::loadu(&tile[at]) * factor).store(&tile[at]);
     }
   }
 };
@@ -300,21 +321,22 @@ void attention_backward(
           grad_tile.resize(N * width);
           product<T>(N, width, dim, vs, {grads, width}, {grad_tile, width});
           for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-            Vec<T> delta(0), sum(0);
-            for (int64_t at = lane; at < N * width; at += width) {
-              delta = fmadd(Vec<T>::loadu(&block.tile[at]), Vec<T>::loadu(&grad_tile[at]), delta);
-            }
-            for (int64_t at = lane; at < N * width; at += width) {
+            const Vec<T> delta = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+              return Vec<T>::loadu(&block.tile[at]) * Vec<T>::loadu(&grad_tile[at]);
+            });
+            const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
               const Vec<T> ds = Vec<T>::loadu(&block.tile[at]) * (Vec<T>::loadu(&grad_tile[at]) - delta);
               ds.store(&grad_tile[at]);
-              if (at < prefix * width) continue;
+              Vec<T> both(0);
+              if (at < prefix * width) return both;
               for (Codes<T>* codes : {&block.x, &block.y}) {
                 T* distance = &codes->distances[at - prefix * width];
                 const Vec<T> d = Vec<T>::loadu(distance);
-                sum = fmadd(ds, d, sum);
+                both = both + d;
                 Vec<T>::blendv(ds / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
               }
-            }
+              return ds * both;
+            });
             std::array<T, LANES<T>> sums;
             sum.store(sums.data());
             gain_sum += std::accumulate(sums.begin(), sums.end(), 0.0);
