@@ -110,6 +110,7 @@ void product(int64_t M, int64_t N, int64_t K, Matrix<const T> a, Matrix<const T>
     };
     int64_t n = 0;
     for (; n + MOST * LANES<T> <= N; n += MOST * LANES<T>) columns(std::integral_constant<int, MOST>(), n);
+    for (; n + 2 * LANES<T> <= N; n += 2 * LANES<T>) columns(std::integral_constant<int, 2>(), n);
     for (; n < N; n += LANES<T>) columns(std::integral_constant<int, 1>(), n);
   }
 }
@@ -210,10 +211,10 @@ struct Codes {
     });
   }
 
-  void store_gradient(const Tensor& tensor, int64_t head, T gain) const {
+  void store_gradient(const Tensor& tensor, int64_t head) const {
     const Matrix<T> to(tensor, head);
     for (int64_t i = 0; i < size; ++i) {
-      for (int64_t c = 0; c < channels; ++c) to[i][c] = gain * (grad_keys[i * row + c] - grad_queries[i * row + c]);
+      for (int64_t c = 0; c < channels; ++c) to[i][c] = grad_keys[i * row + c] - grad_queries[i * row + c];
     }
   }
 };
@@ -291,8 +292,8 @@ void attention(
   });
 }
 
-// The gradient of a distance D is that of the logit, G, times the gain. With R = G / D, that of code w_i is gain times
-// the sum over j of R_ij (w_i - w_j) and R_ji (w_i - w_j). Sums of such differences lose no digits where D is small.
+// The gradient of a distance D is that of the logit times the gain. Divided by D it is R, and the gradient of code w_i is
+// the sum over j of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small.
 void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
@@ -326,14 +327,14 @@ void attention_backward(
             });
             const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
               const Vec<T> ds = Vec<T>::loadu(&block.tile[at]) * (Vec<T>::loadu(&grad_tile[at]) - delta);
-              ds.store(&grad_tile[at]);
+              (ds * Vec<T>(scale)).store(&grad_tile[at]);
               Vec<T> both(0);
               if (at < prefix * width) return both;
               for (Codes<T>* codes : {&block.x, &block.y}) {
                 T* distance = &codes->distances[at - prefix * width];
                 const Vec<T> d = Vec<T>::loadu(distance);
                 both = both + d;
-                Vec<T>::blendv(ds / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
+                Vec<T>::blendv(ds * Vec<T>(factor) / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
               }
               return ds * both;
             });
@@ -348,13 +349,8 @@ void attention_backward(
           block.x.add_gradients(i - prefix, n, width);
           block.y.add_gradients(i - prefix, n, width);
         }
-        for (const Matrix<T>& to : {gq, gk}) {
-          for (int64_t i = 0; i < N; ++i) {
-            for (int64_t c = 0; c < dim; ++c) to[i][c] *= T(scale);
-          }
-        }
-        block.x.store_gradient(grad_x, head, factor);
-        block.y.store_gradient(grad_y, head, factor);
+        block.x.store_gradient(grad_x, head);
+        block.y.store_gradient(grad_y, head);
         grad_gain.mutable_data_ptr<T>()[head] = gain_sum;
       }
     });
@@ -363,9 +359,10 @@ void attention_backward(
 
 // ------------------------------------------------------------------------------------------------ codes
 
-// The lines of a grid along one axis, and what a thread needs for them.
+// The lines of a grid along one axis, their tensors, and what a thread needs for them.
 template <typename T>
 struct Lines {
+  Tensor table, codes, grad_table;  // codes: or their gradients; grad_table: in the backward pass, for each head
   int64_t count, length, next, step;  // next: patches from one line to the next, step: from one token of it to the next
   int64_t npos, row, width;
   T shrink;
@@ -373,9 +370,9 @@ struct Lines {
   std::vector<T> queries, gates, positions, grads;  // [d, width], and keys x queries, [length, width]
   std::vector<T> values[2], grad_values[2];  // of each source at integer positions, [G, row]
 
-  Lines(const Tensor& table, int64_t count, int64_t length, bool rows, double shrink)
-      : count(count), length(length), next(rows ? length : 1), step(rows ? 1 : count), npos(table.size(0)),
-        row(padded<T>(npos)), width(padded<T>(length)), shrink(shrink) {
+  Lines(Tensor table, Tensor codes, Tensor grad_table, int64_t count, int64_t length, bool rows, double shrink)
+      : table(table), codes(codes), grad_table(grad_table), count(count), length(length), next(rows ? length : 1),
+        step(rows ? 1 : count), npos(table.size(0)), row(padded<T>(npos)), width(padded<T>(length)), shrink(shrink) {
     transpose<T>({table.const_data_ptr<T>(), table.stride(0)}, npos, table.size(1), 1, table_t, row);
   }
 
@@ -414,12 +411,6 @@ struct Lines {
 };
 
 template <typename T>
-std::array<Lines<T>, 2> axes_of(
-    const Tensor& table_x, const Tensor& table_y, int64_t height, int64_t width, double shrink_x, double shrink_y) {
-  return {Lines<T>(table_x, height, width, true, shrink_x), Lines<T>(table_y, width, height, false, shrink_y)};
-}
-
-template <typename T>
 std::vector<Matrix<T>> sources_of(const std::string& mode, Matrix<T> q, Matrix<T> k) {
   return mode == "q" ? std::vector{q} : mode == "k" ? std::vector{k} : std::vector{q, k};
 }
@@ -430,14 +421,15 @@ void codes(
     const Tensor& codes_y) {
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes", [&] {
     using T = scalar_t;
-    const auto all_axes = axes_of<T>(table_x, table_y, height, width, shrink_x, shrink_y);
     at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
-      auto axes = all_axes;
+      Lines<T> rows(table_x, codes_x, {}, height, width, true, shrink_x);
+      Lines<T> columns(table_y, codes_y, {}, width, height, false, shrink_y);
       for (int64_t head = begin; head < end; ++head) {
         const Matrix<const T> qs(q, head), ks(k, head);
         const auto sources = sources_of(mode, qs, ks);
-        for (Lines<T>& lines : axes) {
-          const Matrix<T> to(&lines == &axes[0] ? codes_x : codes_y, head);
+        for (Lines<T>* axis : {&rows, &columns}) {
+          Lines<T>& lines = *axis;
+          const Matrix<T> to(lines.codes, head);
           const T factor = std::sqrt(lines.shrink);
           lines.load_values(sources, q.size(3));
           for (int64_t line = 0; line < lines.count; ++line) {
@@ -467,18 +459,19 @@ void codes_backward(
     double shrink_y, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x, const Tensor& grad_table_y) {
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes_backward", [&] {
     using T = scalar_t;
-    const auto all_axes = axes_of<T>(table_x, table_y, height, width, shrink_x, shrink_y);
     const int64_t dim = q.size(3);
     at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
-      auto axes = all_axes;
+      Lines<T> rows(table_x, grad_x, grad_table_x, height, width, true, shrink_x);
+      Lines<T> columns(table_y, grad_y, grad_table_y, width, height, false, shrink_y);
       for (int64_t head = begin; head < end; ++head) {
         const Matrix<const T> qs(q, head), ks(k, head);
         const Matrix<T> gq(grad_q, head), gk(grad_k, head);
         const auto sources = sources_of(mode, qs, ks);
         const auto grad_sources = sources_of(mode, gq, gk);
-        for (Lines<T>& lines : axes) {
-          const bool is_x = &lines == &axes[0];
-          const Matrix<const T> from(is_x ? grad_x : grad_y, head);
+        for (Lines<T>* axis : {&rows, &columns}) {
+          Lines<T>& lines = *axis;
+          const bool add = axis == &columns;
+          const Matrix<const T> from(lines.codes, head);
           const T factor = std::sqrt(lines.shrink);
           const int64_t length = lines.length, width = lines.width;
           lines.load_values(sources, dim);
@@ -510,19 +503,17 @@ void codes_backward(
               }
             }
             const Matrix<T> g(lines.grads, width);
-            product<T>(length, dim, length, g.transposed(), ks.from(first, step), gq.from(first, step), !is_x);
-            product<T>(length, dim, length, g, qs.from(first, step), gk.from(first, step), !is_x);
+            product<T>(length, dim, length, g.transposed(), ks.from(first, step), gq.from(first, step), add);
+            product<T>(length, dim, length, g, qs.from(first, step), gk.from(first, step), add);
           }
         }
-        for (Lines<T>& lines : axes) {
-          const Tensor& table = &lines == &axes[0] ? table_x : table_y;
-          const Tensor& grad_table = &lines == &axes[0] ? grad_table_x : grad_table_y;
+        for (Lines<T>* axis : {&rows, &columns}) {  // after the gates of both, which write the gradients of q and k anew
+          const Matrix<const T> table(axis->table.const_data_ptr<T>(), axis->table.stride(0));
+          const Matrix<T> to(axis->grad_table.mutable_data_ptr<T>() + head * axis->npos * dim, dim);
           for (size_t s = 0; s < sources.size(); ++s) {
-            const Matrix<T> g(lines.grad_values[s], lines.row);
-            const Matrix<const T> rows(table.const_data_ptr<T>(), table.stride(0));
-            const Matrix<T> to(grad_table.mutable_data_ptr<T>() + head * grad_table.stride(0), dim);
-            product<T>(q.size(2), dim, lines.npos, g, rows, grad_sources[s], true);
-            product<T>(lines.npos, dim, q.size(2), g.transposed(), sources[s], to, s > 0);
+            const Matrix<T> g(axis->grad_values[s], axis->row);
+            product<T>(q.size(2), dim, axis->npos, g, table, grad_sources[s], true);
+            product<T>(axis->npos, dim, q.size(2), g.transposed(), sources[s], to, s > 0);
           }
         }
       }

@@ -16,7 +16,7 @@ __all__ = ['cpp_axis_codes', 'cpp_distance_attention']
 
 
 def _rows(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """As the kernels take them: float32 or wider, rows contiguous and a multiple of 16 numbers long."""
+    """As the kernels take them: float32 or wider, rows dense and a multiple of 16 numbers long."""
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     tensors = [F.pad(t, (0, -t.shape[-1] % 16)) if t.shape[-1] % 16 else t for t in tensors]
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
