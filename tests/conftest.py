@@ -48,7 +48,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Leave out what is marked `full`; pytest's last line counts it as deselected. Skip 'cpp' where there is none."""
     for item in items:
-        if NO_CPP and hasattr(item, 'callspec') and 'cpp' in item.callspec.params.values():
+        params = item.callspec.params.values() if hasattr(item, 'callspec') else ()
+        if NO_CPP and ('cpp' in params or item.get_closest_marker('cpp')):
             item.add_marker(pytest.mark.skip(reason=NO_CPP))
     if config.getoption('--full'):
         return

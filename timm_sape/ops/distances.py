@@ -43,7 +43,7 @@ def register_pair(forward: Callable, backward: Callable) -> None:
     def formula(ctx, grad):
         if torch.is_grad_enabled():  # the caller will differentiate the result again
             return (*differentiable_gradients(partial(distance_attention, ctx.scale), ctx.saved_tensors, (grad,)), None)
-        return (*backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None)
+        return (*backward(grad, *ctx.saved_tensors, ctx.scale), None)
 
     forward.register_autograd(formula, setup_context=setup_context)
     register_flops(forward, backward)

@@ -214,6 +214,7 @@ def torch_distance_attention_backward(
     batch, num_heads, num_tokens, _ = q.shape
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
+    grad = grad.contiguous()
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y)]
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
     codes = _prepare(codes_x, codes_y, num_tokens)
