@@ -25,7 +25,10 @@ examples:
 Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`. `sape2` prints
 one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. `naflex` prints
 steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. Files are written
-again after each row, so nothing measured is lost if the command ends early.""",
+again after each row, so nothing measured is lost if the command ends early.
+
+If other processes want the same cores, set OMP_NUM_THREADS=1. With more threads each small operation waits for its last
+thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower than it is.""",
     )
     parser.add_argument(
         'what', nargs='?', choices=('encodings', 'sape2', 'naflex'), default='encodings', help='(default: %(default)s)')

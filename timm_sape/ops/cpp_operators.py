@@ -23,7 +23,7 @@ def _rows(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 
 
 def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-    """What a kernel wrote for padded rows, as the gradient of the tensor without padding."""
+    """What a kernel wrote for padded rows, in the shape and the dtype of the tensor."""
     return padded[..., :tensor.shape[-1]].to(tensor.dtype).contiguous()
 
 
