@@ -1,9 +1,9 @@
 // SaPE2's codes and attention on a CPU, forward and backward, in float and double. `cpp_build.py` compiles this file,
 // `cpp_operators.py` makes operators of it.
 //
-// Both work on tiles with a row for each key and a lane for each query. So softmax and sums of gates go down the rows, a
-// vector of queries at a time, and nothing is summed across lanes. Queries come in blocks, so small that their tiles stay
-// in the second-level cache from the logits to the last gradient.
+// Both work on tiles with a row for each key and a lane for each query. So softmax and sums of gates go down the rows,
+// a vector of queries at a time, and nothing is summed across lanes. Queries come in blocks, so small that their tiles
+// stay in the second-level cache from the logits to the last gradient.
 //
 // Each thread works on heads of its own, or in the forward pass of the attention on blocks. So there is one parallel
 // region a call, and results do not depend on the number of threads.
@@ -95,8 +95,8 @@ void product_tile(int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, 
   }
 }
 
-// c [M, N] (+)= a [M, K] b [K, N]. N is a multiple of the lanes, and columns of b and c are contiguous. Sums are made of
-// parts, or their rounding errors would grow with their length.
+// c [M, N] (+)= a [M, K] b [K, N]. N is a multiple of the lanes, and columns of b and c are contiguous. Sums are made
+// of parts, or their rounding errors would grow with their length.
 template <typename T>
 void product(int64_t M, int64_t N, int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, bool add = false) {
   constexpr int MOST = sizeof(Vec<T>) == 64 ? 4 : 2;  // a tile and a row of b must fit into 32 registers, or 16
@@ -186,7 +186,7 @@ struct Codes {
     }
   }
 
-  // From R, what `distances` now holds, add R_ji (w_j - w_i) to the gradients of all keys j and of the block's queries i.
+  // `distances` now holds R. Add R_ji (w_j - w_i) to the gradients of all keys j and of the block's queries i.
   void add_gradients(int64_t first, int64_t n, int64_t width) {
     by_rows(size, [&](auto M, int64_t j) {
       for (int64_t c = 0; c < row; c += LANES<T>) {
@@ -234,7 +234,8 @@ struct Block {
   std::vector<T> tile;  // [N, width], logits and then probabilities
 
   // The probabilities of n queries from i on.
-  void load(Matrix<const T> q, Matrix<const T> k, int64_t N, int64_t dim, int64_t i, int64_t n, T scale, T gain, bool keep) {
+  void load(
+      Matrix<const T> q, Matrix<const T> k, int64_t N, int64_t dim, int64_t i, int64_t n, T scale, T gain, bool keep) {
     const int64_t width = padded<T>(n), prefix = N - x.size;
     transpose<T>(q.from(i), n, dim, scale, queries, width);
     tile.resize(N * width);
@@ -292,8 +293,8 @@ void attention(
   });
 }
 
-// The gradient of a distance D is that of the logit times the gain. Divided by D it is R, and the gradient of code w_i is
-// the sum over j of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small.
+// The gradient of a distance D is that of the logit times the gain. Divided by D it is R, and the gradient of code w_i
+// is the sum over j of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small.
 void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
@@ -456,7 +457,8 @@ void codes(
 void codes_backward(
     const Tensor& grad_x, const Tensor& grad_y, const Tensor& q, const Tensor& k, const Tensor& table_x,
     const Tensor& table_y, int64_t height, int64_t width, const std::string& mode, double gate_scale, double shrink_x,
-    double shrink_y, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x, const Tensor& grad_table_y) {
+    double shrink_y, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x,
+    const Tensor& grad_table_y) {
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes_backward", [&] {
     using T = scalar_t;
     const int64_t dim = q.size(3);
@@ -507,7 +509,7 @@ void codes_backward(
             product<T>(length, dim, length, g, qs.from(first, step), gk.from(first, step), add);
           }
         }
-        for (Lines<T>* axis : {&rows, &columns}) {  // after the gates of both, which write the gradients of q and k anew
+        for (Lines<T>* axis : {&rows, &columns}) {  // after the gates of rows, which write the gradients anew
           const Matrix<const T> table(axis->table.const_data_ptr<T>(), axis->table.stride(0));
           const Matrix<T> to(axis->grad_table.mutable_data_ptr<T>() + head * axis->npos * dim, dim);
           for (size_t s = 0; s < sources.size(); ++s) {
