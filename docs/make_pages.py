@@ -179,6 +179,29 @@ SAPE2_FILES = (
 )
 
 
+COMPILED_FILES = (
+    ('sape2_cpp', 'two threads'),
+    ('sape2_cpp_1thread', 'one thread'),
+)
+
+
+def sape2_compiled():
+    """Operator and models in one table: the backends of each file were measured in the same run."""
+    found = []
+    for name, threads in COMPILED_FILES:
+        rows = [
+            ({'torch': 'PyTorch', 'cpp': 'compiled'}[row['backend']], row['n'] + ' patches', row['both_vs_plain'])
+            for row in read_csv(RESULTS / f'{name}.csv') if row['backend'] in ('torch', 'cpp')]
+        rows += [
+            ({'torch': 'PyTorch', 'cpp': 'compiled'}[row['backend']], row['setting'], row['step_ratio'])
+            for row in read_csv(RESULTS / f'{name}-models.csv') if row['pos_enc'] == 'ape+sape2_k']
+        for what in ('PyTorch', 'compiled'):
+            own = {column: f'{float(ratio):.2f}' for made, column, ratio in rows if made == what}
+            found.append((f'{what}, [{threads}](../results/{name}.csv)', own))
+    columns = list(dict.fromkeys(column for _, own in found for column in own))
+    return table(['', *columns], [[what, *(own.get(column, '') for column in columns)] for what, own in found])
+
+
 def sape2():
     found = []
     for name, where in SAPE2_FILES:
@@ -345,7 +368,8 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, encodings, rules, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models, kernels)}
+        results, encodings, rules, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models, sape2_compiled,
+        kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 

@@ -59,6 +59,7 @@ SHARES = (1, 0.5)  # of the recipe's learning rate; the first wins a tie
 TRIAL_SEED = 20  # of no other plan
 SCALES = (1.5, 2)  # of the trained size
 SHIFT = 4  # pixels
+TESTED = 1500  # images for each size and rule
 EXPLAINED = 512  # images for Position-SHAP
 
 
@@ -102,7 +103,8 @@ def measure(checkpoint, data_dir):
     model = load_model(checkpoint)
     size = model.patch_embed.img_size[0]
     options = dict(batch_size=250, progress=False)
-    rows = sweep([checkpoint], data, [round(scale * size) for scale in SCALES], **options)
+    sizes = [round(scale * size) for scale in SCALES]
+    rows = sweep([checkpoint], data, sizes, num_images=TESTED, **options)  # a rotation has eight rules
     shifted, = shift_sweep([checkpoint], data, [SHIFT], **options)
     data.transform = preprocessing(model)
     explained = position_shap(model, load_images(data, 250, EXPLAINED, 0, 0))
@@ -175,9 +177,7 @@ def table(args):
         'model': label,
         'learning rate': f'{rates[label]:g}',
         **corrected[label],
-        **{heading: '; '.join(
-            f'{rule} {values}' if rule not in ('own', '') else values
-            for rule, values in _spreads(measures, label, prefix)) for heading, prefix in _headings(columns)},
+        **{heading: _best(measures, label, prefix) for heading, prefix in _headings(columns)},
         **costs[label],
     } for label in plan.labels]
     text = f'{summary_table(rows, plan.baseline)}\n\n{markdown(beside)}\n\n{notes_of(rows, plan.baseline)}\n'
@@ -221,18 +221,24 @@ def _headings(columns):
     """Headings of the table, and what the columns of measures begin with that belong under them."""
     sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
     return [
-        *((f'{size} px (%)', f'top1_{size}px_') for size in sizes),
+        *((f'{size} px, best rule (%)', f'top1_{size}px_') for size in sizes),
         (f'shifted by {SHIFT} px (%)', f'top1_shifted_{SHIFT}px'),
         ('same class if shifted (%)', f'same_shifted_{SHIFT}px'),
         ('P-SHAP', 'pshap'),
     ]
 
 
-def _spreads(measures, label, prefix):
-    """(Rest of the column's name, mean and standard deviation over seeds) of the columns with a prefix."""
+def _best(measures, label, prefix):
+    """Mean and standard deviation over seeds of the column with a prefix; of several rules the best, with its name."""
     own = [line for (model, _), line in measures.items() if model == label]
-    names = dict.fromkeys(key for line in own for key in line if key.startswith(prefix))
-    return [(key[len(prefix):], spread([line[key] for line in own], 3 if prefix == 'pshap' else 1)) for key in names]
+    columns = {
+        key[len(prefix):]: [line[key] for line in own if key in line]
+        for line in own for key in line if key.startswith(prefix)}
+    if not columns:
+        return ''
+    rule = max(columns, key=lambda rule: sum(columns[rule]) / len(columns[rule]))
+    values = spread(columns[rule], 3 if prefix == 'pshap' else 1)
+    return f'{rule} {values}' if rule not in ('own', '') else values
 
 
 def write_row(args):

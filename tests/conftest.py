@@ -1,5 +1,9 @@
-"""Settings that must come before torch or Triton is imported: threads, CPU instructions, Triton's interpreter."""
+"""Settings that must come before torch or Triton is imported: threads, CPU instructions, Triton's interpreter.
+
+And the kernels of the backend 'cpp' are compiled, once for all tests: half a minute after each change of them.
+"""
 import os
+from pathlib import Path
 
 if 'PYTEST_XDIST_WORKER' in os.environ:  # there is a worker per core, so more threads would wait for each other
     os.environ['OMP_NUM_THREADS'] = '1'
@@ -11,6 +15,10 @@ os.environ.setdefault('ONEDNN_MAX_CPU_ISA', 'AVX512_CORE_BF16')
 # cuBLAS reads this when it starts. Without it, torch.use_deterministic_algorithms makes it raise an error.
 os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
 
+# Not the user's own folder, where the kernels would be used unasked from then on.
+os.environ['TORCH_EXTENSIONS_DIR'] = str(Path(__file__).parents[1] / 'build' / 'torch_extensions')
+
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 if torch.cuda.is_available():
@@ -20,12 +28,29 @@ else:
 torch.backends.cudnn.allow_tf32 = False  # it would round patch embeddings, on which all comparisons depend
 
 
+from timm_sape.ops import build_cpp  # noqa: E402
+
+try:
+    build_cpp()
+    NO_CPP = ''
+except RuntimeError as e:
+    NO_CPP = f"the kernels of the backend 'cpp' cannot be used: {e}"
+
+
+def pytest_report_header():
+    return NO_CPP or None
+
+
 def pytest_addoption(parser):
     parser.addoption('--full', action='store_true', help='run the tests marked `full` too, as .ci/full does')
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked `full`; pytest's last line counts it as deselected."""
+    """Leave out what is marked `full`; pytest's last line counts it as deselected. Skip 'cpp' where there is none."""
+    for item in items:
+        params = item.callspec.params.values() if hasattr(item, 'callspec') else ()
+        if NO_CPP and ('cpp' in params or item.get_closest_marker('cpp')):
+            item.add_marker(pytest.mark.skip(reason=NO_CPP))
     if config.getoption('--full'):
         return
     kept = [item for item in items if item.get_closest_marker('full') is None]

@@ -480,7 +480,7 @@ def test_appendix_d_is_our_attention(size):
 
 @pytest.mark.parametrize('args, text', [
     (['sape2', '--sizes', '65'], 'unknown size 65; choose from 64, 196'),
-    (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose from reference, torch, triton"),
+    (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose from reference, torch, cpp, triton"),
     (['sape2', '--pos-enc', 'ape'], '--pos-enc is only for'),
     (['sape2', '--plot', 'memory.png'], 'memory.png needs matplotlib'),
     (['sape2', '--plot', 'memory.csv'], 'memory.csv must end in .png'),

@@ -115,11 +115,11 @@ def sape2_attention(
         attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to `[B, h, N, N]`.
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
-        backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'triton' (NVIDIA
-            GPUs), or None: what `TIMM_SAPE_BACKEND` says, else the fastest that can be used. Only the reference
-            supports masks, causality, dropout, q, k and v of different dtypes, torch.func and forward mode. Second
-            derivatives work with every backend, but are computed by the reference. Exported graphs always contain the
-            reference.
+        backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'cpp' (the
+            same, compiled for the CPU at the first call), 'triton' (NVIDIA GPUs), or None: what `TIMM_SAPE_BACKEND`
+            says, else the fastest that can be used. Only the reference supports masks, causality, dropout, q, k and v
+            of different dtypes, torch.func and forward mode. Second derivatives work with every backend, but are
+            computed by the reference. Exported graphs always contain the reference.
 
     Returns:
         `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever

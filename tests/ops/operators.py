@@ -10,7 +10,7 @@ from harness import assert_near
 from timm_sape.functional import sape2_attention
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
-FAST = ('torch', 'triton')
+FAST = ('torch', 'cpp', 'triton')
 BACKENDS = ('reference', *FAST)
 HALVES = [(backend, dtype) for backend in FAST for dtype in (torch.float16, torch.bfloat16)]
 NAMES = ('q', 'k', 'v', 'table_x', 'table_y', 'bias_scale')

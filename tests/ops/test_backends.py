@@ -10,7 +10,7 @@ import torch
 
 import timm_sape
 from common import Maker
-from operators import device_of
+from operators import DEVICE
 from timm_sape.ops import backend as selection
 from timm_sape.ops.backend import choose_backend, using_backend
 
@@ -20,16 +20,20 @@ def chosen(requested=None, q=None, widths=(3, 4), needs=''):
     return choose_backend(requested, q, widths, {needs: True} if needs else {})
 
 
-def test_automatic(monkeypatch):
+@pytest.mark.parametrize('built', [True, False])
+def test_automatic(monkeypatch, built):
     monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
-    assert chosen() == 'torch'
+    monkeypatch.setattr(selection, 'find_cpp', lambda: '' if built else 'they have not been compiled')
+    fastest = 'cpp' if built else 'torch'
+    assert chosen() == fastest
     assert chosen(needs='a mask') == 'reference'
-    assert chosen(q=torch.zeros(1, 1, 2, 256)) == 'torch'
+    assert chosen(q=torch.zeros(1, 1, 2, 256, dtype=torch.bfloat16)) == fastest
     with torch.device('meta'):
         assert chosen(q=torch.zeros(1, 1, 2, 8)) == 'torch'
 
 
-def test_argument_before_variable_before_automatic():
+def test_argument_before_variable_before_automatic(monkeypatch):
+    monkeypatch.setattr(selection, 'find_cpp', lambda: 'they have not been compiled')
     with using_backend('reference'):
         assert chosen() == 'reference'
         assert chosen('torch') == 'torch'
@@ -51,12 +55,15 @@ def test_variable_is_restored(before, monkeypatch):
 @pytest.mark.parametrize('requested, kwargs, text', [
     ('fast', {}, r"Unknown backend 'fast' \(backend=\)"),
     ('torch', {'needs': 'a mask'}, r"'torch' \(backend=\) cannot be used: only the reference supports a mask"),
+    ('cpp', {'needs': 'a mask'}, r"'cpp' \(backend=\) cannot be used: only the reference supports a mask"),
+    ('cpp', {'q': torch.zeros(1, 1, 2, 8, device='meta')}, 'its kernels run on the CPU, not on meta'),
     ('triton', {'widths': (3, 65)}, 'in torch.float32 .* a head dim of 64 and codes of 32 entries at most'),
     ('triton', {'widths': (3, 32), 'q': torch.zeros(1, 1, 1, 128)}, 'a head dim of 64'),
     ('triton', {'q': torch.zeros(1, 1, 1, 160, dtype=torch.bfloat16)}, 'a head dim of 128'),
 ])
 def test_no_silent_way_out(requested, kwargs, text):
-    kwargs = {**kwargs, 'q': kwargs.get('q', torch.zeros(1, 1, 2, 8)).to(device_of(requested))}
+    if requested == 'triton':
+        kwargs = {**kwargs, 'q': kwargs.get('q', torch.zeros(1, 1, 2, 8)).to(DEVICE)}
     with pytest.raises(ValueError, match=text):
         chosen(requested, **kwargs)
     text = text.replace('backend=', 'TIMM_SAPE_BACKEND')
@@ -132,6 +139,7 @@ def test_kernels_that_no_gpu_has_run_must_be_asked_for(monkeypatch, caplog, test
 
 
 def test_one_line_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(selection, 'find_cpp', lambda: '')
     monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
     selection._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger='timm_sape'):
@@ -139,7 +147,7 @@ def test_one_line_in_the_log(caplog, monkeypatch):
             chosen()
         chosen(needs='a mask')
     assert [r.message for r in caplog.records] == [
-        "SaPE2 attention by backend 'torch': the fastest on cpu.",
+        "SaPE2 attention by backend 'cpp': the fastest on cpu.",
         "SaPE2 attention by backend 'reference': only it supports a mask."]
 
 

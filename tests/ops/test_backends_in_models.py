@@ -11,6 +11,7 @@ from common import Maker
 from harness import assert_near
 from operators import BACKENDS, DEVICE, FAST, device_of, make_inputs, strictest
 from timm_sape.ops.backend import using_backend
+from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention
 from timm_sape.ops.sape2 import axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
@@ -37,6 +38,7 @@ def test_codes_stay_wide_under_autocast(backend):
 
 @pytest.mark.parametrize('backend, codes_operator, attention_operator', [
     ('torch', torch_axis_codes, torch_distance_attention),
+    ('cpp', cpp_axis_codes, cpp_distance_attention),
     ('triton', triton_axis_codes, triton_distance_attention_forward),
 ])
 def test_opcheck(backend, codes_operator, attention_operator):
@@ -92,22 +94,26 @@ def test_training_step(backend, amp, way):
         assert_near(p.grad.cpu(), wide.grad, tolerance, what)
 
 
-def test_exported_graphs_have_no_operator_of_ours():
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_exported_graphs_have_no_operator_of_ours(backend):
     make_model = Maker('ape+sape2_k')
-    with using_backend('torch'):
+    with using_backend(backend):
         program = torch.export.export(make_model(), (make_model.images(),))
     targets = [str(node.target) for node in program.graph.nodes if node.op == 'call_function']
     assert targets and not [t for t in targets if 'timm_sape' in t]
 
 
-def test_compiled_in_one_graph():
+@pytest.mark.parametrize('backend, operator', [('torch', 'distance_attention'), ('cpp', 'cpp_distance_attention')])
+def test_compiled_in_one_graph(backend, operator, monkeypatch):
+    monkeypatch.setenv('TIMM_SAPE_BACKEND', backend)
+    torch._dynamo.reset()
     make_model = Maker('ape+sape2_k')
     model = make_model()
     x = make_model.images()
     expected = model(x)
     graphs = []
     torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)(x)
-    assert 'timm_sape.distance_attention.default' in {str(node.target) for node in graphs[0].graph.nodes}
+    assert f'timm_sape.{operator}.default' in {str(node.target) for node in graphs[0].graph.nodes}
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     assert_near(compiled(x), expected, 1e-5)
     compiled(x).square().sum().backward()
@@ -144,10 +150,11 @@ def train(backend, steps, jitter=False):
 
 
 @pytest.mark.full
-def test_training_goes_the_same_way():
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_training_goes_the_same_way(backend):
     """Over 20 steps the fast backend strays no further than 3 times a change in the last place; at step 200 it has
     learned as much."""
-    reference, fast = train('reference', 200), train('torch', 200)
+    reference, fast = train('reference', 200), train(backend, 200)
     jittered = train('reference', 20, jitter=True)
     strayed, noise = (fast - reference)[:20].abs().max(), (jittered - reference[:20]).abs().max()
     assert strayed <= 3 * noise, f'{strayed:.1e} against {noise:.1e}'

@@ -9,7 +9,7 @@ from operators import NAMES, make_inputs
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 
-BACKENDS = [None, 'reference', 'torch', 'triton']
+BACKENDS = [None, 'reference', 'torch', 'cpp', 'triton']
 GRID, N = (2, 3), 7
 
 

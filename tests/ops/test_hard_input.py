@@ -6,6 +6,7 @@ import torch.nn as nn
 import timm_sape
 from operators import DEVICE, FAST, HALVES, KINDS, NAMES, device_of, make_hard, make_near_codes, run
 from timm_sape.functional import sape2_attention, sape2_bias
+from timm_sape.ops.cpp_operators import cpp_distance_attention
 from timm_sape.ops.distances import distance_attention
 from timm_sape.ops.reference import axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
@@ -15,7 +16,8 @@ from timm_sape.ops.triton_distances import triton_distance_attention
 GRIDS = [((9, 8), 5), *(
     pytest.param(*case, marks=pytest.mark.full) for case in (((8, 8), 1), ((14, 14), 1), ((32, 32), 0)))]
 SMALLER = {(9, 8): (3, 8), (14, 14): (5, 14), (32, 32): (2, 32)}  # for the interpreter, which is slow
-OPERATORS = {'torch': torch_distance_attention, 'triton': triton_distance_attention}
+OPERATORS = {
+    'torch': torch_distance_attention, 'cpp': cpp_distance_attention, 'triton': triton_distance_attention}
 
 
 def grid_for(backend, grid):
@@ -160,20 +162,20 @@ def test_gradients_of_small_distances(backend, chunk, num_near, offset, monkeypa
 
 # ---- the gain's gradient, a sum of terms of both signs
 
-def gain_errors(kind, grid, dim, seeds):
+def gain_errors(backend, kind, grid, dim, seeds):
     """How far the gain's gradient is off in float32, in units of the error that the rounding of logits explains.
 
     Returns:
-        Of the reference and of the torch backend, `[seeds]` each.
+        Of the reference and of the backend, `[seeds]` each.
     """
-    errors = {'reference': [], 'torch': []}
+    errors = {'reference': [], backend: []}
     for seed in range(seeds):
         inputs = [t.float() for t in make_few_tokens(kind, grid, dim, seed)]
         kwargs = dict(grid_size=grid, num_prefix_tokens=1)
         exact = run(sape2_attention, inputs, torch.float64, backend='reference', **kwargs)[1][-1]
         unit = rounding_of_gain(*(t.double() for t in inputs), **kwargs)
-        for backend, found in errors.items():
-            grad = run(sape2_attention, inputs, backend=backend, **kwargs)[1][-1]
+        for name, found in errors.items():
+            grad = run(sape2_attention, inputs, backend=name, **kwargs)[1][-1]
             found.append((grad - exact).abs().max() / unit)
     return [torch.stack(found) for found in errors.values()]
 
@@ -202,14 +204,16 @@ def rounding_of_gain(q, k, v, table_x, table_y, gain, grid_size, num_prefix_toke
 
 @pytest.mark.parametrize('kind', ['random', 'twins', 'outlier'])
 @pytest.mark.parametrize('grid', [(2, 2), (1, 3), (3, 3)])
-def test_bound_of_the_gains_gradient(grid, kind):
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_bound_of_the_gains_gradient(backend, grid, kind):
     """With a head dim of 256, where logits reach hundreds, and few tokens, where nothing averages out."""
-    for errors in gain_errors(kind, grid, 256, 40):
+    for errors in gain_errors(backend, kind, grid, 256, 40):
         assert errors.max() <= 4
 
 
 @pytest.mark.parametrize('grid, kind', [((3, 3), 'twins'), ((2, 2), 'outlier')])
-def test_gains_gradient_keeps_the_digits_of_small_distances(grid, kind):
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_gains_gradient_keeps_the_digits_of_small_distances(backend, grid, kind):
     """Computed from the gradient of the codes, it was 3 and 6 times as far off as the reference's."""
-    reference, found = (errors.square().mean().sqrt() for errors in gain_errors(kind, grid, 16, 100))
+    reference, found = (errors.square().mean().sqrt() for errors in gain_errors(backend, kind, grid, 16, 100))
     assert found <= 2 * reference

@@ -9,7 +9,8 @@ import timm_sape
 from operators import device_of, make_inputs
 from timm_sape import ops
 from timm_sape.functional import sape2_attention
-from timm_sape.ops import reference, torch_codes, torch_contextual, torch_distances, triton_codes, triton_distances
+from timm_sape.ops import (
+    cpp_operators, reference, torch_codes, torch_contextual, torch_distances, triton_codes, triton_distances)
 from timm_sape.ops.backend import using_backend
 
 B, HEADS, HEIGHT, WIDTH, PREFIX, DIM, NPOS_X, NPOS_Y = 2, 3, 4, 5, 2, 8, 7, 6
@@ -78,6 +79,7 @@ def make(device):
 @pytest.mark.parametrize('mode', ['k', 'qk'])
 @pytest.mark.parametrize('forward, backward', [
     (torch_codes.torch_axis_codes, torch_codes.torch_axis_codes_backward),
+    (cpp_operators.cpp_axis_codes, cpp_operators.cpp_axis_codes_backward),
     (triton_codes.triton_axis_codes, triton_codes.triton_axis_codes_backward),
 ])
 def test_codes(forward, backward, mode):
@@ -93,6 +95,7 @@ def test_codes(forward, backward, mode):
 @pytest.mark.parametrize('mode', ['k', 'qk'])
 @pytest.mark.parametrize('forward, backward', [
     (torch_distances.torch_distance_attention, torch_distances.torch_distance_attention_backward),
+    (cpp_operators.cpp_distance_attention, cpp_operators.cpp_distance_attention_backward),
     (triton_distances.triton_distance_attention_forward, triton_distances.triton_distance_attention_backward),
 ])
 def test_attention(forward, backward, mode):
@@ -117,7 +120,8 @@ def test_cope():
     assert flops == B * HEADS * (gates + values + gradients)
 
 
-@pytest.mark.parametrize('backend, mode', [('torch', 'q'), ('torch', 'k'), ('torch', 'qk'), ('triton', 'k')])
+@pytest.mark.parametrize('backend, mode', [
+    ('torch', 'q'), ('torch', 'k'), ('torch', 'qk'), ('cpp', 'k'), ('triton', 'k')])
 def test_forward_and_backward_together(backend, mode):
     inputs = [t.requires_grad_() for t in make(device_of(backend))]
 

@@ -13,12 +13,13 @@ from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops import reference
 from timm_sape.ops.backend import using_backend
+from timm_sape.ops.cpp_operators import cpp_axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.triton_codes import triton_axis_codes
 
 GRID = (2, 3)
 # of a GPU Triton has no float64, which finite differences need
-CHECKED = BACKENDS if DEVICE == 'cpu' else BACKENDS[:2]
+CHECKED = BACKENDS if DEVICE == 'cpu' else BACKENDS[:3]
 
 
 def leaves(**kwargs):
@@ -62,9 +63,10 @@ def test_bias():
     assert gradgradcheck(bias, (q, k, table_x, table_y), fast_mode=True)
 
 
-@pytest.mark.parametrize('operator, device', [(torch_axis_codes, 'cpu'), (triton_axis_codes, device_of('triton'))])
-def test_codes(operator, device):
-    if device == 'cuda':
+@pytest.mark.parametrize('backend, operator', [
+    ('torch', torch_axis_codes), ('cpp', cpp_axis_codes), ('triton', triton_axis_codes)])
+def test_codes(backend, operator):
+    if device_of(backend) == 'cuda':
         pytest.skip('Triton has no float64 on a GPU, which finite differences need')
     q, k, _, table_x, table_y, _ = leaves(num_prefix_tokens=0)
 
@@ -158,13 +160,13 @@ def adahessian_step(backend):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings('ignore:Using backward.* with create_graph=True')
-def test_adahessian():
+@pytest.mark.parametrize('backend', [None, *(FAST if DEVICE == 'cpu' else FAST[:2])])
+def test_adahessian(backend):
     """timm's `--opt adahessian` trains a model, and the backend makes no difference."""
     _, expected, expected_hessian = adahessian_step('reference')
-    for backend in (None, *FAST) if DEVICE == 'cpu' else (None, 'torch'):
-        before, after, hessian = adahessian_step(backend)
-        for name, p in after.items():
-            assert (p != before[name]).any(), name
-            assert_near(p, expected[name], 1e-8, name)
-            assert_near(hessian[name], expected_hessian[name], 1e-8, name)
-        assert all(hessian[name].any() for name in hessian if 'table' in name)
+    before, after, hessian = adahessian_step(backend)
+    for name, p in after.items():
+        assert (p != before[name]).any(), name
+        assert_near(p, expected[name], 1e-8, name)
+        assert_near(hessian[name], expected_hessian[name], 1e-8, name)
+    assert all(hessian[name].any() for name in hessian if 'table' in name)

@@ -55,12 +55,13 @@ def test_blocks_cover_everything(monkeypatch):
             assert_near(a, b, 1e-10)
 
 
-def test_nothing_n_by_n_is_stored():
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_nothing_n_by_n_is_stored(backend):
     """What the backward pass needs grows with N (W + H), and no N x N tensor is among it."""
     saved = []
     inputs = [t.float() for t in make_inputs((16, 16))]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run(sape2_attention, inputs, grid_size=(16, 16), num_prefix_tokens=1, backend='torch')
+        run(sape2_attention, inputs, grid_size=(16, 16), num_prefix_tokens=1, backend=backend)
     assert saved and max(t.numel() for t in saved) < 257 * 257
     entries = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in saved}
     assert sum(entries.values()) < 2 * 257 * (5 * 8 + 2 * 16 + 8) + 1000

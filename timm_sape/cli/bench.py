@@ -25,13 +25,16 @@ examples:
 Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`. `sape2` prints
 one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. `naflex` prints
 steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. Files are written
-again after each row, so nothing measured is lost if the command ends early.""",
+again after each row, so nothing measured is lost if the command ends early.
+
+If other processes want the same cores, set OMP_NUM_THREADS=1. With more threads each small operation waits for its last
+thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower than it is.""",
     )
     parser.add_argument(
         'what', nargs='?', choices=('encodings', 'sape2', 'naflex'), default='encodings', help='(default: %(default)s)')
     parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: all)')
     parser.add_argument('--settings', nargs='*', metavar='SIZE/PATCH', help='32/4, 224/16, 384/16 (default: first two)')
-    parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, triton')
+    parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, cpp, triton')
     parser.add_argument('--sizes', nargs='*', type=int, metavar='N', help='sape2: 64, 196, ... (default: up to 4096)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
@@ -128,11 +131,14 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
     from ..lab import bench_sape2
     from ..lab.tables import markdown
     from ..ops.backend import BACKENDS
+    from ..ops.cpp_build import find_cpp
 
     if args.pos_enc is not None:
         raise CommandError('--pos-enc is only for `timm-sape bench encodings`; leave it out')
     sizes = list(bench_sape2.SIZES) if args.sizes is None else args.sizes
-    backends = args.backends or ['torch', *(['triton'] if torch.device(args.device).type == 'cuda' else [])]
+    on = torch.device(args.device).type
+    backends = args.backends or [
+        'torch', *(['cpp'] if on == 'cpu' and not find_cpp() else []), *(['triton'] if on == 'cuda' else [])]
     for what, given, known in (('size', sizes, bench_sape2.SIZES), ('backend', backends, BACKENDS)):
         unknown = [x for x in given if x not in known]
         if unknown:

@@ -4,11 +4,12 @@
 |---|---|
 | `attention` | attention with a bias or mask, any encoding's |
 | `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose who computes it |
-| `backend` | which implementations can run: reference, torch or triton |
+| `backend` | which implementations can run: reference, torch, cpp or triton |
 | `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
 | `torch_codes`, `torch_distances`, `torch_contextual` | operators that store nothing N x N, on any device |
+| `cpp_operators`, `cpp_kernels.cpp`, `cpp_build` | the same in C++ for CPUs, compiled when asked for |
 | `triton_codes`, `triton_distances` | the same as Triton kernels for NVIDIA GPUs; imported only when used |
-| `codes`, `distances` | what the torch and the triton operators share: shapes, autograd, FLOP counts |
+| `codes`, `distances` | what the torch, the cpp and the triton operators share: shapes, autograd, FLOP counts |
 | `double_backward` | second derivatives of the operators |
 | `matrices` | skew-symmetric and orthogonal matrices |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
@@ -18,6 +19,7 @@
 from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
+from .cpp_build import build_cpp
 from .devices import check_devices
 from .matrices import cayley, matrix_exp, skew
 from .precision import no_autocast, upcast
@@ -29,6 +31,7 @@ __all__ = [
     'BACKENDS',
     'attend',
     'axis_codes',
+    'build_cpp',
     'cayley',
     'check_devices',
     'check_mask',

@@ -1,4 +1,4 @@
-"""Which implementation of SaPE2's attention runs: 'reference', 'torch' or 'triton'."""
+"""Which implementation of SaPE2's attention runs: 'reference', 'torch', 'cpp' or 'triton'."""
 import functools
 import importlib.util
 import logging
@@ -8,12 +8,13 @@ from typing import Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
 
+from .cpp_build import build_cpp, find_cpp
 from .transforms import is_transformed
 from .triton_limits import LIMITS, MIN_CAPABILITY, limits_of, shared_memory
 
 __all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
-BACKENDS = ('reference', 'torch', 'triton')
+BACKENDS = ('reference', 'torch', 'cpp', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
 
 #: GPU and date of the last time that the kernels' tests passed on hardware, e.g. 'NVIDIA H200, 2027-01-31'. As long as
@@ -80,12 +81,29 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
         'Python starts'), 0
 
 
+@torch.compiler.assume_constant_result
+def _cpp_on(device_type: str, build: bool) -> str:
+    """Why the compiled CPU kernels cannot be used, empty if they can. They are compiled if `build`."""
+    if device_type != 'cpu':
+        return f'its kernels run on the CPU, not on {device_type}'
+    why = find_cpp()
+    if why and build:
+        try:
+            build_cpp()
+        except RuntimeError as e:
+            return str(e)
+        return ''
+    return why
+
+
 def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_reference: str) -> str:
     """Why a backend cannot be used, empty if it can."""
     if backend == 'reference':
         return ''
     if needs_reference:
         return f'only the reference supports {needs_reference}'
+    if backend == 'cpp':
+        return _cpp_on(q.device.type, build=True)
     if backend == 'triton':
         why, memory = _triton_on(q.device.type, q.device.index)
         if why:
@@ -145,6 +163,12 @@ def choose_backend(
         else:
             backend = 'torch'
             why = f'no GPU has run the tests of the Triton kernels yet; {VARIABLE}=triton selects them'
+    elif q.device.type == 'cpu':
+        why = _cpp_on('cpu', build=False)
+        if why:
+            backend, why = 'torch', f"the kernels of 'cpp' would be faster, but {why}"
+        else:
+            backend, why = 'cpp', 'the fastest on cpu'
     else:
         backend, why = 'torch', f'the fastest on {q.device.type}'
     if not torch.compiler.is_compiling():

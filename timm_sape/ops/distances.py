@@ -1,4 +1,5 @@
 """What the operators for attention with distances, in PyTorch and in Triton, share: reference and FLOP counts."""
+from functools import partial
 from typing import Callable
 
 import torch
@@ -6,9 +7,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from .attention import attend
+from .double_backward import differentiable_gradients
 from .reference import pairwise_distance
 
-__all__ = ['distance_attention', 'register_flops']
+__all__ = ['distance_attention', 'register_flops', 'register_pair']
 
 
 def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
@@ -18,6 +20,33 @@ def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Te
     bias = bias_scale.to(distances.dtype).view(-1, 1, 1) * F.pad(distances, 2 * (num_prefix_tokens, 0))
     # fused kernels cannot be differentiated twice
     return attend(q, k, v, bias, scale=scale, fused=False)
+
+
+def register_pair(forward: Callable, backward: Callable) -> None:
+    """Register shapes, autograd and FLOP counts of two operators: the forward and the backward pass.
+
+    Both get q, k, v, both codes, bias_scale and scale. Only the tensors are kept for the backward pass.
+    """
+    @forward.register_fake
+    def _(q, k, v, codes_x, codes_y, bias_scale, scale):
+        return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+    @backward.register_fake
+    def _(grad, *args):
+        *tensors, _ = args
+        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+
+    def setup_context(ctx, inputs, output) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+
+    def formula(ctx, grad):
+        if torch.is_grad_enabled():  # the caller will differentiate the result again
+            return (*differentiable_gradients(partial(distance_attention, ctx.scale), ctx.saved_tensors, (grad,)), None)
+        return (*backward(grad, *ctx.saved_tensors, ctx.scale), None)
+
+    forward.register_autograd(formula, setup_context=setup_context)
+    register_flops(forward, backward)
 
 
 def register_flops(forward: Callable, backward: Callable) -> None:

@@ -117,6 +117,8 @@ def sape2_attention(
         return attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
     if backend == 'triton':
         from .triton_distances import triton_distance_attention as operator
+    elif backend == 'cpp':
+        from .cpp_operators import cpp_distance_attention as operator
     else:
         operator = torch_distance_attention
     return operator(rotated_q, rotated_k, v, codes_x, codes_y, bias_scale, scale)
@@ -162,6 +164,8 @@ def axis_codes(
             q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
     if backend == 'triton':
         from .triton_codes import triton_axis_codes as operator
+    elif backend == 'cpp':
+        from .cpp_operators import cpp_axis_codes as operator
     else:
         operator = torch_axis_codes
     p, (height, width) = grid.num_prefix_tokens, grid.size

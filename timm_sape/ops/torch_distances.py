@@ -15,15 +15,13 @@ it is off by at most 4 eps max(1, |logit|) sum(p (|dp| + |delta|) D), where p ar
 and delta = sum(p dp) over a row.
 """
 import math
-from functools import partial
 from typing import Iterator, NamedTuple, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 
 from .chunks import chunk_size, chunks
-from .distances import distance_attention, register_flops
-from .double_backward import differentiable_gradients
+from .distances import register_pair
 from .precision import upcast, without_autocast
 
 __all__ = ['torch_distance_attention']
@@ -182,11 +180,6 @@ def torch_distance_attention(
     return out
 
 
-@torch_distance_attention.register_fake
-def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
 def _add_near_pairs(grad: torch.Tensor, r: torch.Tensor, w: torch.Tensor, near: _Near) -> None:
     """Add r * (w_i - w_j) of the near pairs to `[2n, N, C]`, and set r to 0 for them in a block of R, `[2n, R, N]`."""
     where, i, j = near
@@ -221,6 +214,7 @@ def torch_distance_attention_backward(
     batch, num_heads, num_tokens, _ = q.shape
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
+    grad = grad.contiguous()
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y)]
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
     codes = _prepare(codes_x, codes_y, num_tokens)
@@ -276,22 +270,4 @@ def torch_distance_attention_backward(
     return *grads, grad_scale.to(bias_scale.dtype)
 
 
-@torch_distance_attention_backward.register_fake
-def _(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y, bias_scale))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad):
-    if torch.is_grad_enabled():  # the caller will differentiate the result again
-        return (*differentiable_gradients(partial(distance_attention, ctx.scale), ctx.saved_tensors, (grad,)), None)
-    return (*torch_distance_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None)
-
-
-torch_distance_attention.register_autograd(_backward, setup_context=_setup_context)
-register_flops(torch_distance_attention, torch_distance_attention_backward)
+register_pair(torch_distance_attention, torch_distance_attention_backward)

@@ -1,0 +1,212 @@
+"""The compiled CPU kernels: blocks, strides and threads; their build, and what is said where they cannot be built."""
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+import timm_sape
+from harness import assert_near
+from operators import make_inputs, run
+from timm_sape.functional import sape2_attention
+from timm_sape.ops import backend as selection
+from timm_sape.ops import build_cpp, cpp_build
+from timm_sape.ops.backend import choose_backend
+
+ROOT = Path(timm_sape.__file__).parents[1]
+
+
+@pytest.mark.cpp
+@pytest.mark.parametrize('grid, num_prefix_tokens', [
+    ((9, 7), 1),  # one block of queries is full
+    ((8, 8), 1),  # one query more
+    ((8, 8), 17),  # a vector of prefix tokens alone
+    ((5, 26), 0),
+    pytest.param((33, 32), 1, marks=pytest.mark.full),  # narrower blocks
+    pytest.param((46, 45), 1, marks=pytest.mark.full),  # narrower still
+])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_blocks(grid, num_prefix_tokens, dtype):
+    inputs = [t.to(dtype) for t in make_inputs(grid, num_prefix_tokens, heads=1, dim=20)]
+    kwargs = dict(grid_size=grid, num_prefix_tokens=num_prefix_tokens)
+    expected, expected_grads = run(sape2_attention, inputs, torch.float64, backend='reference', **kwargs)
+    found, grads = run(sape2_attention, inputs, backend='cpp', **kwargs)
+    # in float32 positions in wide tables, and so the codes, are off by more
+    tolerance = 1e-10 if dtype == torch.float64 else 3e-5
+    assert_near(found, expected, tolerance)
+    for a, b in zip(grads, expected_grads):
+        assert_near(a, b, tolerance)
+
+
+@pytest.mark.cpp
+def test_strides():
+    """Of any order, of an expanded gradient, and of tables that are parts of others."""
+    inputs = make_inputs((3, 5), heads=3, dim=16, batch=2)
+    kwargs = dict(grid_size=(3, 5), num_prefix_tokens=1, backend='cpp')
+    expected, expected_grads = run(sape2_attention, [t.contiguous() for t in inputs], **kwargs)
+    strided = [t.transpose(-2, -1).contiguous().transpose(-2, -1) for t in inputs[:3]]
+    strided += [torch.cat([t, t], dim=-1)[:, 16:] for t in inputs[3:5]]
+    leaves = [t.requires_grad_() for t in (*strided, inputs[5])]
+    out = sape2_attention(*leaves[:5], bias_scale=leaves[5], **kwargs)
+    assert torch.equal(out, expected)
+    dense = torch.ones_like(out)
+    expanded = dense.new_ones(1).expand_as(out)
+    of_dense, of_expanded = (torch.autograd.grad(out, leaves, g, retain_graph=True) for g in (dense, expanded))
+    for a, b in zip(of_dense, of_expanded):
+        assert torch.equal(a, b)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)  # as in `run`
+    for a, b in zip(torch.autograd.grad(out, leaves, weights), expected_grads):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.cpp
+def test_threads():
+    """The same bits run by run, whatever the number of threads, also if Python threads call at the same time."""
+    inputs = [t.float() for t in make_inputs((9, 8), heads=3, dim=16, batch=3)]
+
+    def once(threads=None):
+        if threads is not None:
+            torch.set_num_threads(threads)
+        out, grads = run(sape2_attention, inputs, grid_size=(9, 8), num_prefix_tokens=1, backend='cpp')
+        return [out.detach(), *grads]
+
+    before = torch.get_num_threads()
+    try:
+        expected = once(1)
+        found = [once(threads) for threads in (1, 2, 5)]
+        with ThreadPoolExecutor(6) as pool:
+            found += pool.map(lambda _: once(), range(24))
+    finally:
+        torch.set_num_threads(before)
+    for tensors in found:
+        for a, b in zip(tensors, expected):
+            assert torch.equal(a, b)
+
+
+# ---- the build
+
+@pytest.fixture
+def not_built(monkeypatch, tmp_path):
+    """As in a process that has not loaded the kernels, on a machine where nobody has compiled them."""
+    library = tmp_path / 'cache' / 'kernels.so'
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr(cpp_build, '_is_loaded', lambda: False)
+    monkeypatch.setattr(cpp_build, '_library', lambda: library)
+    cpp_build.find_cpp.cache_clear()
+    selection._log_once.cache_clear()
+    yield library
+    cpp_build.find_cpp.cache_clear()
+
+
+def refused(text, caplog):
+    """Who asks is told why. Who does not ask gets the operator in PyTorch, and a line in the log."""
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(RuntimeError, match=text):
+        build_cpp()
+    with pytest.raises(ValueError, match=rf"(?s)backend 'cpp' \(backend=\) cannot be used: .*{text}"):
+        choose_backend('cpp', q, (1, 1))
+    with caplog.at_level(logging.INFO, logger='timm_sape'):
+        for _ in range(3):
+            assert choose_backend(None, q, (1, 1)) == 'torch'
+    line, = (record.message for record in caplog.records if record.name == selection.__name__)
+    return line
+
+
+def test_nobody_who_did_not_ask_waits_for_a_compiler(not_built, monkeypatch, caplog):
+    monkeypatch.setattr(cpp_build, '_compile', lambda library: pytest.fail('compiled'))
+    with caplog.at_level(logging.INFO, logger='timm_sape'):
+        assert choose_backend(None, torch.zeros(1, 1, 2, 8), (1, 1)) == 'torch'
+    assert 'have not been compiled; timm_sape.ops.build_cpp() does that' in caplog.text
+
+
+def test_no_compiler(not_built, monkeypatch, caplog):
+    monkeypatch.setenv('CXX', '/no/compiler')
+    line = refused("there is no compiler '/no/compiler'; install g..", caplog)
+    assert 'have not been compiled' in line
+
+
+def test_no_ninja(not_built, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv('CXX', sys.executable)  # any program
+    monkeypatch.setenv('PATH', str(tmp_path))
+    refused('Ninja is required', caplog)
+
+
+@pytest.mark.cpp
+def test_source_that_does_not_compile(not_built, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(cpp_build, 'SOURCE', tmp_path / 'wrong.cpp')
+    cpp_build.SOURCE.write_text('#error "as it should"\n')
+    refused('as it should', caplog)
+
+
+def test_folder_that_cannot_be_written(not_built, caplog):
+    not_built.parent.write_text('')  # a file where the folder should be: that holds for root as well
+    refused('set TORCH_EXTENSIONS_DIR to a folder that can be written', caplog)
+
+
+def test_library_that_cannot_be_loaded(not_built, caplog):
+    """As one that was compiled for a newer C library."""
+    not_built.parent.mkdir()
+    not_built.write_text('no library')
+    line = refused('set TORCH_EXTENSIONS_DIR', caplog)
+    assert 'kernels.so' in line
+
+
+def test_another_process_that_never_ends(not_built, monkeypatch, caplog):
+    monkeypatch.setattr(cpp_build, 'LONGEST_WAIT', 0.1)
+    monkeypatch.setenv('CXX', sys.executable)
+    not_built.parent.mkdir()
+    with FileLock(not_built.with_suffix('.lock')):
+        refused('another process has been compiling for 0.1 seconds', caplog)
+
+
+@pytest.mark.parametrize('platform, processor', [('linux', 'DEFAULT'), ('darwin', 'AVX2'), ('win32', 'AVX512')])
+def test_machines_without(monkeypatch, platform, processor):
+    monkeypatch.setattr(sys, 'platform', platform)
+    monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: processor)
+    with pytest.raises(RuntimeError, match=f'and this is {platform} with {processor}'):
+        cpp_build._library.__wrapped__()
+
+
+def test_libraries_of_different_machines_have_different_names(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, 'platform', 'linux')
+    names = set()
+    for processor in cpp_build.INSTRUCTIONS:
+        for source in ('// one', '// another'):
+            (tmp_path / 'source.cpp').write_text(source)
+            monkeypatch.setattr(cpp_build, 'SOURCE', tmp_path / 'source.cpp')
+            monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: processor)
+            names.add(cpp_build._library.__wrapped__())
+    assert len(names) == 4 and all(torch.__version__ in path.name for path in names)
+
+
+def python(code, **env):
+    return subprocess.Popen(
+        [sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), **env})
+
+
+def test_import_does_not_load_the_build_system():
+    out, err = python("import sys, timm_sape; print('torch.utils.cpp_extension' in sys.modules)").communicate()
+    assert out.strip() == 'False', err
+
+
+@pytest.mark.full
+@pytest.mark.cpp
+def test_processes_that_build_at_the_same_time(tmp_path):
+    """One compiles, the others wait; a later one finds the library, needs no compiler, and uses it unasked."""
+    build = 'from timm_sape.ops import build_cpp; print(build_cpp())'
+    processes = [python(build, TORCH_EXTENSIONS_DIR=str(tmp_path)) for _ in range(3)]
+    found = [process.communicate() for process in processes]
+    library, = {out.strip() for out, _ in found}
+    assert {path.name for path in tmp_path.iterdir()} == {Path(library).name, Path(library).with_suffix('.lock').name}
+    choose = (
+        'import torch; from timm_sape.ops.backend import choose_backend;'
+        'print(choose_backend(None, torch.zeros(1, 1, 2, 8), (1, 1)))')
+    env = {'TORCH_EXTENSIONS_DIR': str(tmp_path), 'CXX': '/no/compiler', 'TIMM_SAPE_BACKEND': ''}
+    out, err = python(choose, **env).communicate()
+    assert out.strip() == 'cpp', err

@@ -1,0 +1,533 @@
+// SaPE2's codes and attention on a CPU, forward and backward, in float and double. `cpp_build.py` compiles this file,
+// `cpp_operators.py` makes operators of it.
+//
+// Both work on tiles with a row for each key and a lane for each query. So softmax and sums of gates go down the rows,
+// a vector of queries at a time, and nothing is summed across lanes. Queries come in blocks, so small that their tiles
+// stay in the second-level cache from the logits to the last gradient.
+//
+// Each thread works on heads of its own, or in the forward pass of the attention on blocks. So there is one parallel
+// region a call, and results do not depend on the number of threads.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/vec.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using at::vec::fmadd;
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+template <typename T>
+constexpr int64_t LANES = Vec<T>::size();
+
+constexpr int64_t PART = 128;  // the most numbers that are added one after the other
+
+template <typename T>
+int64_t padded(int64_t n) {
+  return (n + LANES<T> - 1) / LANES<T> * LANES<T>;
+}
+
+// ------------------------------------------------------------------------------------------------ matrices
+
+template <typename T>
+struct Matrix {
+  T* p;
+  int64_t row, column = 1;  // numbers from one row to the next, and from one column to the next
+
+  Matrix(T* p, int64_t row, int64_t column = 1) : p(p), row(row), column(column) {}
+  Matrix(std::vector<std::remove_const_t<T>>& numbers, int64_t row) : p(numbers.data()), row(row) {}
+  // A head of [B, h, N, d], counted through all images.
+  Matrix(const Tensor& t, int64_t head) : row(t.stride(2)) {
+    if constexpr (std::is_const_v<T>) {
+      p = t.const_data_ptr<std::remove_const_t<T>>();
+    } else {
+      p = t.mutable_data_ptr<T>();
+    }
+    p += head / t.size(1) * t.stride(0) + head % t.size(1) * t.stride(1);
+  }
+  operator Matrix<const T>() const { return {p, row, column}; }
+
+  T* operator[](int64_t i) const { return p + i * row; }
+  Matrix from(int64_t first, int64_t step = 1) const { return {p + first * row, step * row, column}; }
+  Matrix transposed() const { return {p, column, row}; }
+};
+
+// Call f(M, i) for M rows from i on: six at a time, the rest two at a time and alone. M is known to the compiler.
+template <typename F>
+void by_rows(int64_t count, F f) {
+  int64_t i = 0;
+  for (; i + 6 <= count; i += 6) f(std::integral_constant<int, 6>(), i);
+  for (; i + 2 <= count; i += 2) f(std::integral_constant<int, 2>(), i);
+  for (; i < count; ++i) f(std::integral_constant<int, 1>(), i);
+}
+
+// M rows and N vectors of c (+)= a b, in registers; K is the length of the sums.
+template <int M, int N, typename T>
+void product_tile(int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, bool add) {
+  Vec<T> sum[M][N];
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) sum[m][n] = Vec<T>(0);
+  }
+  for (int64_t k = 0; k < K; ++k) {
+    Vec<T> row[N];
+    for (int n = 0; n < N; ++n) row[n] = Vec<T>::loadu(b[k] + n * LANES<T>);
+    for (int m = 0; m < M; ++m) {
+      const Vec<T> x(a[m][k * a.column]);
+      for (int n = 0; n < N; ++n) sum[m][n] = fmadd(x, row[n], sum[m][n]);
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) {
+      T* to = c[m] + n * LANES<T>;
+      (add ? Vec<T>::loadu(to) + sum[m][n] : sum[m][n]).store(to);
+    }
+  }
+}
+
+// c [M, N] (+)= a [M, K] b [K, N]. N is a multiple of the lanes, and columns of b and c are contiguous. Sums are made
+// of parts, or their rounding errors would grow with their length.
+template <typename T>
+void product(int64_t M, int64_t N, int64_t K, Matrix<const T> a, Matrix<const T> b, Matrix<T> c, bool add = false) {
+  constexpr int MOST = sizeof(Vec<T>) == 64 ? 4 : 2;  // a tile and a row of b must fit into 32 registers, or 16
+  for (int64_t k = 0; k < K; k += PART) {
+    const auto columns = [&](auto vectors, int64_t n) {
+      by_rows(M, [&](auto rows, int64_t m) {
+        product_tile<rows, vectors, T>(
+            std::min(PART, K - k), {a[m] + k * a.column, a.row, a.column}, {b[k] + n, b.row}, {c[m] + n, c.row},
+            add || k > 0);
+      });
+    };
+    int64_t n = 0;
+    for (; n + MOST * LANES<T> <= N; n += MOST * LANES<T>) columns(std::integral_constant<int, MOST>(), n);
+    for (; n + 2 * LANES<T> <= N; n += 2 * LANES<T>) columns(std::integral_constant<int, 2>(), n);
+    for (; n < N; n += LANES<T>) columns(std::integral_constant<int, 1>(), n);
+  }
+}
+
+// Sum of f(i) for i from `first` on, in steps, also in parts.
+template <typename T, typename F>
+Vec<T> sum_of(int64_t first, int64_t end, int64_t step, F f) {
+  Vec<T> sum(0);
+  for (int64_t i = first; i < end;) {
+    Vec<T> part(0);
+    for (const int64_t stop = std::min(end, i + PART * step); i < stop; i += step) part = part + f(i);
+    sum = sum + part;
+  }
+  return sum;
+}
+
+// to [columns, width] = factor * from [rows, columns] transposed; zero where there is no row.
+template <typename T>
+void transpose(Matrix<const T> from, int64_t rows, int64_t columns, T factor, std::vector<T>& to, int64_t width) {
+  to.assign(columns * width, T(0));
+  at::vec::transpose_mxn<T>(from.p, from.row, to.data(), width, rows, columns);
+  for (T& x : to) x *= factor;
+}
+
+// ------------------------------------------------------------------------------------------------ distances
+
+// The codes of a head along one axis, [G, C], and those of a block of queries, which are the lanes.
+template <typename T>
+struct Codes {
+  int64_t size, channels, row;
+  std::vector<T> codes, noise;  // [G, row], [G]: squared distances up to the noise are 0
+  std::vector<T> lane_codes, lane_noise;  // [C, width], [width]
+  std::vector<T> distances;  // [G, width], and in the backward pass the gradients divided by them
+  std::vector<T> grad_keys, grad_queries;  // [G, row]: the gradient of the codes is their difference
+
+  void load(const Tensor& tensor, int64_t head) {
+    size = tensor.size(2), channels = tensor.size(3), row = padded<T>(channels);
+    codes.assign(size * row, T(0));
+    noise.resize(size);
+    const T floor = 64 * std::numeric_limits<T>::epsilon();
+    const Matrix<const T> from(tensor, head);
+    for (int64_t i = 0; i < size; ++i) {
+      std::copy_n(from[i], channels, &codes[i * row]);
+      noise[i] = floor * floor * std::inner_product(from[i], from[i] + channels, from[i], T(0));
+    }
+  }
+
+  // The block of n queries from patch `first` on, which is negative if it begins with prefix tokens.
+  void load_block(int64_t first, int64_t n, int64_t width) {
+    lane_codes.assign(channels * width, T(0));
+    lane_noise.assign(width, T(0));
+    for (int64_t i = std::max<int64_t>(0, -first); i < n; ++i) {
+      lane_noise[i] = noise[first + i];
+      for (int64_t c = 0; c < channels; ++c) lane_codes[c * width + i] = codes[(first + i) * row + c];
+    }
+  }
+
+  // Distances of M patches from j on to a vector of queries, from differences: products would lose the small ones.
+  template <int M>
+  void distances_of(int64_t j, int64_t lane, int64_t width, Vec<T> (&d)[M]) const {
+    for (int m = 0; m < M; ++m) d[m] = Vec<T>(0);
+    for (int64_t c = 0; c < channels; ++c) {
+      const Vec<T> x = Vec<T>::loadu(&lane_codes[c * width + lane]);
+      for (int m = 0; m < M; ++m) {
+        const Vec<T> difference = x - Vec<T>(codes[(j + m) * row + c]);
+        d[m] = fmadd(difference, difference, d[m]);
+      }
+    }
+    const Vec<T> limit = Vec<T>::loadu(&lane_noise[lane]);
+    for (int m = 0; m < M; ++m) {
+      const Vec<T> is_zero = d[m] <= at::vec::maximum(limit, Vec<T>(noise[j + m]));
+      d[m] = Vec<T>::blendv(d[m], Vec<T>(0), is_zero).sqrt();
+    }
+  }
+
+  // `distances` now holds R. Add R_ji (w_j - w_i) to the gradients of all keys j and of the block's queries i.
+  void add_gradients(int64_t first, int64_t n, int64_t width) {
+    by_rows(size, [&](auto M, int64_t j) {
+      for (int64_t c = 0; c < row; c += LANES<T>) {
+        Vec<T> w[M], sum[M];
+        for (int m = 0; m < M; ++m) w[m] = Vec<T>::loadu(&codes[(j + m) * row + c]), sum[m] = Vec<T>(0);
+        for (int64_t i = std::max<int64_t>(0, -first); i < n; ++i) {
+          const int64_t at = (first + i) * row + c;
+          const Vec<T> x = Vec<T>::loadu(&codes[at]);
+          Vec<T> sum_i = Vec<T>::loadu(&grad_queries[at]);
+          for (int m = 0; m < M; ++m) {
+            const Vec<T> difference = w[m] - x, r(distances[(j + m) * width + i]);
+            sum[m] = fmadd(difference, r, sum[m]);
+            sum_i = fmadd(difference, r, sum_i);
+          }
+          sum_i.store(&grad_queries[at]);
+        }
+        for (int m = 0; m < M; ++m) {
+          T* to = &grad_keys[(j + m) * row + c];
+          (Vec<T>::loadu(to) + sum[m]).store(to);
+        }
+      }
+    });
+  }
+
+  void store_gradient(const Tensor& tensor, int64_t head) const {
+    const Matrix<T> to(tensor, head);
+    for (int64_t i = 0; i < size; ++i) {
+      for (int64_t c = 0; c < channels; ++c) to[i][c] = grad_keys[i * row + c] - grad_queries[i * row + c];
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ attention
+
+// Queries in a block: four tiles of them take 1 MB at most.
+int64_t block_size(int64_t num_tokens) {
+  return std::clamp<int64_t>(65536 / num_tokens / 16, 1, 4) * 16;
+}
+
+// A block of queries of one head.
+template <typename T>
+struct Block {
+  Codes<T> x, y;
+  std::vector<T> queries;  // [d, width]
+  std::vector<T> tile;  // [N, width], logits and then probabilities
+
+  // The probabilities of n queries from i on.
+  void load(
+      Matrix<const T> q, Matrix<const T> k, int64_t N, int64_t dim, int64_t i, int64_t n, T scale, T gain, bool keep) {
+    const int64_t width = padded<T>(n), prefix = N - x.size;
+    transpose<T>(q.from(i), n, dim, scale, queries, width);
+    tile.resize(N * width);
+    product<T>(N, width, dim, k, {queries, width}, {tile, width});
+    x.load_block(i - prefix, n, width);
+    y.load_block(i - prefix, n, width);
+    if (keep) x.distances.resize(x.size * width), y.distances.resize(x.size * width);
+    by_rows(x.size, [&](auto M, int64_t j) {
+      for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+        // bits that turn everything into 0 for prefix tokens, NaN as well
+        const Vec<T> patches = Vec<T>::arange(T(i + lane), T(1)) >= Vec<T>(T(prefix));
+        Vec<T> dx[M], dy[M];
+        x.distances_of(j, lane, width, dx);
+        y.distances_of(j, lane, width, dy);
+        for (int m = 0; m < M; ++m) {
+          const int64_t at = (j + m) * width + lane;
+          dx[m] = dx[m] & patches, dy[m] = dy[m] & patches;
+          if (keep) dx[m].store(&x.distances[at]), dy[m].store(&y.distances[at]);
+          T* logit = &tile[prefix * width + at];
+          fmadd(dx[m] + dy[m], Vec<T>(gain), Vec<T>::loadu(logit)).store(logit);
+        }
+      }
+    });
+    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      Vec<T> top(-std::numeric_limits<T>::infinity());
+      for (int64_t at = lane; at < N * width; at += width) top = at::vec::maximum(top, Vec<T>::loadu(&tile[at]));
+      const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+        const Vec<T> e = (Vec<T>::loadu(&tile[at]) - top).exp();
+        e.store(&tile[at]);
+        return e;
+      });
+      const Vec<T> factor = Vec<T>(1) / sum;
+      for (int64_t at = lane; at < N * width; at += width) (Vec<T>::loadu(&tile[at]) * factor).store(&tile[at]);
+    }
+  }
+};
+
+void attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain,
+    double scale, const Tensor& out) {
+  const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3);
+  const int64_t step = block_size(N), blocks = (N + step - 1) / step;
+  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention", [&] {
+    using T = scalar_t;
+    at::parallel_for(0, heads * blocks, 1, [&](int64_t begin, int64_t end) {
+      Block<T> block;
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t head = task / blocks, i = task % blocks * step, n = std::min(step, N - i);
+        if (task == begin || i == 0) block.x.load(codes_x, head), block.y.load(codes_y, head);
+        block.load({q, head}, {k, head}, N, dim, i, n, scale, gain.const_data_ptr<T>()[head % q.size(1)], false);
+        const Matrix<T> p(block.tile, padded<T>(n));
+        product<T>(n, dim, N, p.transposed(), {v, head}, Matrix<T>(out, head).from(i));
+      }
+    });
+  });
+}
+
+// The gradient of a distance D is that of the logit times the gain. Divided by D it is R, and the gradient of code w_i
+// is the sum over j of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small.
+void attention_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
+    const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
+    const Tensor& grad_x, const Tensor& grad_y, const Tensor& grad_gain) {
+  const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3), prefix = N - codes_x.size(2);
+  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention_backward", [&] {
+    using T = scalar_t;
+    at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+      Block<T> block;
+      std::vector<T> grads, grad_tile;  // [d, width], [N, width]: the gradients of probabilities, then of logits
+      for (int64_t head = begin; head < end; ++head) {
+        const Matrix<const T> g(grad, head), qs(q, head), ks(k, head), vs(v, head);
+        const Matrix<T> gq(grad_q, head), gk(grad_k, head), gv(grad_v, head);
+        const T factor = gain.const_data_ptr<T>()[head % q.size(1)];
+        block.x.load(codes_x, head);
+        block.y.load(codes_y, head);
+        for (Codes<T>* codes : {&block.x, &block.y}) {
+          codes->grad_keys.assign(codes->codes.size(), T(0));
+          codes->grad_queries.assign(codes->codes.size(), T(0));
+        }
+        double gain_sum = 0;
+        for (int64_t i = 0, step = block_size(N); i < N; i += step) {
+          const int64_t n = std::min(step, N - i), width = padded<T>(n);
+          block.load(qs, ks, N, dim, i, n, scale, factor, true);
+          transpose<T>(g.from(i), n, dim, 1, grads, width);
+          grad_tile.resize(N * width);
+          product<T>(N, width, dim, vs, {grads, width}, {grad_tile, width});
+          for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+            const Vec<T> delta = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+              return Vec<T>::loadu(&block.tile[at]) * Vec<T>::loadu(&grad_tile[at]);
+            });
+            const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+              const Vec<T> ds = Vec<T>::loadu(&block.tile[at]) * (Vec<T>::loadu(&grad_tile[at]) - delta);
+              (ds * Vec<T>(scale)).store(&grad_tile[at]);
+              Vec<T> both(0);
+              if (at < prefix * width) return both;
+              for (Codes<T>* codes : {&block.x, &block.y}) {
+                T* distance = &codes->distances[at - prefix * width];
+                const Vec<T> d = Vec<T>::loadu(distance);
+                both = both + d;
+                Vec<T>::blendv(ds * Vec<T>(factor) / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
+              }
+              return ds * both;
+            });
+            std::array<T, LANES<T>> sums;
+            sum.store(sums.data());
+            gain_sum += std::accumulate(sums.begin(), sums.end(), 0.0);
+          }
+          const Matrix<T> p(block.tile, width), ds(grad_tile, width);
+          product<T>(N, dim, n, p, g.from(i), gv, i > 0);
+          product<T>(N, dim, n, ds, qs.from(i), gk, i > 0);
+          product<T>(n, dim, N, ds.transposed(), ks, gq.from(i));
+          block.x.add_gradients(i - prefix, n, width);
+          block.y.add_gradients(i - prefix, n, width);
+        }
+        block.x.store_gradient(grad_x, head);
+        block.y.store_gradient(grad_y, head);
+        grad_gain.mutable_data_ptr<T>()[head] = gain_sum;
+      }
+    });
+  });
+}
+
+// ------------------------------------------------------------------------------------------------ codes
+
+// The lines of a grid along one axis, their tensors, and what a thread needs for them.
+template <typename T>
+struct Lines {
+  Tensor table, codes, grad_table;  // codes: or their gradients; grad_table: in the backward pass, for each head
+  int64_t count, length, next, step;  // next: patches from one line to the next, step: from one token of it to the next
+  int64_t npos, row, width;
+  T shrink;
+  std::vector<T> table_t;  // [d, row]
+  std::vector<T> queries, gates, positions, grads;  // [d, width], and keys x queries, [length, width]
+  std::vector<T> values[2], grad_values[2];  // of each source at integer positions, [G, row]
+
+  Lines(Tensor table, Tensor codes, Tensor grad_table, int64_t count, int64_t length, bool rows, double shrink)
+      : table(table), codes(codes), grad_table(grad_table), count(count), length(length), next(rows ? length : 1),
+        step(rows ? 1 : count), npos(table.size(0)), row(padded<T>(npos)), width(padded<T>(length)), shrink(shrink) {
+    transpose<T>({table.const_data_ptr<T>(), table.stride(0)}, npos, table.size(1), 1, table_t, row);
+  }
+
+  void load_values(const std::vector<Matrix<const T>>& sources, int64_t dim) {
+    for (size_t s = 0; s < sources.size(); ++s) {
+      values[s].resize(count * length * row);
+      product<T>(count * length, row, dim, sources[s], {table_t, row}, {values[s], row});
+    }
+  }
+
+  // Gates and scaled positions of a line.
+  void load(Matrix<const T> q, Matrix<const T> k, int64_t dim, T gate_scale) {
+    transpose<T>(q, length, dim, -gate_scale, queries, width);
+    gates.resize(length * width);
+    positions.resize(length * width);
+    product<T>(length, width, dim, k, {queries, width}, {gates, width});
+    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      Vec<T> sum(0), lost(0);  // Kahan's sum: of a position all digits are needed, for it selects a cell
+      for (int64_t at = (length - 1) * width + lane; at >= 0; at -= width) {
+        const Vec<T> gate = Vec<T>(1) / (Vec<T>(1) + Vec<T>::loadu(&gates[at]).exp());
+        const Vec<T> next = gate - lost, total = sum + next;
+        lost = (total - sum) - next;
+        sum = total;
+        gate.store(&gates[at]);
+        (sum * Vec<T>(shrink)).store(&positions[at]);
+      }
+    }
+  }
+
+  // The cell [at, at + 1] of a position, and how far in the cell it is.
+  std::pair<int64_t, T> cell(T position) const {
+    const T last = npos - 1;
+    const int64_t at = position > 0 ? std::min<int64_t>(std::min(position, last), npos - 2) : 0;  // 0 for NaN
+    return {at, position > last ? last - at : position - at};
+  }
+};
+
+template <typename T>
+std::vector<Matrix<T>> sources_of(const std::string& mode, Matrix<T> q, Matrix<T> k) {
+  return mode == "q" ? std::vector{q} : mode == "k" ? std::vector{k} : std::vector{q, k};
+}
+
+void codes(
+    const Tensor& q, const Tensor& k, const Tensor& table_x, const Tensor& table_y, int64_t height, int64_t width,
+    const std::string& mode, double gate_scale, double shrink_x, double shrink_y, const Tensor& codes_x,
+    const Tensor& codes_y) {
+  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes", [&] {
+    using T = scalar_t;
+    at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
+      Lines<T> rows(table_x, codes_x, {}, height, width, true, shrink_x);
+      Lines<T> columns(table_y, codes_y, {}, width, height, false, shrink_y);
+      for (int64_t head = begin; head < end; ++head) {
+        const Matrix<const T> qs(q, head), ks(k, head);
+        const auto sources = sources_of(mode, qs, ks);
+        for (Lines<T>* axis : {&rows, &columns}) {
+          Lines<T>& lines = *axis;
+          const Matrix<T> to(lines.codes, head);
+          const T factor = std::sqrt(lines.shrink);
+          lines.load_values(sources, q.size(3));
+          for (int64_t line = 0; line < lines.count; ++line) {
+            const int64_t first = line * lines.next;
+            lines.load(qs.from(first, lines.step), ks.from(first, lines.step), q.size(3), gate_scale);
+            for (int64_t i = 0; i < lines.length; ++i) {
+              const int64_t patch = first + i * lines.step;
+              for (size_t s = 0; s < sources.size(); ++s) {
+                const T* z = &lines.values[s][patch * lines.row];
+                for (int64_t j = 0; j < lines.length; ++j) {
+                  const auto [at, part] = lines.cell(lines.positions[j * lines.width + i]);
+                  to[patch][s * lines.length + j] = factor * (z[at] + part * (z[at + 1] - z[at]));
+                }
+              }
+            }
+          }
+        }
+      }
+    });
+  });
+}
+
+// The gradients of the tables are those of each head, [B * h, npos, d].
+void codes_backward(
+    const Tensor& grad_x, const Tensor& grad_y, const Tensor& q, const Tensor& k, const Tensor& table_x,
+    const Tensor& table_y, int64_t height, int64_t width, const std::string& mode, double gate_scale, double shrink_x,
+    double shrink_y, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x,
+    const Tensor& grad_table_y) {
+  AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes_backward", [&] {
+    using T = scalar_t;
+    const int64_t dim = q.size(3);
+    at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
+      Lines<T> rows(table_x, grad_x, grad_table_x, height, width, true, shrink_x);
+      Lines<T> columns(table_y, grad_y, grad_table_y, width, height, false, shrink_y);
+      for (int64_t head = begin; head < end; ++head) {
+        const Matrix<const T> qs(q, head), ks(k, head);
+        const Matrix<T> gq(grad_q, head), gk(grad_k, head);
+        const auto sources = sources_of(mode, qs, ks);
+        const auto grad_sources = sources_of(mode, gq, gk);
+        for (Lines<T>* axis : {&rows, &columns}) {
+          Lines<T>& lines = *axis;
+          const bool add = axis == &columns;
+          const Matrix<const T> from(lines.codes, head);
+          const T factor = std::sqrt(lines.shrink);
+          const int64_t length = lines.length, width = lines.width;
+          lines.load_values(sources, dim);
+          for (size_t s = 0; s < sources.size(); ++s) lines.grad_values[s].assign(lines.values[s].size(), T(0));
+          for (int64_t line = 0; line < lines.count; ++line) {
+            const int64_t first = line * lines.next, step = lines.step;
+            lines.load(qs.from(first, step), ks.from(first, step), dim, gate_scale);
+            lines.grads.assign(length * width, T(0));
+            for (int64_t i = 0; i < length; ++i) {
+              const int64_t patch = first + i * step;
+              for (size_t s = 0; s < sources.size(); ++s) {
+                const T *z = &lines.values[s][patch * lines.row], *g = from[patch] + s * length;
+                T* grad_z = &lines.grad_values[s][patch * lines.row];
+                for (int64_t j = 0; j < length; ++j) {
+                  const T position = lines.positions[j * width + i];
+                  const auto [at, part] = lines.cell(position);
+                  grad_z[at] += factor * g[j] * (1 - part);
+                  grad_z[at + 1] += factor * g[j] * part;
+                  if (!(position > lines.npos - 1)) lines.grads[j * width + i] += factor * g[j] * (z[at + 1] - z[at]);
+                }
+              }
+            }
+            for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+              Vec<T> sum(0);  // the gate of patch j is part of all positions up to j
+              for (int64_t at = lane; at < length * width; at += width) {
+                sum = sum + Vec<T>::loadu(&lines.grads[at]);
+                const Vec<T> gate = Vec<T>::loadu(&lines.gates[at]), scale(gate_scale * lines.shrink);
+                (sum * gate * (Vec<T>(1) - gate) * scale).store(&lines.grads[at]);
+              }
+            }
+            const Matrix<T> g(lines.grads, width);
+            product<T>(length, dim, length, g.transposed(), ks.from(first, step), gq.from(first, step), add);
+            product<T>(length, dim, length, g, qs.from(first, step), gk.from(first, step), add);
+          }
+        }
+        for (Lines<T>* axis : {&rows, &columns}) {  // after the gates of rows, which write the gradients anew
+          const Matrix<const T> table(axis->table.const_data_ptr<T>(), axis->table.stride(0));
+          const Matrix<T> to(axis->grad_table.mutable_data_ptr<T>() + head * axis->npos * dim, dim);
+          for (size_t s = 0; s < sources.size(); ++s) {
+            const Matrix<T> g(axis->grad_values[s], axis->row);
+            product<T>(q.size(2), dim, axis->npos, g, table, grad_sources[s], true);
+            product<T>(axis->npos, dim, q.size(2), g.transposed(), sources[s], to, s > 0);
+          }
+        }
+      }
+    });
+  });
+}
+
+} // namespace
+
+TORCH_LIBRARY(timm_sape_cpp, m) {
+  m.def("codes", codes);
+  m.def("codes_backward", codes_backward);
+  m.def("attention", attention);
+  m.def("attention_backward", attention_backward);
+}

@@ -1,0 +1,116 @@
+"""SaPE2's codes and attention by compiled kernels for the CPU, `cpp_kernels.cpp`. Nothing N x N is stored.
+
+They do less than the PyTorch operators: each distance is computed once, from the difference, and a block of pairs
+stays in the cache from the logits to the last gradient. Half precision is computed in float32.
+"""
+from typing import Tuple
+
+import torch
+import torch.nn.functional as F
+
+from .codes import empty_codes, register_pair as register_codes
+from .distances import register_pair as register_attention
+from .precision import wide
+
+__all__ = ['cpp_axis_codes', 'cpp_distance_attention']
+
+
+def _rows(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """As the kernels take them: float32 or wider, rows dense and a multiple of 16 numbers long."""
+    tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    tensors = [F.pad(t, (0, -t.shape[-1] % 16)) if t.shape[-1] % 16 else t for t in tensors]
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+
+
+def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+    """What a kernel wrote for padded rows, in the shape and the dtype of the tensor."""
+    return padded[..., :tensor.shape[-1]].to(tensor.dtype).contiguous()
+
+
+@torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu')
+def cpp_axis_codes(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    codes = empty_codes(q, height, width, mode)
+    torch.ops.timm_sape_cpp.codes(
+        *_rows(q, k, table_x, table_y), height, width, mode, gate_scale, shrink_x, shrink_y, *codes)
+    return codes
+
+
+@torch.library.custom_op('timm_sape::cpp_axis_codes_backward', mutates_args=(), device_types='cpu')
+def cpp_axis_codes_backward(
+        grad_x: torch.Tensor,
+        grad_y: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = _rows(q, k, table_x, table_y)
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rows[:2]]
+    heads = q.shape[0] * q.shape[1]
+    grads += [t.new_empty(heads, *t.shape) for t in rows[2:]]
+    torch.ops.timm_sape_cpp.codes_backward(
+        *wide(grad_x, grad_y), *rows, height, width, mode, gate_scale, shrink_x, shrink_y, *grads)
+    grads[2:] = (g.sum(0) for g in grads[2:])
+    return tuple(_like(t, g) for t, g in zip((q, k, table_x, table_y), grads))
+
+
+register_codes(cpp_axis_codes, cpp_axis_codes_backward)
+
+
+@torch.library.custom_op('timm_sape::cpp_distance_attention', mutates_args=(), device_types='cpu')
+def cpp_distance_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> torch.Tensor:
+    rows = _rows(q, k, v)
+    gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
+    out = torch.empty_like(rows[2], memory_format=torch.contiguous_format)
+    torch.ops.timm_sape_cpp.attention(*rows, *wide(codes_x, codes_y), gain, scale, out)
+    return _like(v, out)
+
+
+@torch.library.custom_op('timm_sape::cpp_distance_attention_backward', mutates_args=(), device_types='cpu')
+def cpp_distance_attention_backward(
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, codes = _rows(grad, q, k, v), wide(codes_x, codes_y)
+    gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*rows[1:], *codes)]
+    grad_gain = gain.new_empty(q.shape[:2])
+    torch.ops.timm_sape_cpp.attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
+    grad_gain = grad_gain.sum(0)
+    if bias_scale.shape[0] == 1:
+        grad_gain = grad_gain.sum(0, keepdim=True)
+    return tuple(_like(t, g) for t, g in zip((q, k, v, codes_x, codes_y, bias_scale), (*grads, grad_gain)))
+
+
+register_attention(cpp_distance_attention, cpp_distance_attention_backward)
