@@ -339,8 +339,6 @@ def page(name):
 
 def cost_of(name):
     rows = [row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['pos_enc'] in (name, f'ape+{name}')]
-    if not rows:
-        return 'Its cost has not been measured yet.'
     found = [[
         row['setting'], f'{int(row["params_added"]):,}',
         *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step', 'step_peak'))] for row in rows]
