@@ -1,6 +1,7 @@
 """The compiled CPU kernels: blocks, strides and threads; their build, and what is said where they cannot be built."""
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -133,7 +134,20 @@ def test_no_compiler(not_built, monkeypatch, caplog):
 def test_no_ninja(not_built, monkeypatch, caplog, tmp_path):
     monkeypatch.setenv('CXX', sys.executable)  # any program
     monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.setattr(cpp_build.sys, 'executable', str(tmp_path / 'python'))
     refused('Ninja is required', caplog)
+
+
+def test_ninja_beside_python(monkeypatch, tmp_path):
+    """As in a virtual environment that is not activated."""
+    ninja = tmp_path / 'ninja'
+    ninja.write_text('#!/bin/sh')
+    ninja.chmod(0o755)
+    monkeypatch.setenv('PATH', '/nowhere')
+    monkeypatch.setattr(cpp_build.sys, 'executable', str(tmp_path / 'python'))
+    with cpp_build._ninja_on_path():
+        assert shutil.which('ninja') == str(ninja)
+    assert os.environ['PATH'] == '/nowhere'
 
 
 @pytest.mark.cpp

@@ -16,7 +16,9 @@ import shutil
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 import torch
 
@@ -99,6 +101,18 @@ def _library() -> Path:
     return Path(root) / name
 
 
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """`pip install ninja` puts it beside Python, which is not on the path of an environment that is not activated."""
+    beside, path = Path(sys.executable).parent, os.environ.get('PATH', '')
+    if shutil.which('ninja') is None and (beside / 'ninja').exists():
+        os.environ['PATH'] = os.pathsep.join([path, str(beside)])
+    try:
+        yield
+    finally:
+        os.environ['PATH'] = path
+
+
 def _compile(library: Path) -> None:
     """Compile the library and load it, unless another process has done so meanwhile."""
     from filelock import FileLock, Timeout  # a dependency of torch
@@ -115,7 +129,7 @@ def _compile(library: Path) -> None:
         with FileLock(library.with_suffix('.lock'), timeout=LONGEST_WAIT):
             if library.exists():
                 return
-            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path():
                 built = cpp_extension.load(
                     'timm_sape_cpp', [str(SOURCE)],
                     extra_cflags=[
