@@ -198,10 +198,10 @@ def test_trained_grid(name):
     assert cls.rules[0] == timm_sape.encoding_keywords(name)['resolution'] == 'extrapolate'
     found = {}
     for rule in cls.rules:
-        encoding = create(name, (2, 2), 1, ref_grid_size=size, resolution=rule, heads=4, head_dim=12)
+        encoding = create(name, (2, 2), 1, ref_grid_size=size, resolution=rule, heads=4, head_dim=24)
         assert encoding.saved_grid_size() == (None if rule == 'extrapolate' else size)
         assert not encoding.scales_logits or encoding.logit_factor(grid) is None
-        q, k, v = make_qkv(grid, heads=4, head_dim=12)
+        q, k, v = make_qkv(grid, heads=4, head_dim=24)
         if cls.overrides('embed'):
             given = dict.fromkeys(cls.asks_for, torch.zeros(1, 15, dtype=torch.long))
             found[rule] = encoding(q, grid=grid, hook='embed', **given)
