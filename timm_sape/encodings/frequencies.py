@@ -51,13 +51,13 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
     rules = ('extrapolate', 'rescale', 'ntk', 'yarn')
     resolution = 'angles go on for further patches, or `rescale`, `ntk`, `yarn`'
 
-    def __init__(self, *, ramp: Sequence[float] = (1, 32), **host) -> None:
+    def __init__(self, *, resolution: str = 'extrapolate', ramp: Sequence[float] = (1, 32), **host) -> None:
         is_pair = isinstance(ramp, (tuple, list)) and len(ramp) == 2 and all(map(is_number, ramp))
         if not is_pair or not 0 <= ramp[0] < ramp[1]:
             raise ValueError(
                 f'{self.name!r}: ramp must be two numbers of turns, [low, high] with 0 <= low < high, got {ramp!r}.')
         self.ramp = tuple(ramp)
-        super().__init__(**host)
+        super().__init__(resolution=resolution, **host)
         self.scales_logits = self.rule == 'yarn'
 
     @abstractmethod
