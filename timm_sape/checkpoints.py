@@ -468,13 +468,12 @@ def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) 
     else:
         saved |= silent
 
-    changed = {}
+    changed, with_grids = {}, {path.rpartition('.')[2] for path, _ in _encodings_with_grids(model)}
     for name in sorted(saved):
         own = model.pos_enc_kwargs.get(name, {})
         has_grid = any(k.endswith(f'encodings.{name}{GRID}') for k in entries)
-        needs_grid = own.get('resolution', 'extrapolate') != 'extrapolate'
         is_known = name.removeprefix(AUTO) in list_encodings()
-        if is_known and 'resolution' in encoding_keywords(name) and has_grid != needs_grid:
+        if is_known and 'resolution' in encoding_keywords(name) and has_grid != (name in with_grids):
             changed[name] = {**own, 'resolution': 'rescale' if has_grid else 'extrapolate'}
     logit_scaling = 'log' if LOGIT_SCALING + GRID in entries else 'constant'
     if logit_scaling != model.logit_scaling:
