@@ -50,6 +50,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     from ..lab import bench
     from ..lab.machine import about
+    from ..ops.backend import choose_backend
 
     settings = list(bench.DEFAULT_SETTINGS) if args.settings is None else args.settings
     unknown = [s for s in settings if s not in bench.SETTINGS]
@@ -62,6 +63,8 @@ def _bench(args: argparse.Namespace) -> int:
     check_device(args.device)
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
     where = f'{dtype}, medians of {args.repeats}; {about(torch.device(args.device))}'
+    if args.what != 'sape2':  # which has a column for it
+        where += f'; SaPE2 by {choose_backend(None, torch.zeros(1, 1, 2, 64, device=args.device), (14, 14))!r}'
     measure = {'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex}[args.what]
     return measure(args, settings, where)
 
