@@ -24,7 +24,7 @@ from model_checks import (
 from reference_sape2 import sape2_bias
 from timm_sape import Grid
 from timm_sape.encodings import sape2
-from timm_sape.ops import reference, torch_codes
+from timm_sape.ops import reference, torch_codes, using_backend
 
 NAMES = ['sape2_k', 'sape2_q', 'sape2_qk']
 HEADS, HEAD_DIM = SIZES['heads'], SIZES['head_dim']
@@ -88,9 +88,11 @@ ATTENTION = {**CASES, **TRAINED_ON}
     '3x5', '3x5 and 5 prefix tokens', '1x7', '7x1', '1x1', '3x5, 8 kept', '3x5 trained on 6x2',
     '4x4 trained on 3x5, 6 kept'])
 @pytest.mark.parametrize('name', NAMES)
-def test_attention(name, case):
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_attention(backend, name, case):
     """A layer has a faster way than to add the bias up."""
-    check_attention(name, *ATTENTION[case])
+    with using_backend(backend):
+        check_attention(name, *ATTENTION[case])
 
 
 @pytest.mark.parametrize('keywords', [{}, {'bias_scale': -0.7}, {'npos': 3}], ids=str)
@@ -209,7 +211,8 @@ def test_mutants_are_caught(mutant, monkeypatch):
 @pytest.mark.parametrize('mutant', MUTANTS_IN_ATTENTION)
 def test_mutants_are_caught_in_attention(mutant, monkeypatch):
     name, case, patch = MUTANTS_IN_ATTENTION[mutant]
-    catches(lambda: check_attention(name, *case), monkeypatch, *patch)
+    with using_backend('torch'):  # whose sums are in Python
+        catches(lambda: check_attention(name, *case), monkeypatch, *patch)
 
 
 # --- images that are hard to compute ---------------------------------------------------------------------------------
