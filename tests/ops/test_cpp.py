@@ -204,6 +204,7 @@ def python(code, **env):
         env={**os.environ, 'PYTHONPATH': str(ROOT), **env})
 
 
+@pytest.mark.full
 def test_import_does_not_load_the_build_system():
     out, err = python("import sys, timm_sape; print('torch.utils.cpp_extension' in sys.modules)").communicate()
     assert out.strip() == 'False', err
