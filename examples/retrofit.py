@@ -77,8 +77,9 @@ def add_encoding(checkpoint, name):
         'pos_enc_kwargs': {**base.pos_enc_kwargs, f'auto_{name}': start},
     }
     overlay = {key: base.pretrained_cfg[key] for key in ('mean', 'std', 'crop_pct', 'interpolation')}
+    family = '_'.join(config['model'].split('_')[:2])  # vit_tiny, test_vit, ...
     model = timm.create_model(
-        'vit_tiny_pos_enc', num_classes=config['num_classes'], pretrained_cfg_overlay=overlay, **kwargs)
+        f'{family}_pos_enc', num_classes=config['num_classes'], pretrained_cfg_overlay=overlay, **kwargs)
     missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
     assert not unexpected and all(f'auto_{name}' in key for key in missing), (missing, unexpected)
     return model
@@ -137,13 +138,12 @@ def measure(args):
     return rows
 
 
-def kept_by(rows, chance):
+def kept_by(rows, chance, own_size):
     """{base: {(model, rule): {size: {seed: share of accuracy above chance that is left, in percent}}}}."""
     found = {}
-    own = {}
-    for row in rows:
-        if row['model'] == 'not fine-tuned' and row['size'] == min(r['size'] for r in rows):
-            own[row['base'], row['seed']] = row['top1'] - chance
+    own = {
+        (row['base'], row['seed']): row['top1'] - chance
+        for row in rows if row['model'] == 'not fine-tuned' and row['size'] == own_size}
     for row in rows:
         share = 100 * (row['top1'] - chance) / own[row['base'], row['seed']]
         lines = found.setdefault(row['base'], {}).setdefault((row['model'], row['rule']), {})
@@ -158,10 +158,10 @@ def best_rule(lines, model, size):
     return rule, candidates[rule]
 
 
-def show(rows, chance):
+def show(rows, chance, own_size):
     """Tables for people: every rule, then the best rule of each model beside the base fine-tuned unchanged."""
     text = []
-    for base, lines in kept_by(rows, chance).items():
+    for base, lines in kept_by(rows, chance, own_size).items():
         sizes = sorted({size for line in lines.values() for size in line})
         text += [f'## {base}', '', markdown([
             {'model': model, 'rule': rule, **{f'{size} px': spread(list(line[size].values()), 1) for size in sizes}}
@@ -201,7 +201,7 @@ def main():
     notes = (
         f'{args.epochs} epochs at {args.lr:g}, {args.num_images} test images; {about(torch.device("cpu"))}')
     write_csv(rows, args.output / 'retrofit.csv', notes)
-    text = f'{show(rows, chance)}\n{notes}\n'
+    text = f'{show(rows, chance, args.sizes[0])}\n{notes}\n'
     (args.output / 'retrofit.md').write_text(f'# Rules and grafts for other sizes\n\n{text}')
     print(text)
 

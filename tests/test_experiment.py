@@ -329,6 +329,9 @@ def reference(lab, monkeypatch):
 def test_reference_table(lab, reference, capsys):
     """Each model's rate is the better one on held-out images, by trainings that the table does not show."""
     assert reference('table') == 2 and "no finished trials of 'A'" in capsys.readouterr().err
+    (lab.folder / 'data' / 'held_out').rename(lab.folder / 'elsewhere')
+    assert reference(*reference.training) == 2 and "has no folder 'held_out'" in capsys.readouterr().err
+    (lab.folder / 'elsewhere').rename(lab.folder / 'data' / 'held_out')
     assert reference(*reference.training) == 1  # C diverges at both rates
     err = capsys.readouterr().err
     assert 'A: learning rate 0.001\n' in err and 'B: learning rate 0.0005\n' in err and 'C: no trial finished' in err
