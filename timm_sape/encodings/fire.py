@@ -105,7 +105,7 @@ class FunctionalInterpolation(PositionEncoding):
         distances = self._distance(dy[:, None], dx)  # [2H-1, 2W-1]
         with ops.no_autocast(distances):
             log_scale = self.log_scale.to(dtype).abs()
-            largest = torch.maximum(self.threshold.to(dtype), distances.amax())
+            largest = torch.maximum(self.threshold.to(dtype), distances[0, 0])  # from corner to corner
             scaled = (log_scale * distances).log1p() / ((log_scale * largest).log1p() + EPSILON)
             values = self.mlp(scaled.flatten()[:, None])  # [(2H-1)*(2W-1), h]
         return grid.between_tokens(between_patches(values, grid))  # [(B,) h, N, N]

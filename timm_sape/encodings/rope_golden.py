@@ -12,7 +12,6 @@ from ..grid import Grid
 from .base import FixedRotaryEncoding
 from .registry import register_encoding
 
-TINY = 1e-30  # 0 / TINY is 0, on an axis of one patch
 TURN = math.pi * (math.sqrt(5) - 1) / 2  # from one direction to the next; directions that differ by pi are the same
 
 
@@ -77,6 +76,7 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
         """(y, x) of each patch, `[H*W, 2]`."""
         height, width = grid.size
         y, x = grid.coordinates(device, dtype).unbind(-1)
-        y = (2 * y - (height - 1)) / (height - 1 + TINY) * (height / width) ** 0.5
-        x = (2 * x - (width - 1)) / (width - 1 + TINY) * (width / height) ** 0.5
+        one = y.new_ones(())  # sizes become tensors, since torch.export has no root or maximum of them
+        y = (2 * y - (height - 1)) / (one * (height - 1)).clamp(min=1) * (one * height / width).sqrt()
+        x = (2 * x - (width - 1)) / (one * (width - 1)).clamp(min=1) * (one * width / height).sqrt()
         return torch.stack([y, x], dim=-1)
