@@ -26,6 +26,7 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from statistics import mean
 
 import timm
 import torch
@@ -46,7 +47,7 @@ from timm_sape.lab.experiment import (
     split_folder,
     summary_table,
 )
-from timm_sape.lab.intervals import mean_interval, spread, unpaired_interval
+from timm_sape.lab.intervals import corrected_intervals, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
@@ -165,85 +166,73 @@ def train(args):
 
 
 def table(args):
-    """Write reference.csv, a row per run, and reference.md, a row per model."""
+    """Write reference.csv, a row per run, and reference.md, a row per model, the most accurate first."""
     plan = load_plan(args.plan)
     rates = chosen_rates(plan, args.output)
     if plan.baseline not in rates:
         raise ValueError(f'{args.output} has no finished trials of {plan.baseline!r}; name the folder of `run`')
+    comparisons = len(plan.labels) - 1  # of the whole plan, also while it is being trained
     plan = with_rates(plan, rates)
     rows, measures = rows_of(plan, args.output), read_measures(args.output)
     columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed'})
+    names = {run.label: timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs']).pos_enc
+             for run in plan.runs[:len(plan.labels)]}
     write_csv([{
-        **row, 'lr': rates[row['model']],
+        **row, 'pos_enc': names[row['model']], 'lr': rates[row['model']],
         **{key: measures.get((row['model'], row['seed']), {}).get(key) for key in columns},
     } for row in rows], args.output / f'{args.plan.stem}.csv')
-    corrected, costs = _corrected(rows, plan), _costs(plan, args.costs)
-    beside = [{
-        'model': label,
-        'learning rate': f'{rates[label]:g}',
-        **corrected[label],
-        **{heading: _best(measures, label, prefix) for heading, prefix in _headings(columns)},
-        **costs[label],
-    } for label in plan.labels]
+    top1 = {label: {row['seed']: row['top1'] for row in rows if row['model'] == label and row['top1'] is not None}
+            for label in plan.labels}
+    sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
+    beside = []
+    for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
+        own = [line for (model, _), line in measures.items() if model == label]
+        beside.append({
+            'model': label,
+            'pos_enc': f'`{names[label]}`',
+            'learning rate': f'{rates[label]:g}',
+            'top-1 (%)': spread(list(top1[label].values())),
+            **_corrected(top1[label], {} if label == plan.baseline else top1[plan.baseline], comparisons),
+            **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
+            f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
+            'same class if shifted (%)': spread([line[f'same_shifted_{SHIFT}px'] for line in own], 1),
+            'P-SHAP': spread([line['pshap'] for line in own], 3),
+            **_costs(names[label], args.costs),
+        })
     text = f'{summary_table(rows, plan.baseline)}\n\n{markdown(beside)}\n\n{notes_of(rows, plan.baseline)}\n'
     (args.output / f'{args.plan.stem}.md').write_text(text)
     print(text)
     return 0
 
 
-def _corrected(rows, plan):
-    """Both intervals of the difference to the baseline so wide that 95 % of such tables are right in every row."""
-    top1 = {label: {row['seed']: row['top1'] for row in rows if row['model'] == label and row['top1'] is not None}
-            for label in plan.labels}
-    confidence = 1 - 0.05 / max(len(plan.labels) - 1, 1)  # Bonferroni
-    found = {}
-    for label, own in top1.items():
-        pairs = [(own[seed], top1[plan.baseline][seed]) for seed in own if seed in top1[plan.baseline]]
-        known = label != plan.baseline and len(pairs) > 1
-        paired = mean_interval([a - b for a, b in pairs], confidence)[1:] if known else None
-        unpaired = unpaired_interval(*zip(*pairs), confidence) if known else None
-        found[label] = {
-            heading: '[{:+.1f}, {:+.1f}]'.format(*ends) if known else ''
-            for heading, ends in (('corrected, pairs', paired), ('corrected, not paired', unpaired))}
-    return found
+def _corrected(values, others, comparisons):
+    """Difference and both intervals, where there is anything to compare."""
+    found = ('',) * 3
+    if len(values.keys() & others.keys()) > 1:
+        gain, *intervals = corrected_intervals(values, others, comparisons)
+        found = f'{gain:+.2f}', *('[{:+.1f}, {:+.1f}]'.format(*ends) for ends in intervals)
+    return dict(zip(('difference', 'corrected, pairs', 'corrected, not paired'), found))
 
 
-def _costs(plan, path):
-    """Time and memory of a training step of ViT-S at 224 pixels as ratios to APE, for what the file has."""
+def _costs(pos_enc, path):
+    """Time and memory of a training step of ViT-S at 224 pixels as ratios to APE, if the file has them.
+
+    A table beside another encoding costs nothing that could be measured, so `ape+X` has the figures of `X`.
+    """
+    wanted = '224/16', pos_enc.removeprefix('ape+')
     with open(path, newline='') as f:
-        known = {row['pos_enc']: row for row in csv.DictReader(f) if row['setting'] == '224/16'}
-    found = {}
-    for run in plan.runs[:len(plan.labels)]:
-        model = timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs'])
-        row = known.get(model.pos_enc, {})
-        found[run.label] = {
-            heading: f'{float(row[key]):.2f}' if row.get(key) else ''
-            for heading, key in (('step, ViT-S', 'step_ratio'), ('memory, ViT-S', 'step_peak_ratio'))}
-    return found
+        row = next((row for row in csv.DictReader(f) if (row['setting'], row['pos_enc']) == wanted), {})
+    return {
+        heading: f'{float(row[key]):.2f}' if row.get(key) else ''
+        for heading, key in (('step, ViT-S', 'step_ratio'), ('memory, ViT-S', 'step_peak_ratio'))}
 
 
-def _headings(columns):
-    """Headings of the table, and what the columns of measures begin with that belong under them."""
-    sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
-    return [
-        *((f'{size} px, best rule (%)', f'top1_{size}px_') for size in sizes),
-        (f'shifted by {SHIFT} px (%)', f'top1_shifted_{SHIFT}px'),
-        ('same class if shifted (%)', f'same_shifted_{SHIFT}px'),
-        ('P-SHAP', 'pshap'),
-    ]
-
-
-def _best(measures, label, prefix):
-    """Mean and standard deviation over seeds of the column with a prefix; of several rules the best, with its name."""
-    own = [line for (model, _), line in measures.items() if model == label]
-    columns = {
-        key[len(prefix):]: [line[key] for line in own if key in line]
-        for line in own for key in line if key.startswith(prefix)}
-    if not columns:
-        return ''
-    rule = max(columns, key=lambda rule: sum(columns[rule]) / len(columns[rule]))
-    values = spread(columns[rule], 3 if prefix == 'pshap' else 1)
-    return f'{rule} {values}' if rule not in ('own', '') else values
+def _best_rule(lines, prefix):
+    """Mean and standard deviation of the rule with the best mean, and its name unless there is only one."""
+    rules = sorted({key[len(prefix):] for line in lines for key in line if key.startswith(prefix)})
+    values = {rule: [line[prefix + rule] for line in lines] for rule in rules}
+    best = max(rules, key=lambda rule: sum(values[rule]), default='own')
+    return ' '.join([*([] if best == 'own' else [best]), spread(values.get(best, []), 1)])
 
 
 def write_row(args):

@@ -1,12 +1,12 @@
 """Means over training runs, with their spread and confidence intervals; and differences of paired shares."""
 import math
 import statistics
-from typing import Optional, Sequence, Tuple
+from typing import Mapping, Optional, Sequence, Tuple
 
 from scipy.stats import norm
 from scipy.stats import t as student_t
 
-__all__ = ['difference', 'mean_interval', 'paired_interval', 'spread', 'unpaired_interval']
+__all__ = ['corrected_intervals', 'difference', 'mean_interval', 'paired_interval', 'spread', 'unpaired_interval']
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Tuple[float, float, float]:
@@ -49,6 +49,30 @@ def unpaired_interval(
     squares = sum((value - statistics.mean(v)) ** 2 for v in (values, others) for value in v)
     half = _quantile(confidence, dof) * math.sqrt(squares / dof * (1 / len(values) + 1 / len(others)))
     return mean - half, mean + half
+
+
+def corrected_intervals(
+        values: Mapping[int, float],
+        others: Mapping[int, float],
+        comparisons: int,
+) -> Tuple[float, Tuple[float, float], Tuple[float, float]]:
+    """Compare the runs of two models in a table of several comparisons.
+
+    The intervals are so wide that 95 % of such tables are right in every row (Bonferroni's correction).
+
+    Args:
+        values: Of the runs of a model, by their seed.
+        others: Of the model that it is compared with. Two seeds or more are in both; only these are compared.
+        comparisons: How many the table has, 1 or more.
+
+    Returns:
+        The mean difference, the ends of its interval if runs of one seed are taken for pairs, and the ends if all runs
+        are taken for unrelated.
+    """
+    pairs = [(values[seed], others[seed]) for seed in values if seed in others]
+    confidence = 1 - 0.05 / comparisons
+    mean, *ends = mean_interval([a - b for a, b in pairs], confidence)
+    return mean, tuple(ends), unpaired_interval(*zip(*pairs), confidence)
 
 
 def paired_interval(
