@@ -9,12 +9,14 @@ starts at 0. These are tested likewise. An encoding helps if the model keeps mor
 each with its best rule. The measure is the accuracy above chance, in percent of that of the base at its own size, so
 what fine-tuning and the encoding cost or gain at that size counts, too.
 
-The command continues where it stopped: every model that was tested is in OUTPUT/retrofit.jsonl.
+The command continues where it stopped: every model that was tested is in OUTPUT/retrofit.jsonl. The tables are in
+retrofit.md, a row for each test in retrofit.csv, and retrofit.png shows the bases with all rules.
 """
 import argparse
 import json
 import shutil
 from pathlib import Path
+from statistics import mean
 
 import timm
 import torch
@@ -27,6 +29,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import timm_sape
+from timm_sape.analysis.figures import new_figure
 from timm_sape.analysis.inputs import load_model, open_dataset, preprocessing
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
@@ -154,15 +157,29 @@ def kept_by(rows, chance, own_size):
 def best_rule(lines, model, size):
     """The shares of a model by seed, with the rule that is best at a size on average."""
     candidates = {rule: sizes[size] for (name, rule), sizes in lines.items() if name == model}
-    rule = max(candidates, key=lambda rule: sum(candidates[rule].values()) / len(candidates[rule]))
+    rule = max(candidates, key=lambda rule: mean(candidates[rule].values()))
     return rule, candidates[rule]
 
 
 def show(rows, chance, own_size):
     """Tables for people: every rule, then the best rule of each model beside the base fine-tuned unchanged."""
-    text = []
-    for base, lines in kept_by(rows, chance, own_size).items():
-        sizes = sorted({size for line in lines.values() for size in line})
+    bases = kept_by(rows, chance, own_size)
+    sizes = sorted({row['size'] for row in rows})
+    table = []
+    for base, lines in bases.items():
+        best = {size: best_rule(lines, 'not fine-tuned', size) for size in sizes}
+        top1 = {(size, rule): spread([
+            row['top1'] for row in rows
+            if (row['base'], row['model'], row['size'], row['rule']) == (base, 'not fine-tuned', size, rule)
+        ], 1) for size, (rule, _) in best.items()}
+        table.append({'base, by its best rule': base, **{
+            f'{size} px': f'{rule}: {top1[size, rule]} ({spread(list(shares.values()), 1)})'
+            for size, (rule, shares) in best.items()}})
+    text = [
+        'Top-1 of the bases, not fine-tuned, and in brackets the share of the accuracy above chance that is left, in '
+        'percent:', '', markdown(table), '',
+        'Below are these shares, with every rule: mean ± standard deviation over seeds.', '']
+    for base, lines in bases.items():
         text += [f'## {base}', '', markdown([
             {'model': model, 'rule': rule, **{f'{size} px': spread(list(line[size].values()), 1) for size in sizes}}
             for (model, rule), line in lines.items()]), '']
@@ -179,6 +196,29 @@ def show(rows, chance, own_size):
     return '\n'.join(text)
 
 
+def draw(rows, chance, own_size, path):
+    """A panel for each base, not fine-tuned: what is left by each rule. Bands go from the worst to the best seed."""
+    bases = kept_by(rows, chance, own_size)
+    figure = new_figure(4.2 * len(bases), 4)
+    rules = list(dict.fromkeys(
+        rule.removesuffix('+log') for lines in bases.values() for model, rule in lines if model == 'not fine-tuned'))
+    for axes, (base, lines) in zip(figure.subplots(1, len(bases), sharey=True, squeeze=False)[0], bases.items()):
+        for (model, rule), sizes in lines.items():
+            if model != 'not fine-tuned':
+                continue
+            x, shares = sorted(sizes), [list(sizes[size].values()) for size in sorted(sizes)]
+            color, log = f'C{rules.index(rule.removesuffix("+log"))}', rule.endswith('+log')
+            axes.fill_between(x, list(map(min, shares)), list(map(max, shares)), color=color, alpha=0.1, linewidth=0)
+            axes.plot(
+                x, list(map(mean, shares)), '--' if log else '-', color=color, marker='o', markersize=4, label=rule)
+        axes.set_xticks(x)
+        axes.set(title=base, xlabel='image size (px)')
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize='small')
+    figure.axes[0].set_ylabel('accuracy above chance that is left (%)')
+    figure.savefig(path, dpi=120)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('runs', type=Path, help='folder of an experiment, with checkpoints')
@@ -186,7 +226,7 @@ def main():
     parser.add_argument('--output', type=Path, required=True, help='folder; may be new')
     parser.add_argument('--bases', nargs='+', default=list(BASES), help='labels of models (default: %(default)s)')
     parser.add_argument('--seeds', nargs='+', type=int, help='(default: all)')
-    parser.add_argument('--encodings', nargs='+', default=list(ENCODINGS), help='to graft (default: %(default)s)')
+    parser.add_argument('--encodings', nargs='*', default=list(ENCODINGS), help='to graft (default: %(default)s)')
     parser.add_argument('--epochs', type=int, default=3, help='of fine-tuning')
     parser.add_argument('--lr', type=float, default=5e-4, help='of fine-tuning (default: %(default)s)')
     parser.add_argument('--sizes', type=int, nargs='+', default=[32, 48, 64, 96, 128], help='pixels, own size first')
@@ -203,6 +243,7 @@ def main():
     write_csv(rows, args.output / 'retrofit.csv', notes)
     text = f'{show(rows, chance, args.sizes[0])}\n{notes}\n'
     (args.output / 'retrofit.md').write_text(f'# Rules and grafts for other sizes\n\n{text}')
+    draw(rows, chance, args.sizes[0], args.output / 'retrofit.png')
     print(text)
 
 

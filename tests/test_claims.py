@@ -364,6 +364,7 @@ def test_retrofit_example(digits, runs, tmp_path):
     tuned = [
         100 * (row['top1'] - 10) / (own[row['seed']] - 10)
         for row in rows if (row['model'], row['rule'], row['size']) == ('rpb', 'rescale', 48)]
+    assert (tmp_path / 'new' / 'retrofit.png').read_bytes().startswith(b'\x89PNG')
     line = next(line for line in done.stdout.splitlines() if line.startswith('| rpb | rescale |'))
     assert line.split(' | ')[3].rstrip(' |') == f'{np.mean(tuned):.1f} ± {np.std(tuned, ddof=1):.1f}'
     assert run(*command).returncode == 0 and path.read_text() == before
