@@ -314,7 +314,7 @@ def page(name):
         ['acts on', ', '.join(cls.acts_on()) or 'nothing'],
         ['attention', cls.attention_kernel()],
         ['depends on differences of positions only', 'yes' if cls.relative else 'no'],
-        ['parameters added', escape(cls.adds or 'none')],
+        ['parameters added ([symbols](../encodings.md))', escape(cls.adds or 'none')],
         ['on another grid', cls.resolution + (' ([rules](../resolutions.md#rules))' if cls.rules else '')],
         ['on NaFlexVit', NAFLEX_EXTRA.get(name) or ON_NAFLEX[cls.acts_on()[0]]],
         ['gate', {None: 'none', 1.0: f'`auto_{name}`, starts at 1'}.get(

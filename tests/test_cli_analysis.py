@@ -98,7 +98,7 @@ def test_map_from_the_shell(tmp_path):
     ('pshap --model model --data-dir data --workers 0', 0, '| all | 24 |'),
     ('pshap --model model --data-dir nowhere', 2, "There is no image or folder 'nowhere'"),
     ('probe model --image china.jpg', 0, 'theorems hold'),
-    ('probe model --image none.jpg', 2, 'none.jpg is not an image that can be read'),
+    ('probe model --image none.jpg', 2, "There is no file 'none.jpg'."),
     ('sweep model --data-dir data --sizes 24 16x32 --workers 0', 0, '| model | own | 16x32 | 8 |'),
     ('sweep model --data-dir data --sizes 25', 2, 'does not divide the size 25x25'),
     ('compare model local-dir:model --data-dir data --workers 0', 0, '| 0/0 | 1.000 |'),
@@ -123,7 +123,7 @@ def test_what_is_printed(args, code, text, capsys):
     (['--model', 'vit_base_sincos2d_ape'], 'vit_base_pos_enc@random --pos-enc ape+sincos2d'),
     (['--model', 'data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
     (['--model', 'local-dir:data'], 'data is a folder without config.json'),
-    (['--image', 'none.jpg'], 'none.jpg is not an image that can be read'),
+    (['--image', 'none.jpg'], "There is no file 'none.jpg'."),
     (['--image', 'model/config.json'], 'is not an image that can be read'),
     (['--patches', '4,0'], 'there is no patch 4,0: x goes from 0 to 3, y from 0 to 2'),
     (['--layers', '2'], 'There is no layer 2: the model has 2, 0 to 1'),
@@ -365,7 +365,7 @@ def test_old_name_of_randomize(capsys):
 
 @pytest.mark.parametrize('args, text', [
     (['test_vit_pos_enc', '--pos-enc', 'rope9d'], "Unknown position encoding 'rope9d'"),
-    (['test_vit_nope', '--image', 'none.jpg'], 'none.jpg is not an image'),
+    (['test_vit_nope', '--image', 'none.jpg'], "There is no file 'none.jpg'"),
     (['vit_tiny_patch16_224@random', '--randomize'], '--randomize is only for models of timm_sape; leave it out'),
 ])
 def test_probe_says_what_is_wrong(args, text, capsys):

@@ -391,6 +391,8 @@ def test_naflex_is_refused(encoding):
             call(naflex)
     with pytest.raises(ValueError, match='use_naflex=True: .* does not take patches .*naflexvit'):
         tiny(encoding, use_naflex=True)
+    with pytest.raises(ValueError, match=r'not \[3, 64, 64\]. Give a single image as image\[None\]'):
+        model(torch.zeros(3, 64, 64))
 
 
 @pytest.mark.parametrize('kwargs', [

@@ -130,6 +130,7 @@ def test_wrong_folders(saved, tmp_path):
     expect(f'There is no folder {folder}.')
     expect(f'There is no folder {folder}.', f'local-dir:{folder}')
     expect(f"'{folder}' is neither an existing folder nor OWNER/NAME of a repository.", str(folder))
+    expect("'model' is neither an existing folder nor OWNER/NAME of a repository.", 'model')
     folder.with_suffix('.pth').touch()
     expect(f"Create the model with checkpoint_path='{folder}.pth', then timm_sape.hub.save it.", f'{folder}.pth')
     folder.mkdir()

@@ -490,6 +490,25 @@ def test_damage_in_the_cache(file, processes, hub, logits):
     assert processes.pull(cache=cache) == ['model', logits]
 
 
+@pytest.mark.parametrize('when', ['before', 'after'])
+def test_damage_is_seen_by_two_processes(when, tmp_path, monkeypatch):
+    """The other one has removed the file before this one could read it, or after."""
+    blob, link = tmp_path / ('0' * 64), tmp_path / 'model.safetensors'
+    sha256 = timm_sape.hub._sha256
+    blob.write_bytes(b'damaged')
+    link.symlink_to(blob)
+
+    def removed(file):
+        found = None if when == 'before' else sha256(file)
+        link.unlink()
+        blob.unlink()
+        return found or sha256(file)
+
+    monkeypatch.setattr(timm_sape.hub, '_sha256', removed)
+    with pytest.raises(ValueError, match='someone/model: model.safetensors is not what the Hub says it is'):
+        timm_sape.hub._refuse_damage('someone/model', link, None)
+
+
 class Executed:
     def __init__(self, file):
         self.file = file

@@ -240,6 +240,7 @@ def test_unknown_name_says_how_to_import():
     ('cope', 'preset', "'cope' has no keyword 'preset'. It accepts: bias_scale, direction, npos"),
     ('rope2d', 'base', "'rope2d' has no keyword 'base'. It accepts: ramp, resolution"),
     ('ape', 'init', "'ape' has no keyword 'init'. It accepts no keywords"),
+    ('cape', 'resolution', "no keyword 'resolution'. It has one rule for other sizes, so leave that out."),
     ('auto_ape', 'gate', "'auto_ape' has no keyword 'gate'. It accepts: init"),
     ('nope', 'npos', "'nope' has no keyword 'npos'. It accepts no keywords"),
 ])

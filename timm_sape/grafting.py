@@ -214,7 +214,8 @@ def _check_kind(model: nn.Module) -> None:
     what = f'{type(model).__name__} cannot be grafted'
     if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, NaFlexVit, Eva)):
         raise ValueError(
-            f"{what}: it is none of timm's VisionTransformer, NaFlexVit and Eva, nor a ViT of relative position.")
+            f"{what}: it is none of timm's VisionTransformer, NaFlexVit and Eva, nor a ViT of relative position. Choose "
+            "one of these, such as 'vit_small_patch16_224'.")
     if isinstance(model, (VisionTransformer, NaFlexVit)) or isinstance(model, Eva) and not _is_naver(model):
         kinds = unknown_blocks(model.blocks) or [type(model).__name__] * (type(model) not in {*OURS, Eva})
         attn = getattr(model.blocks[0], 'attn', None)

@@ -275,6 +275,8 @@ def load(
         _in_folder(folder, HF_SAFE_WEIGHTS_NAME, config.get('timm_sape', {}).get('sha256'))
     else:
         where, _, at = named.removeprefix('hf-hub:').partition('@')
+        if '/' not in where and not Path(where).is_file():
+            raise ValueError(f'{where!r} is neither an existing folder nor OWNER/NAME of a repository.')
         if at and revision not in (None, at):
             raise ValueError(f'{where}@{at} and revision={revision!r} are two revisions. Give one.')
 
@@ -624,14 +626,18 @@ def _refuse_damage(repo_id: str, file: Path, sha256: Optional[str]) -> None:
         ValueError: If its content has another hash.
     """
     link = os.readlink(file) if file.is_symlink() else file.name
-    found, by_the_hub = _sha256(file), os.path.basename(link)
-    if re.fullmatch('[0-9a-f]{40}', by_the_hub):
-        damaged = by_the_hub != git_hash(file.read_bytes())
-    else:
-        damaged = re.fullmatch('[0-9a-f]{64}', by_the_hub) and by_the_hub != found
+    by_the_hub = os.path.basename(link)
+    try:
+        found = _sha256(file)
+        if re.fullmatch('[0-9a-f]{40}', by_the_hub):
+            damaged = by_the_hub != git_hash(file.read_bytes())
+        else:
+            damaged = re.fullmatch('[0-9a-f]{64}', by_the_hub) and by_the_hub != found
+    except FileNotFoundError:  # another process shares the cache and has just removed the file, as is done below
+        found, damaged = '', True
     if damaged or sha256 not in (None, found):
-        (file.parent / link).unlink()
-        file.unlink(missing_ok=True)
+        for path in (file.parent / link, file) if found else ():
+            path.unlink(missing_ok=True)
         raise ValueError(
             f'{repo_id}: {file.name} is not what {"the Hub" if damaged else CONFIG_NAME} says it is, by its checksum: '
             'it was cut off, damaged or replaced. It was removed from the cache. Try again; if that does not help, ask '

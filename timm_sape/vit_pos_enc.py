@@ -369,6 +369,9 @@ def _grid(
         raise ValueError(
             f'The model takes images [B, C, height, width], not a dict of {", ".join(images)}. Its twin for patches '
             "with coordinates is named 'naflexvit_...' instead of 'vit_...', and loads its weights.")
+    if images.ndim != 4:
+        batch = ' Give a single image as image[None].' if images.ndim == 3 else ''
+        raise ValueError(f'The model takes images [B, C, height, width], not {list(images.shape)}.{batch}')
     height, width = images.shape[-2:]
     if img_size is not None and (height != img_size[0] or width != img_size[1]):
         raise ValueError(

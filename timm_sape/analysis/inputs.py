@@ -44,6 +44,8 @@ __all__ = [
 # The options of timm's train.py that preprocessing depends on. Its checkpoints contain all of them.
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
 
+WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/CLASS/IMAGE, or the root of a `dataset`.'
+
 
 class _Source(NamedTuple):
     """Where a model comes from: a name that timm knows, a file of weights, arguments and config."""
@@ -349,6 +351,8 @@ class ImageFile(Dataset):
             raise IndexError(index)
         try:
             image = Image.open(self.path).convert('RGB')
+        except FileNotFoundError as e:
+            raise ValueError(f'There is no file {str(self.path)!r}.') from e
         except Exception as e:  # Pillow raises many types for damaged files
             raise ValueError(f'{self.path} is not an image that can be read: {e}') from e
         return (image if self.transform is None else self.transform(image)), -1
@@ -387,7 +391,7 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
     if not dataset and root.is_file():
         return ImageFile(data, transform)
     if not root.is_dir():
-        raise ValueError(f'There is no image or folder {data!r}.')
+        raise ValueError(f'There is no image or folder {data!r}. {WHAT_IS_DATA}')
     if not dataset:
         splits = [name for name in ([split] if split else ['val', 'validation', 'test']) if (root / name).is_dir()]
         if not splits and (split or (root / 'train').is_dir()):
@@ -406,7 +410,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
             raise ValueError(
                 f'No {dataset} in {str(root)!r}. Fetch it: python -c "from timm.data import create_dataset; '
                 f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
-        raise ValueError(f'No images in {str(root)!r} (dataset={dataset!r}, split={split!r}): {e}') from e
+        where = f'{dataset} in {str(root)!r}, split {split!r}' if dataset else repr(str(root))
+        raise ValueError(f'No images in {where}: {e}. {WHAT_IS_DATA}') from e
     if not dataset and '' in found.reader.class_to_idx:  # timm makes a class '' of the images outside of sub-folders
         if len(found.reader.class_to_idx) > 1:
             raise ValueError(f'{str(root)!r} has images next to the folders of its classes. Move them into one.')

@@ -1,8 +1,8 @@
 """ALiBi (Press et al., 'Train Short, Test Long', ICLR 2022) with distances in the plane, as CROMA (Fuller et al.,
 NeurIPS 2023) uses it for images.
 
-2-D only through the distance, which is Euclidean or counts steps along rows and columns: the bias does not depend on
-direction. Costs one addition per logit.
+Each head lowers a logit in proportion to the distance of two patches, by a fixed slope. The distance is Euclidean or
+counts steps along rows and columns; direction does not matter. Costs one addition per logit.
 """
 import torch
 

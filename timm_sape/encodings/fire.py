@@ -28,13 +28,13 @@ EPSILON = 1e-6  # as in the code that is in use
 class FunctionalInterpolation(PositionEncoding):
     """Functional interpolation (FIRE).
 
-    Logits get f(log(1 + |c| r) / log(1 + |c| max(L, R))), where r is the distance of two patches and R the largest.
+    Logits get f(log(1 + |c| r) / log(1 + |c| max(T, R))), where r is the distance of two patches and R the largest.
 
     f = fc2(relu(fc1(.))) has one input and an output for each head. Each layer learns f and c. The paper is about text:
     there r is the distance i - j of two tokens, and R the position i of the query, which is the largest distance that
-    the query can have. An image has no such order, so R is the distance between opposite corners. The paper learns L,
-    from 512 tokens on. Here L is R of the grid that the model was made for, and is saved with it: smaller images keep
-    the scale, larger ones are squeezed into it. (As long as all images have one size, a learned L would change nothing
+    the query can have. An image has no such order, so R is the distance between opposite corners. The paper learns T,
+    from 512 tokens on. Here T is R of the grid that the model was made for, and is saved with it: smaller images keep
+    the scale, larger ones are squeezed into it. (As long as all images have one size, a learned T would change nothing
     that f cannot, and below R it would have no gradient.) 1e-6 is added to the denominator, as in the code that is in
     use. The layers are initialized by torch's defaults. No parameter gets weight decay. Computed in at least float32.
 
@@ -42,7 +42,7 @@ class FunctionalInterpolation(PositionEncoding):
         distance: 'euclidean' or 'manhattan'.
         hidden: Width of the MLP, 1 or more.
         log_scale: Initial value of c, more than 0.
-        threshold: L in patches, more than 0. Default: R of the model's own grid, at least 1.
+        threshold: T in patches, more than 0. Default: R of the model's own grid, at least 1.
 
     Raises:
         ValueError: If a value is none of these.

@@ -1,9 +1,9 @@
 """Learnable Fourier features (Li et al., 'Learnable Fourier Features for Multi-Dimensional Spatial Positional
 Encoding', NeurIPS 2021), as in the comparison of Position-SHAP.
 
-2-D in that each feature is a wave in its own direction: at initialization, the dot product of the features of two
-patches is a Gaussian of the Euclidean distance between them. Costs a small MLP over the grid, once per forward pass
-whatever the batch size, and one addition per token entry.
+A learned function of the coordinates is added to each patch token: an MLP of waves, each in a direction of its own. At
+initialization, the dot product of the features of two patches is a Gaussian of the Euclidean distance between them.
+Costs a small MLP over the grid, once per forward pass whatever the batch size, and one addition per token entry.
 """
 from typing import Optional
 

@@ -1,8 +1,9 @@
 """Conditional position encoding by a generator, PEG (Chu et al., 'Conditional Positional Encodings for Vision
 Transformers', ICLR 2023).
 
-2-D in that it is a convolution on the grid. The zero padding reveals their position to the patches at the border, and
-attention passes it on to the others. Costs k^2 multiplications per entry of the patch tokens, once.
+A convolution over the grid of patch tokens is added to them, once, after a block. The zero padding reveals their
+position to the patches at the border, and attention passes it on to the others. Costs k^2 multiplications per entry of
+the patch tokens, once.
 """
 import torch
 import torch.nn as nn

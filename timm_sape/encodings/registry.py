@@ -244,6 +244,8 @@ def _check_keywords(name: str, keywords) -> None:
     accepted = encoding_keywords(name)
     for keyword in sorted(set(keywords) - accepted.keys()):
         has = f'It accepts: {", ".join(sorted(accepted))}.' if accepted else 'It accepts no keywords.'
+        if keyword == 'resolution':
+            has = f'It has one rule for other sizes, so leave that out. {has}'
         raise ValueError(f'Position encoding {name!r} has no keyword {keyword!r}. {has}')
 
 

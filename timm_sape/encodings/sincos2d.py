@@ -1,6 +1,7 @@
 """Sinusoidal position encoding of x and y, as in masked autoencoders (He et al., 2022).
 
-2-D in that half of the channels encode x and half y. Costs one addition per token entry.
+A fixed vector of sines and cosines is added to each patch token. Half of the channels encode x and half y. Costs one
+addition per token entry.
 """
 import torch
 
