@@ -109,13 +109,17 @@ def models_of(base, seed, args, images, labels):
     }
 
 
-def measure(args):
+def measure(args, trained):
     """Train and test what is missing. Returns all rows."""
     path = args.output / 'retrofit.jsonl'
     rows = list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+    settings = {'epochs': args.epochs, 'lr': args.lr, 'num_images': args.num_images}
+    begun = [{key: row[key] for key in settings} for row in rows]
+    if any(each != settings for each in begun) or rows and {row['size'] for row in rows} != set(args.sizes):
+        raise ValueError(
+            f'{args.output} was begun with {begun[0]} and sizes {sorted({row["size"] for row in rows})}, now it is '
+            f'{settings} and {sorted(args.sizes)}. Name another --output.')
     done = {(row['base'], row['seed'], row['model']) for row in rows}
-    trained = trained_models(args.runs, args.bases)
-    trained = [run for run in trained if args.seeds is None or run.seed in args.seeds]
     test = open_dataset(args.data_dir)
     train = open_dataset(args.data_dir, split='train')
     train.transform = preprocessing(load_model(str(trained[0].checkpoint)))
@@ -132,7 +136,7 @@ def measure(args):
                 'rule': row['policy'],
                 'size': row['height'],
                 'top1': row['top1'],
-                'num_images': row['num_images'],
+                **settings,
             } for row in found]
             rows += new
             with open(path, 'a') as f:  # all rows of a model at once
@@ -234,8 +238,13 @@ def main():
     args = parser.parse_args()
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        chance = 100 / load_model(str(trained_models(args.runs, args.bases)[0].checkpoint)).num_classes
-        rows = measure(args)
+        trained = trained_models(args.runs, args.bases)
+        seeds = sorted({run.seed for run in trained})
+        trained = [run for run in trained if args.seeds is None or run.seed in args.seeds]
+        if not trained:
+            raise ValueError(f'{args.runs} has no run with these seeds; it has {", ".join(map(str, seeds))}.')
+        chance = 100 / load_model(str(trained[0].checkpoint)).num_classes
+        rows = measure(args, trained)
     except (ValueError, OSError) as e:
         parser.error(str(e))
     notes = (

@@ -5,6 +5,8 @@ import json
 import math
 import random
 import statistics
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,7 +232,7 @@ def test_command(main, images, folders, capsys):
     assert torch.equal(model(x), by_hand(folders['rope2d'], best, SIZE)(x))
     assert timm_sape.hub.load('out').pos_enc == 'rope2d'
     card = open('out/README.md').read()
-    assert f'by the rule {best} (timm-sape adapt)' in card and 'top-1, 24 images' in card
+    assert f'by the rule {best} (timm-sape adapt)' in card and 'top-1, 24 images, on which the rule was chosen' in card
     config = open('out/config.json').read()
     assert json.loads(config)['model_args']['ref_grid_size'] == [6, 6]
     assert '/' not in config and folders['rope2d'] not in card  # no folder of this machine
@@ -268,6 +270,16 @@ def test_command_on_models_of_timm_and_others(name, main, images, folders, capsy
         torch.testing.assert_close(model(x), stock(x), rtol=1e-4, atol=1e-5)
 
 
+def test_labels_of_other_classes(images, folders):
+    """A model that is right no more often than by chance may have other classes; there is no best rule then."""
+    data = open_dataset(images)
+    with pytest.warns(UserWarning, match='no more than by chance. If they are not its 3 classes, use agreement'):
+        adapt(folders['rope2d'], data, [SIZE], progress=False, rules=['rescale'])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        adapt(folders['rope2d'], data, [SIZE], progress=False, rules=['rescale'], agreement=True)
+
+
 def test_command_with_one_rule(main, images, folders, capsys):
     """It says so, and saves the model at the size all the same."""
     assert main(folders['differential'], '--sizes', '64', '--data-dir', images, '--output', 'out') == 0
@@ -280,11 +292,15 @@ def test_command_with_one_rule(main, images, folders, capsys):
 @pytest.mark.parametrize('args, text', [
     (['--sizes', '50'], r'does not divide the size 50x50. Use 48x48 or 56x56.'),
     (['--sizes', '64', '--rules', 'slopes'], r'rope2d has none of the rules slopes. It has extrapolate, rescale, ntk'),
+    (['--sizes', '64', '--rules', 'rescale', 'slopes'], r"rope2d has no rule 'slopes'. It has extrapolate, rescale"),
+    (['--sizes', '64', '--rules', 'rescale', 'yran'], r"There is no rule 'yran'. Rules: extrapolate, extrapolate+log,"),
+    (['--sizes', '64', '56', '--output', 'file'], r'file is a file; name a folder as --output'),
     (['--sizes', '64', '--table', 'x.txt'], r'x.txt must end in .csv or .json or .md'),
     (['--sizes', '64', '--num-images', '0'], r'--num-images must be at least 1, got 0'),
     (['--sizes', '64', '--data-dir', 'nowhere'], r"There is no image or folder 'nowhere'"),
 ])
 def test_what_is_wrong_is_said(args, text, main, images, folders, capsys):
+    Path('file').touch()
     assert main(folders['rope2d'], '--data-dir', images, '--output', 'out', *args) == 2
     err = capsys.readouterr().err
     assert text in err and err.count('\n') == 1

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from common import registered
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver, ModelEmaV3
@@ -325,6 +326,25 @@ def test_local_dir_of_another_encoding(saved, wanted, pretrained, tmp_path):
                      f'{wanted_says} ')
     with pytest.raises(ValueError, match=says):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=pretrained, pos_enc=wanted)
+
+
+def test_only_rules_may_be_chosen_anew(tmp_path):
+    """An encoding of one's own has a keyword `ramp`, too, which is no rule for other sizes."""
+    class Slope(timm_sape.PositionEncoding):
+        name = 'slope'
+
+        def __init__(self, *, ramp=1.0, device=None, dtype=None, **host):
+            super().__init__(**host)
+            self.ramp = ramp
+
+        def position_bias(self, grid):
+            distances = torch.arange(grid.num_tokens, device=grid.device, dtype=torch.float32)
+            return -self.ramp * (distances[:, None] - distances).abs().expand(self.num_heads, -1, -1)
+
+    with registered(Slope):
+        save_dir(tiny('slope'), tmp_path)
+        with pytest.raises(ValueError, match="cannot be changed to slope with {'slope': {'ramp': 9.0}}"):
+            from_dir(tmp_path, pos_enc_kwargs={'slope': {'ramp': 9.0}})
 
 
 def test_local_dir_of_an_encoding_with_keywords(tmp_path):

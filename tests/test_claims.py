@@ -355,6 +355,9 @@ def test_retrofit_example(digits, runs, tmp_path):
     assert done.returncode == 0, done.stderr
     path = tmp_path / 'new' / 'retrofit.jsonl'
     before = path.read_text()
+    for change, message in ((('--epochs', '2'), "was begun with {'epochs': 1,"), (('--seeds', '9'), 'it has 1, 2')):
+        refused = run(*command, *change)
+        assert refused.returncode == 2 and message in refused.stderr and path.read_text() == before
     rows = list(map(json.loads, before.splitlines()))
     rules = {row['rule'] for row in rows}
     assert {'extrapolate', 'rescale'} <= rules

@@ -264,6 +264,17 @@ def test_rule_for_other_sizes_of_what_the_base_has():
     assert largest_difference(grafted, model, images(model)) < 1e-5
 
 
+def test_arguments_of_the_graft_itself():
+    """They are not timm's, and are taken with a name and with a model."""
+    torch.manual_seed(0)
+    base = timm.create_model('test_vit', img_size=64).eval()
+    for model, kwargs in ((base, {}), ('test_vit', {'img_size': 64})):
+        grafted = timm_sape.graft(model, 'nope', logit_scaling='log', ref_grid_size=(4, 4), **kwargs).eval()
+        assert grafted.logit_scaling == 'log' and grafted._model_args['ref_grid_size'] == [4, 4]
+    images = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(timm_sape.graft(base, 'nope', logit_scaling='log').eval()(images), base(images))
+
+
 def test_modes_are_kept():
     model = timm.create_model('deit_tiny_distilled_patch16_224', depth=2, patch_drop_rate=0.25)
     model.set_distilled_training(True)

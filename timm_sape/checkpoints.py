@@ -19,11 +19,11 @@ from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
 from .encodings import (
-    RULE_KEYWORDS,
     CoordinateEncoding,
     ReferenceGridEncoding,
     ResizedEncoding,
     encoding_keywords,
+    get_encoding,
     list_encodings,
     parse_pos_enc,
 )
@@ -540,7 +540,8 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
         # The rule for other resolutions may be chosen anew. It changes nothing on the trained one.
         merged = {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
         return {
-            name: {k: v for k, v in keywords.items() if k not in RULE_KEYWORDS} for name, keywords in merged.items()}
+            name: {k: v for k, v in keywords.items() if k not in get_encoding(name).rule_keywords}
+            for name, keywords in merged.items()}
 
     if meant(was) != meant(now):
         def spell(parts):

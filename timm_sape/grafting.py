@@ -59,7 +59,7 @@ from timm.utils import unwrap_model
 from . import checkpoints
 from .attention import adopt_blocks, unknown_blocks
 from .conversion import from_timm
-from .encodings import RULE_KEYWORDS, encoding_keywords, get_encoding, is_auto, parse_pos_enc
+from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .entrypoints import build_by_timm
 from .host import PosEncModel, check_logit_scaling, check_ref_grid_size
@@ -104,7 +104,8 @@ def graft(
             `'rope2d'` gives `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing and only converts the model.
         pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
             the neutral one.
-        kwargs: For `timm.create_model`, if `model` is a name: `pretrained=True`, `num_classes`, `img_size`, ...
+        kwargs: `logit_scaling` and `ref_grid_size` are for the grafted model. If `model` is a name, the others are for
+            `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ...
 
     Returns:
         A new model on the same device, in the same dtype and mode, with copies of the weights: a
@@ -115,6 +116,7 @@ def graft(
         ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it; if an
             encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own.
     """
+    ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if isinstance(model, str):
         model = timm.create_model(model, **kwargs)
     elif kwargs:
@@ -137,6 +139,7 @@ def graft(
         pretrained_cfg=dict(cfg, architecture='vit_graft'),
         **{**args, **get_device_dtype(model), 'base': cfg['architecture'], 'pos_enc': pos_enc},
         pos_enc_kwargs=pos_enc_kwargs,
+        **ours,
     )
     weights = _weights_for(grafted, model)
     report = checkpoints.misfit(weights, grafted.state_dict(), ignore=tuple(_added(grafted)))
@@ -214,8 +217,8 @@ def _check_kind(model: nn.Module) -> None:
     what = f'{type(model).__name__} cannot be grafted'
     if not isinstance(model, (VisionTransformer, VisionTransformerRelPos, NaFlexVit, Eva)):
         raise ValueError(
-            f"{what}: it is none of timm's VisionTransformer, NaFlexVit and Eva, nor a ViT of relative position. Choose "
-            "one of these, such as 'vit_small_patch16_224'.")
+            f"{what}: it is none of timm's VisionTransformer, NaFlexVit and Eva, nor a ViT of relative position. "
+            "Choose one of these, such as 'vit_small_patch16_224'.")
     if isinstance(model, (VisionTransformer, NaFlexVit)) or isinstance(model, Eva) and not _is_naver(model):
         kinds = unknown_blocks(model.blocks) or [type(model).__name__] * (type(model) not in {*OURS, Eva})
         attn = getattr(model.blocks[0], 'attn', None)
@@ -337,7 +340,7 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
         # The rule for other sizes may be changed: it makes no difference on the grid that the base was trained on.
-        meant = {key: value for key, value in keywords.items() if key not in RULE_KEYWORDS}
+        meant = {key: value for key, value in keywords.items() if key not in get_encoding(part).rule_keywords}
         if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
             raise ValueError(f'pos_enc_kwargs: the base has its own {part!r} with {own[part]}. Leave it out.')
         parts[part].update(keywords)

@@ -476,10 +476,11 @@ class LayerEncodings(nn.ModuleDict):
             position: AnyPosition,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         for encoding in self.acting_on('turn'):
-            if isinstance(position, MixedPosition):
+            if isinstance(position, MixedPosition) and not encoding.turns_alike:
                 q, k = self._turned_by_group(encoding, q, k, position)
             else:
-                q, k = encoding(q, k, grid=position.grid, hook='turn')
+                grid = position.parts[0].grid if isinstance(position, MixedPosition) else position.grid
+                q, k = encoding(q, k, grid=grid, hook='turn')
         table = self._rotation(q, position)
         if table is None:
             return q, k

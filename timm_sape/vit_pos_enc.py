@@ -75,8 +75,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             patch_size: Patch size, or (height, width).
             pos_enc: Names of encodings joined by `+`, `'nope'` for none; see `timm_sape.list_encodings()`.
             pos_enc_kwargs: Keywords of each part, keyed by its name; plain JSON.
-            ref_grid_size: (H, W) of the grid that the weights of encodings that never resize them (SaPE2, CoPE) were
-                trained on. Checkpoints contain it, so give it only for a loading path that cannot adapt the model.
+            ref_grid_size: (H, W) of the grid that the weights were trained on, for encodings and rules that need it.
+                Checkpoints of such models contain it. Give it if a rule that needs it is chosen for a checkpoint that
+                lacks it, or for a loading path that cannot adapt the model.
             logit_scaling: 'constant', or 'log': on another grid than the trained one, q.k is multiplied by
                 log N / log N0, for N tokens there and N0 on the trained grid. May be chosen anew when a saved model is
                 loaded.

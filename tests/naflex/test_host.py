@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import timm_sape
-from timm_sape import NaFlexVitPosEnc, checkpoints
+from timm_sape import NaFlexVitPosEnc, checkpoints, ops
 from timm_sape.analysis import position_maps, probe
 from timm_sape.analysis.pshap import position_shap
 from timm_sape.ops import using_backend
@@ -45,6 +45,14 @@ def test_entrypoints_mirror_the_plain_ones():
     assert model.default_cfg['first_conv'] == 'embeds.proj' and not model.default_cfg['fixed_input_size']
     with pytest.warns(UserWarning, match='no rope2d. Use test_naflexvit_pos_enc'):
         timm.create_model('test_naflexvit_rope2d', pos_enc='sape2_k')
+
+
+@pytest.mark.parametrize('pos_enc', ['string', 'harope'])
+def test_what_turns_all_tokens_alike_is_computed_once(pos_enc, monkeypatch):
+    model, made, cayley = small(pos_enc), [], ops.cayley
+    monkeypatch.setattr(ops, 'cayley', lambda *args: made.append(args) or cayley(*args))
+    model(batch(pictures(SIZES, torch.float32)))
+    assert len(set(SIZES)) > 2 and len(made) == len(model.blocks)
 
 
 @pytest.mark.parametrize('pos_enc', ['nope', 'ape', 'rope2d', 'sape2_k', 'ape+rpb'])

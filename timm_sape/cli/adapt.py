@@ -57,6 +57,8 @@ def _adapt(args: argparse.Namespace) -> int:
     for folder in folders.values():
         if os.path.lexists(folder):
             raise CommandError(f'{folder} exists; name an --output that does not')
+    if args.output is not None and args.output.is_file():
+        raise CommandError(f'{args.output} is a file; name a folder as --output')
 
     from ..lab.adapt import adapt, adapted_table, save_adapted, snapshot
 

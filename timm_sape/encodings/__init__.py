@@ -38,7 +38,6 @@ from . import (
     t5,
 )
 from .base import (
-    RULE_KEYWORDS,
     BlockRotaryEncoding,
     CoordinateEncoding,
     FixedEncoding,

@@ -49,7 +49,6 @@ from .. import ops
 from ..grid import Grid
 
 __all__ = [
-    'RULE_KEYWORDS',
     'BlockRotaryEncoding',
     'CoordinateEncoding',
     'FixedEncoding',
@@ -61,8 +60,6 @@ __all__ = [
     'fill_trunc_normal',
     'rotation_table',
 ]
-
-RULE_KEYWORDS = ('resolution', 'ramp')  # keywords that change nothing on the trained grid: may be chosen when loading
 
 
 def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
@@ -146,6 +143,9 @@ class PositionEncoding(nn.Module):
     adds: str = ''  #: Number of parameters that it adds, for the tables of the documentation.
     resolution: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
     rules: Tuple[str, ...] = ()  #: Values of the keyword `resolution`, the default first. Empty: one rule.
+    #: Keywords that change nothing on the trained grid, so that they may be chosen anew when a saved model is loaded.
+    rule_keywords: Tuple[str, ...] = ()
+    turns_alike: bool = False  #: Whether `turn` does the same to all tokens, on every grid.
     scales_logits: bool = False  #: Whether `logit_factor` is called.
     paper: str = ''  #: Link to the source.
 
@@ -701,6 +701,7 @@ class CoordinateEncoding(ReferenceGridEncoding):
         ValueError: If `resolution` is none of the rules.
     """
     rules = ('extrapolate', 'rescale')
+    rule_keywords = ('resolution',)
     chosen_when_loading = True
 
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:

@@ -30,6 +30,7 @@ class CayleyRotaryEncoding(MixedRotaryEncoding):
     Raises:
         ValueError: If the head dim is not a multiple of 4.
     """
+    turns_alike = True
     adds = 'L * D * (d + 1) / 2'
     paper = 'https://arxiv.org/abs/2502.02562'
 

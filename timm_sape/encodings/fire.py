@@ -21,7 +21,7 @@ from .registry import register_encoding
 from .rpb import between_patches
 
 DISTANCES = ('euclidean', 'manhattan')
-EPSILON = 1e-6  # as in the code that is in use
+EPSILON = 1e-6  # as implementations for language models have it
 
 
 @register_encoding('fire')
@@ -35,14 +35,16 @@ class FunctionalInterpolation(PositionEncoding):
     the query can have. An image has no such order, so R is the distance between opposite corners. The paper learns T,
     from 512 tokens on. Here T is R of the grid that the model was made for, and is saved with it: smaller images keep
     the scale, larger ones are squeezed into it. (As long as all images have one size, a learned T would change nothing
-    that f cannot, and below R it would have no gradient.) 1e-6 is added to the denominator, as in the code that is in
-    use. The layers are initialized by torch's defaults. No parameter gets weight decay. Computed in at least float32.
+    that f cannot, and below R it would have no gradient.) 1e-6 is added to the denominator, as implementations for
+    language models do. The layers are initialized by torch's defaults. No parameter gets weight decay. Computed in at
+    least float32.
 
     Args:
         distance: 'euclidean' or 'manhattan'.
         hidden: Width of the MLP, 1 or more.
         log_scale: Initial value of c, more than 0.
-        threshold: T in patches, more than 0. Default: R of the model's own grid, at least 1.
+        threshold: T in patches, more than 0. Default: R of the model's own grid, at least 1. Weights that are loaded
+            bring their own.
 
     Raises:
         ValueError: If a value is none of these.

@@ -49,6 +49,7 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
         ValueError: If `resolution` is none of these, or `ramp` is not two such numbers.
     """
     rules = ('extrapolate', 'rescale', 'ntk', 'yarn')
+    rule_keywords = ('resolution', 'ramp')
     resolution = 'angles go on for further patches, or `rescale`, `ntk`, `yarn`'
 
     def __init__(self, *, resolution: str = 'extrapolate', ramp: Sequence[float] = (1, 32), **host) -> None:

@@ -32,6 +32,7 @@ class HeadwiseRotaryEncoding(AxialRotaryEncoding):
         ValueError: If the head dim is not a multiple of 4.
     """
     per_layer = True
+    turns_alike = True
     adds = 'L * D * d'
     paper = 'https://arxiv.org/abs/2510.10489'
 

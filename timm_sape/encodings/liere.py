@@ -26,10 +26,10 @@ class LieRotaryEncoding(BlockRotaryEncoding, CoordinateEncoding):
     Each layer learns its own A. Rows are counted from 0, follow the rule for other grids, and are divided by H0 - 1, so
     y goes from 0 to 1 on the trained grid; x likewise. The product of q and k depends on differences of positions only
     where the matrices of y and of x commute, which is for blocks of 2; with them it is `rope2d_mixed` with other
-    initial values. The entries above the diagonal start uniform in 0 to 2 pi, as in the authors' code, of which this is
-    the form with a matrix for each layer and head. On a grid of H rows in place of H0, that code lets y go from 0 to
-    H/H0; here the distance of two rows stays what it was (or `rescale`). The entries get no weight decay. Computed in
-    at least float32.
+    initial values. The entries above the diagonal start uniform in 0 to 2 pi, as in the authors' code. Of its options
+    this is the one with own matrices for each layer and head. On a grid of H rows in place of H0, that code lets y go
+    from 0 to H/H0; here the distance of two rows stays what it was (or `rescale`). The entries get no weight decay.
+    Computed in at least float32.
 
     Args:
         block_size: Channels of a block, 2 or more. None for one block of the whole head dim.

@@ -22,10 +22,11 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
 
     Pair t of head h is rotated by w_t * (x cos a + y sin a), with a = (h * d/2 + t) * pi * (sqrt(5) - 1) / 2.
 
-    The first z = round(zero_share * d/2) frequencies are 0, the others go from min_freq to max_freq in equal ratios:
-    w_t = min_freq * (max_freq / min_freq)^((t - z) / (d/2 - z - 1)). Pair t consists of the channels t and t + d/2.
-    Positions are relative to the image: x goes from -sqrt(W/H) to sqrt(W/H) in W steps, y from -sqrt(H/W) to sqrt(H/W)
-    in H steps. There is a post with code, no paper. An axis of one patch is at 0 here, where the code has -1 or so.
+    The first z = min(round(zero_share * d/2), d/2 - 1) frequencies are 0, the others go from min_freq to max_freq in
+    equal ratios: w_t = min_freq * (max_freq / min_freq)^((t - z) / (d/2 - z - 1)). Pair t consists of the channels t
+    and t + d/2. Positions are relative to the image: x goes from -sqrt(W/H) to sqrt(W/H) in W steps, y from -sqrt(H/W)
+    to sqrt(H/W) in H steps. There is a post with code, no paper. An axis of one patch is at 0 here, where the code has
+    -1 or so.
 
     Args:
         min_freq: Smallest frequency, in radians for half the side of a square image. More than 0.
@@ -68,8 +69,8 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
         t = torch.arange(steps, device=device, dtype=dtype) / max(steps - 1, 1)
         rotating = self.min_freq * (self.max_freq / self.min_freq) ** t
         frequencies = torch.cat([rotating.new_zeros(self.num_zeros), rotating])  # [d/2]
-        turn = TURN * torch.arange(self.num_heads * num_pairs, device=device, dtype=torch.float64)
-        turn = turn.remainder(2 * math.pi).to(dtype).view(self.num_heads, 1, num_pairs)
+        turn = TURN * torch.arange(self.num_heads * num_pairs, device='cpu', dtype=torch.float64)  # MPS has no float64
+        turn = turn.remainder(2 * math.pi).to(device, dtype).view(self.num_heads, 1, num_pairs)
         y, x = self._positions(grid, device, dtype).unbind(-1)
         return frequencies * (x[:, None] * turn.cos() + y[:, None] * turn.sin())  # [h, H*W, d/2]
 

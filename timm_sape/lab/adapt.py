@@ -1,4 +1,5 @@
 """Which rule for other sizes suits a trained model best, tried on images."""
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -108,7 +109,7 @@ def adapt(
         has the highest score; of equal ones the first, and the default before all others. `images_per_second`.
 
     Raises:
-        ValueError: If the patch size does not divide a size, the model has none of the rules, or images do not fit it.
+        ValueError: If the patch size does not divide a size, the model lacks one of the rules, or images do not fit it.
     """
     name = name or spec
     sizes = list(dict.fromkeys(sizes))
@@ -116,6 +117,9 @@ def adapt(
     check_sizes(name, sizes, patch_ratio(model, name))
     default = own_rule(model) or 'as it is'
     choices = {default: {}, **rules_of(model, rules, name)}
+    lacking = [rule for rule in rules or () if rule not in choices]
+    if lacking:
+        raise ValueError(f'{name} has no rule {lacking[0]!r}. It has {", ".join(rules_of(model))}.')
     choices[default] = rules_of(model).get(default, {})
 
     options = dict(batch_size=batch_size, num_images=num_images, workers=workers, seed=seed)
@@ -131,6 +135,11 @@ def adapt(
         check_classes(found.labels, found.logits.shape[1])
     targets = found.labels if labelled else chosen
     at_home = 100 * (chosen == targets).double().mean().item()
+    classes = found.logits.shape[1]
+    if labelled and 100 * wilson_interval(int((chosen == targets).sum()), len(targets))[0] <= 100 / classes:
+        warnings.warn(
+            f'{name} gets {at_home:.1f} % of the labels right at its own size, no more than by chance. If they are not '
+            f'its {classes} classes, use agreement (--agreement).')
     del model
 
     rows, best = [], {}
@@ -183,11 +192,11 @@ def save_adapted(spec: str, size: Size, kwargs: Dict[str, Any], folder: Path, ro
         ValueError: If it cannot be saved.
     """
     measure = 'top-1' if row['measure'] == 'top1' else 'agreement with its predictions at its own size'
+    measure = f'{measure}, {row["num_images"]} images, on which the rule was chosen'
     hub.save(
         load_model(spec, img_size=size, **kwargs), folder,
         recipe=f'No training: for {size[0]} x {size[1]} pixels, by the rule {row["rule"]} (timm-sape adapt).',
-        results={f'{measure}, {row["num_images"]} images': '{score:.1f} % [{score_low:.1f}, {score_high:.1f}]'.format(
-            **row)})
+        results={measure: '{score:.1f} % [{score_low:.1f}, {score_high:.1f}]'.format(**row)})
 
 
 def adapted_table(rows: Sequence[Dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@ from typing import Any, Dict, Optional, Sequence
 
 import torch.nn as nn
 
-from ..encodings import LOGIT_SCALINGS, get_encoding
+from ..encodings import LOGIT_SCALINGS, get_encoding, list_encodings
 from ..host import PosEncModel
 
 __all__ = ['own_rule', 'rules_of']
@@ -22,8 +22,13 @@ def rules_of(model: nn.Module, only: Optional[Sequence[str]] = None, name: str =
         name: What the message calls the model.
 
     Raises:
-        ValueError: If the model has none of the rules in `only`.
+        ValueError: If the model has none of the rules in `only`, or one of them is no rule of any encoding.
     """
+    known = {rule for part in list_encodings() for rule in get_encoding(part).rules} | {'own'}
+    known = {_name(rule, scaling) for rule in known for scaling in LOGIT_SCALINGS} | {'timm'}
+    unknown = [rule for rule in only or () if rule not in known]
+    if unknown:
+        raise ValueError(f'There is no rule {unknown[0]!r}. Rules: {", ".join(sorted(known))}.')
     if not isinstance(model, PosEncModel):
         found: Dict[str, Dict[str, Any]] = {'timm': {}}
     else:
