@@ -70,7 +70,7 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
         rotating = self.min_freq * (self.max_freq / self.min_freq) ** t
         frequencies = torch.cat([rotating.new_zeros(self.num_zeros), rotating])  # [d/2]
         turn = TURN * torch.arange(self.num_heads * num_pairs, device='cpu', dtype=torch.float64)  # MPS has no float64
-        turn = turn.remainder(2 * math.pi).to(device, dtype).view(self.num_heads, 1, num_pairs)
+        turn = turn.remainder(2 * math.pi).to(t).view(self.num_heads, 1, num_pairs)  # `device` may be None
         y, x = self._positions(grid, device, dtype).unbind(-1)
         return frequencies * (x[:, None] * turn.cos() + y[:, None] * turn.sin())  # [h, H*W, d/2]
 
