@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from torch.utils.cpp_extension import get_cxx_compiler
 
 import timm_sape
 from harness import assert_near
@@ -155,6 +156,14 @@ def test_source_that_does_not_compile(not_built, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(cpp_build, 'SOURCE', tmp_path / 'wrong.cpp')
     cpp_build.SOURCE.write_text('#error "as it should"\n')
     refused('as it should', caplog)
+
+
+@pytest.mark.cpp
+def test_clang():
+    """Its threads would each do all of the work."""
+    command = [get_cxx_compiler(), '-D__clang__', '-fsyntax-only', str(cpp_build.SOURCE)]
+    done = subprocess.run(command, text=True, stderr=subprocess.PIPE)
+    assert done.returncode and 'set CXX=g++' in done.stderr
 
 
 def test_folder_that_cannot_be_written(not_built, caplog):

@@ -7,6 +7,11 @@
 //
 // Each thread works on heads of its own, or in the forward pass of the attention on blocks. So there is one parallel
 // region a call, and results do not depend on the number of threads.
+
+#ifdef __clang__  // It links its own OpenMP, whose threads would all be told by torch's, which is GCC's, to do everything.
+#error "timm-sape needs g++ here: set CXX=g++"
+#endif
+
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
