@@ -137,11 +137,11 @@ def rules():
 def sizes():
     rows = [row for row in read_csv(RESULTS / 'resolutions_cpu.csv') if row['height'] == row['width']]
     found, widths = [], sorted({int(row['height']) for row in rows})
-    for model, policy in (
+    for model, rule in (
             ('APE', 'own'), ('SaPE2(K)+APE', 'own'), ('RoPE-2D', 'rescale'), ('RoPE-2D', 'extrapolate')):
-        own = [row for row in rows if row['model'] == model and row['policy'] == policy]
+        own = [row for row in rows if row['model'] == model and row['rule'] == rule]
         means = [spread([float(row['top1']) for row in own if int(row['height']) == width], 1) for width in widths]
-        found.append([model if policy == 'own' else f'{model}, `{policy}`', *means])
+        found.append([model if rule == 'own' else f'{model}, `{rule}`', *means])
     return table(['top-1 (%)', *(f'{width} px' for width in widths)], found) + f'\n\n{rows[0]["notes"]}'
 
 

@@ -32,7 +32,7 @@ def lines_of(rows, at, value):
     """
     values = {}
     for row in rows:
-        rule = row.get('policy')
+        rule = row.get('rule')
         line = f'{row["model"]}, {rule}' if rule in ('extrapolate', 'rescale') else row['model']
         values.setdefault(line, {}).setdefault(row[at], {})[row['seed']] = row[value]
     return values

@@ -111,7 +111,7 @@ def measure(checkpoint, data_dir):
     data.transform = preprocessing(model)
     explained = position_shap(model, load_images(data, 250, EXPLAINED, 0, 0))
     return {
-        **{f'top1_{row["height"]}px_{row["policy"]}': row['top1'] for row in rows},
+        **{f'top1_{row["height"]}px_{row["rule"]}': row['top1'] for row in rows},
         f'top1_shifted_{SHIFT}px': shifted['top1'],
         f'same_shifted_{SHIFT}px': shifted['same'],
         'pshap': round(explained.value, 4),

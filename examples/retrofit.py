@@ -133,7 +133,7 @@ def measure(args, trained):
                 'base': label,
                 'seed': seed,
                 'model': name,
-                'rule': row['policy'],
+                'rule': row['rule'],
                 'size': row['height'],
                 'top1': row['top1'],
                 **settings,

@@ -294,10 +294,10 @@ def test_claims_example(digits, runs, tmp_path):
     sizes, moved = (
         list(csv.DictReader((tmp_path / 'new' / f'{name}.csv').read_text().splitlines()))
         for name in ('resolutions', 'shifts'))
-    assert {(row['model'], row['policy']) for row in sizes} == {
+    assert {(row['model'], row['rule']) for row in sizes} == {
         ('APE', 'own'), ('K', 'own'), ('RoPE', 'extrapolate'), ('RoPE', 'rescale')}
     assert len(sizes) == 4 * 2 * 3 and len(moved) == 3 * 2 * 2
-    top1 = {(row['model'], row['policy'], row['height'], row['seed']): float(row['top1']) for row in sizes}
+    top1 = {(row['model'], row['rule'], row['height'], row['seed']): float(row['top1']) for row in sizes}
     changes = [top1['RoPE', 'rescale', '48', seed] - top1['APE', 'own', '48', seed] for seed in '12']
     tables = done.stdout.split('\n\n')
 
@@ -322,7 +322,7 @@ def test_what_the_reference_table_measures(digits, runs):
     data = open_dataset(str(digits))
     for size in (48, 64):
         for row in sweep([checkpoint], data, [size], progress=False):
-            assert found.pop(f'top1_{size}px_{row["policy"]}') == row['top1']
+            assert found.pop(f'top1_{size}px_{row["rule"]}') == row['top1']
     moved, = shift_sweep([checkpoint], data, [4], progress=False)
     assert (found.pop('top1_shifted_4px'), found.pop('same_shifted_4px')) == (moved['top1'], moved['same'])
     assert 0 <= found.pop('pshap') <= 1 and not found

@@ -320,18 +320,18 @@ def test_sweep_of_every_rule(images, folders, seen):
     data = open_dataset(images)
     sizes = [48, (32, 64), (80, 80), 48]
     rows = sweep([folders['rope2d'], 'local-dir:' + folders['sincos2d']], data, sizes, progress=False)
-    key = [(row['model'], row['policy'], row['height'], row['width'], row['patches']) for row in rows]
+    key = [(row['model'], row['rule'], row['height'], row['width'], row['patches']) for row in rows]
     assert key == [
-        (model, policy, *size)
+        (model, rule, *size)
         for name, model in (('rope2d', folders['rope2d']), ('sincos2d', f'local-dir:{folders["sincos2d"]}'))
-        for policy in rules_of(name)
+        for rule in rules_of(name)
         for size in ((48, 48, 36), (32, 64, 32), (80, 80, 100))]
     assert list(rows[0]) == [
-        'model', 'policy', 'height', 'width', 'images', 'patches', 'num_images', 'top1', 'top1_low', 'top1_high',
+        'model', 'rule', 'height', 'width', 'images', 'patches', 'num_images', 'top1', 'top1_low', 'top1_high',
         'top5', 'images_per_second']
     for row, (model, x) in zip(rows, seen):
         size = row['height'], row['width']
-        rule, _, factor = row['policy'].partition('+')
+        rule, _, factor = row['rule'].partition('+')
         assert x.shape[-2:] == model.patch_embed.img_size == size
         assert model.encodings[model.pos_enc].rule == rule
         assert model.logit_scaling == ('log' if factor else 'constant')
@@ -383,7 +383,7 @@ def test_sweep_of_models_with_one_rule(images, folders, seen):
     models = [folders['timm'], folders['ape+sape2_k'], folders['nope']]
     rows = sweep(models, open_dataset(images), [48, (32, 64)], num_images=5, progress=False)
     ours = [('own', 5)] * 2 + [('own+log', 5)] * 2
-    assert [(row['policy'], row['num_images']) for row in rows] == [('timm', 5)] * 2 + ours * 2
+    assert [(row['rule'], row['num_images']) for row in rows] == [('timm', 5)] * 2 + ours * 2
     assert torch.equal(seen[2][1], seen[6][1])  # the same images for all models
     model = make(None)
     model.set_input_size((32, 64))
@@ -393,9 +393,9 @@ def test_sweep_of_models_with_one_rule(images, folders, seen):
 
 def test_sweep_of_two_encodings_with_other_keywords(images, folders, seen):
     rows = sweep([folders['two']], open_dataset(images), [32], num_images=3, progress=False)
-    assert [row['policy'] for row in rows] == rules_of('alibi2d')
+    assert [row['rule'] for row in rows] == rules_of('alibi2d')
     for (model, _), row in zip(seen, rows):
-        rule = row['policy'].removesuffix('+log')
+        rule = row['rule'].removesuffix('+log')
         assert model.pos_enc_kwargs['alibi2d']['distance'] == 'manhattan'
         assert {e.ref_grid_size for e in model.position_encodings().values()} == {(6, 8)}
         # 'sincos2d' has no slopes, and is rescaled beside them
@@ -408,7 +408,7 @@ def test_sweep_of_some_rules(images, folders, seen):
     data = open_dataset(images)
     models = [folders['two'], folders['rope2d'], folders['nope']]
     rows = sweep(models, data, [32], num_images=3, rules=['own', 'ntk', 'rescale+log'], progress=False)
-    assert [(row['model'], row['policy']) for row in rows] == [
+    assert [(row['model'], row['rule']) for row in rows] == [
         (folders['two'], 'rescale+log'), (folders['rope2d'], 'ntk'), (folders['rope2d'], 'rescale+log'),
         (folders['nope'], 'own')]
     with pytest.raises(ValueError, match='timm has none of the rules own, ntk. It has timm.$'):
@@ -431,7 +431,7 @@ def test_sweep_of_files_that_do_not_tell_the_trained_grid(kind, images, seen, tm
         torch.save(checkpoint, tmp_path / 'last.pth.tar')
         spec = str(tmp_path / 'last.pth.tar')
     rows = sweep([spec], open_dataset(images), [(2 * patch, 3 * patch)], num_images=3, progress=False)
-    assert [row['policy'] for row in rows] == rules_of('rope2d')
+    assert [row['rule'] for row in rows] == rules_of('rope2d')
     assert {e.ref_grid_size for model, _ in seen for e in model.position_encodings().values()} == {
         model.patch_embed.grid_size}
 
@@ -500,17 +500,17 @@ def test_what_is_wrong_is_said_before_the_work(images, folders, seen):
 # Figures
 
 
-def curve(model, policy, sizes, top1):
+def curve(model, rule, sizes, top1):
     return [
-        {'model': model, 'policy': policy, 'height': h, 'width': w, 'top1': t, 'top1_low': t - 2, 'top1_high': t + 2}
+        {'model': model, 'rule': rule, 'height': h, 'width': w, 'top1': t, 'top1_low': t - 2, 'top1_high': t + 2}
         for (h, w), t in zip(sizes, top1)]
 
 
 @pytest.mark.parametrize('suffix', ['png', 'svg', 'pdf'])
 def test_figure(suffix, tmp_path):
     sizes = [(160, 160), (224, 224), (224, 448), (448, 224)]
-    rows = [row for i in range(5) for policy in ('extrapolate', 'slopes+log') for row in curve(
-        f'/some/long/folder/model_{i}', policy, sizes, [60 + i, 70 + i, 50 + 3 * i, 40 + 3 * i])]
+    rows = [row for i in range(5) for rule in ('extrapolate', 'slopes+log') for row in curve(
+        f'/some/long/folder/model_{i}', rule, sizes, [60 + i, 70 + i, 50 + 3 * i, 40 + 3 * i])]
     path = tmp_path / f'sweep.{suffix}'
     plot_sweep(rows, path)
     if suffix == 'png':
@@ -628,11 +628,11 @@ def test_sweep_command(main, images, folders, tmp_path, capsys):
     printed = capsys.readouterr()
     assert '| 32x64 | 32 |' in printed.out and '24 images of' in printed.out and not printed.err
     rows = read_csv(out[0])
-    assert [(row['policy'], row['height'], row['width']) for row in rows] == [
-        (policy, *size) for policy in rules_of('rope2d') for size in (('48', '48'), ('32', '64'))]
+    assert [(row['rule'], row['height'], row['width']) for row in rows] == [
+        (rule, *size) for rule in rules_of('rope2d') for size in (('48', '48'), ('32', '64'))]
     assert out[1].read_text().count('rope2d, ') == 8
     assert main([*args, '--force', '--rules', 'yarn', 'ntk+log', '--num-images', '9']) == 0
-    assert {row['policy'] for row in read_csv(out[0])} == {'yarn', 'ntk+log'}
+    assert {row['rule'] for row in read_csv(out[0])} == {'yarn', 'ntk+log'}
     assert main([*args, '--force', '--rules', 'slopes']) == 2
     assert 'has none of the rules slopes. It has extrapolate, rescale, ntk, yarn, extrapolate+log' in (
         capsys.readouterr().err)

@@ -289,11 +289,11 @@ def test_foreground_is_that_of_the_measurement():
 
 
 def kept(name, column, start, at):
-    """Accuracy above chance by model and policy, in percent of that at `start`, a list over seeds."""
+    """Accuracy above chance by model and rule, in percent of that at `start`, a list over seeds."""
     above = {}
     for row in read_csv(RESULTS / name):
         if row.get('height') == row.get('width'):
-            values = above.setdefault((row['model'], row.get('policy', 'own')), {})
+            values = above.setdefault((row['model'], row.get('rule', 'own')), {})
             values[row[column], row['seed']] = float(row['top1']) - 10
     return {model: [100 * values[at, s] / values[start, s] for s in '123'] for model, values in above.items()}
 
@@ -439,7 +439,7 @@ def test_advice_is_that_of_the_results():
     assert min(costs.pop('comrope'), costs.pop('liere')) > 1.355 > max(costs.values()) > 1.3
     share = kept('resolutions_cpu.csv', 'height', '32', '64')
     assert 'kept 98 % of its accuracy above chance, without `rescale` [42 %]' in README.read_text()
-    assert [round(statistics.mean(share['RoPE-2D', policy])) for policy in ('rescale', 'extrapolate')] == [98, 42]
+    assert [round(statistics.mean(share['RoPE-2D', rule])) for rule in ('rescale', 'extrapolate')] == [98, 42]
 
 
 def test_figures_in_docs():
@@ -450,11 +450,11 @@ def test_figures_in_docs():
     assert text in prose(DOCS / 'cost.md')
 
     top1 = {
-        (row['model'].split('/')[0], row['policy'], row['height'], row['width']): float(row['top1'])
+        (row['model'].split('/')[0], row['rule'], row['height'], row['width']): float(row['top1'])
         for row in read_csv(RESULTS / 'sweep_cpu.csv')}
     lost = [
-        round(top1[f'test_vit_{name}', policy, '32', '32'] - top1[f'test_vit_{name}', policy, '64', '64'])
-        for policy in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
+        round(top1[f'test_vit_{name}', rule, '32', '32'] - top1[f'test_vit_{name}', rule, '64', '64'])
+        for rule in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
     text = '`rope2d` and `rope2d_mixed` lose {} and {} points at twice the size where angles go on, {} and {} where'
     assert text.format(*lost) in prose(DOCS / 'resolutions.md')
 

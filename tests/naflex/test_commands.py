@@ -54,9 +54,9 @@ def test_sweep_at_native_aspect_ratio(folder, monkeypatch):
     monkeypatch.setattr(sweep_module, 'predict', spy)
     data = open_dataset(str(folder / 'data'))
     rows = sweep_module.sweep([str(folder / 'naflex')], data, [48, (32, 64)], native=True, progress=False)
-    assert [(row['policy'], row['height'], row['width'], row['images'], row['patches']) for row in rows] == [
-        (policy + factor, *size, images, patches) for factor in ('', '+log')
-        for policy in ('extrapolate', 'rescale', 'ntk', 'yarn')
+    assert [(row['rule'], row['height'], row['width'], row['images'], row['patches']) for row in rows] == [
+        (rule + factor, *size, images, patches) for factor in ('', '+log')
+        for rule in ('extrapolate', 'rescale', 'ntk', 'yarn')
         for size, patches in (((48, 48), 36), ((32, 64), 32)) for images in ('squash', 'native')]
     for row, (model, _, found) in zip(rows, seen):
         if row['images'] == 'native':

@@ -30,7 +30,7 @@ examples:
   timm-sape sweep local-dir:output/rope2d --data-dir DATA --sizes 224 448 --rules rescale ntk yarn+log
 
 Images are squashed to each size, so that all sizes show the same part of them; for details, in Python:
-`from timm_sape.lab.sweep import sweep; help(sweep)`. Each rule that a model has for other sizes is a row: `policy` is
+`from timm_sape.lab.sweep import sweep; help(sweep)`. Each rule that a model has for other sizes is a row: `rule` is
 the value of `resolution`, and +log stands for logit_scaling='log'.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)

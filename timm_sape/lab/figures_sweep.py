@@ -11,7 +11,7 @@ STYLES = {'rescale': '--', 'ntk': '-.', 'yarn': ':', 'slopes': (0, (1, 3))}  # o
 
 
 def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
-    """Draw top-1 accuracy over image size, a line per model and policy, with its 95 % interval as a band.
+    """Draw top-1 accuracy over image size, a line per model and rule, with its 95 % interval as a band.
 
     Each model has a colour, each rule a style of line, and those with `+log` are thin. Lines of images at their own
     aspect ratio are named `native`. If all sizes are square, the axis shows their side in pixels. Otherwise sizes stand
@@ -29,23 +29,23 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     at = {(height, width): height if square else i for i, (_, height, width) in enumerate(sizes)}
     labels = [f'{height}' if square else f'{height}x{width}' for height, width in at]
     models = list(dict.fromkeys(row['model'] for row in rows))
-    lines = list(dict.fromkeys((row['model'], row['policy'], row.get('images')) for row in rows))
+    lines = list(dict.fromkeys((row['model'], row['rule'], row.get('images')) for row in rows))
 
-    names = [f'{_short(model)}, {policy}' + ', native' * (images == 'native') for model, policy, images in lines]
+    names = [f'{_short(model)}, {rule}' + ', native' * (images == 'native') for model, rule, images in lines]
     columns = 2 if max(map(len, names)) <= 50 else 1
     figure = new_figure(8, 4.5 + 0.22 * math.ceil(len(lines) / columns))
     axes = figure.subplots()
     for i, (line, name) in enumerate(zip(lines, names)):
-        model, policy, images = line
-        own = [row for row in rows if (row['model'], row['policy'], row.get('images')) == line]
+        model, rule, images = line
+        own = [row for row in rows if (row['model'], row['rule'], row.get('images')) == line]
         own.sort(key=lambda row: at[row['height'], row['width']])
         x = [at[row['height'], row['width']] for row in own]
         color = f'C{models.index(model) % 10}'
         low, high = [row['top1_low'] for row in own], [row['top1_high'] for row in own]
         axes.fill_between(x, low, high, color=color, alpha=min(0.15, 0.5 / len(lines)), linewidth=0)
         axes.plot(
-            x, [row['top1'] for row in own], color=color, linestyle=STYLES.get(policy.removesuffix('+log'), '-'),
-            linewidth=0.8 if policy.endswith('+log') else 1.8, marker='osD^vP*Xph'[i % 10], markersize=5, label=name)
+            x, [row['top1'] for row in own], color=color, linestyle=STYLES.get(rule.removesuffix('+log'), '-'),
+            linewidth=0.8 if rule.endswith('+log') else 1.8, marker='osD^vP*Xph'[i % 10], markersize=5, label=name)
     axes.set_xticks(list(at.values()), labels, rotation=45 if len(at) > 8 else 0)
     axes.set(
         xlabel='image size (px)' if square else 'image size, height x width (px)',

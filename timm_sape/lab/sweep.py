@@ -20,7 +20,7 @@ Size = Tuple[int, int]
 class _Variant(NamedTuple):
     """A model with one rule for other sizes, and the arguments of create_model that select the rule."""
     model: str
-    policy: str
+    rule: str
     kwargs: Dict[str, Any]
 
 
@@ -75,7 +75,7 @@ def sweep(
         progress: Show progress bars on stderr.
 
     Returns:
-        One row per model, policy and size, with these columns. `model`. `policy`: the name of the rule, such as
+        One row per model, rule and size, with these columns. `model`. `rule`: the name of the rule, such as
         'rescale' or 'rescale+log'; 'own' if the encodings have a single one; 'timm' for models of timm. `height` and
         `width`: in pixels. `images`: the crop mode, or 'native'. `patches`: of the size. `num_images`. `top1`, with its
         95 % Wilson interval `top1_low` to `top1_high`, and `top5`: in percent. `images_per_second`: of the model alone.
@@ -111,12 +111,12 @@ def sweep(
         loader = load_images(
             data, batch_size, num_images, workers, seed, max_patches=patches if images == NATIVE else None)
         done = f'({len(rows) + 1}/{len(cases)})'
-        where = f'{variant.model} {variant.policy} {size[0]}x{size[1]} {images} {done}'
+        where = f'{variant.model} {variant.rule} {size[0]}x{size[1]} {images} {done}'
         found = predict(model, loader, device, amp, where if progress else '')
         top1, top5 = accuracy(found.logits, found.labels), accuracy(found.logits, found.labels, 5)
         rows.append({
             'model': variant.model,
-            'policy': variant.policy,
+            'rule': variant.rule,
             'height': size[0],
             'width': size[1],
             'images': images,
@@ -169,7 +169,7 @@ def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:
     """Format rows of `sweep` as a Markdown table."""
     return markdown([{
         'model': row['model'],
-        'policy': row['policy'],
+        'rule': row['rule'],
         'height x width (px)': f'{row["height"]}x{row["width"]}',
         **({'images': row['images']} if any(row['images'] == NATIVE for row in rows) else {}),
         'patches': row['patches'],
