@@ -69,7 +69,10 @@ def stages(out):
         'tests': tests,
         'sanitizer': sanitizer,
         'operator': [('operator', operator, 200)],
-        'models': [('models', f'{COMMAND} bench {bench}/cost_gpu.csv', 300)],
+        'models': [
+            ('models', f'{COMMAND} bench {bench}/cost_gpu.csv', 300),
+            ('timm', f'{COMMAND} bench timm {bench}/timm_gpu.csv', 100),
+        ],
         'naflex': [('naflex', naflex, 60)],
         'tiles': [('tiles', f'{CHECKS} tiles --output {out}/tiles_gpu.csv', 120)],
         'steps': [('steps', f'{CHECKS} steps --output {out}/steps_gpu.csv', 200), ('profile', f'{CHECKS} profile', 60)],

@@ -17,7 +17,7 @@ from PIL import Image
 import timm_sape
 from harness import assert_near
 from timm_sape import cli
-from timm_sape.lab import bench, bench_sape2
+from timm_sape.lab import bench, bench_sape2, bench_timm
 from timm_sape.cli import main
 from timm_sape.functional import sape2_attention
 from timm_sape.ops.triton_limits import LIMITS
@@ -418,6 +418,21 @@ def test_bench_encodings(tmp_path, capsys):
     assert '| encoding | 32/4: parameters |' in out and '| `rope2d` | 0 |' in out and found['notes'] in out
 
 
+def test_bench_timm(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_timm, 'MODELS', ('test_vit', 'test_vit_relpos'))
+    output = tmp_path / 'timm.csv'
+    args = ['bench', 'timm', '--repeats', '1', '--batch-size', '2']
+    assert main([*args, '--output', str(output)]) == 0
+    rows = read_csv(output)
+    assert [(row['timm'], row['pos_enc']) for row in rows] == [('test_vit', 'ape'), ('test_vit_relpos', 'cpb')]
+    assert all(float(row['error']) < 1e-5 and float(row['step_ratio']) > 0 for row in rows)
+    capsys.readouterr()
+    # a wrong model is seen: its attention has a bias
+    monkeypatch.setattr(bench_timm, 'graft', lambda base, _: timm_sape.graft(base, 'alibi2d', {'alibi2d': {'init': 1}}))
+    assert main(args) == 2
+    assert 'test_vit: the logits of our model are off by' in capsys.readouterr().err
+
+
 def test_saved_bytes_keeps_nothing():
     """Hooks must not return the tensor: nodes that save their output, such as exp, would then refer to themselves."""
     kept = []
@@ -434,6 +449,7 @@ def test_saved_bytes_keeps_nothing():
 
 @pytest.mark.parametrize('args, taken, measured', [
     (['--pos-enc', 'nope'], 'cost.csv', 'timm_sape.lab.bench.bench_encodings'),
+    (['timm'], 'cost.csv', 'timm_sape.lab.bench_timm.bench_timm'),
     (['sape2'], 'cost.csv', 'timm_sape.lab.bench_sape2.bench_operator'),
     (['sape2'], 'cost-models.csv', 'timm_sape.lab.bench_sape2.bench_operator'),
     (['sape2', '--plot', 'memory.png'], 'memory.png', 'timm_sape.lab.bench_sape2.bench_operator'),
@@ -482,6 +498,8 @@ def test_appendix_d_is_our_attention(size):
     (['sape2', '--sizes', '65'], 'unknown size 65; choose from 64, 196'),
     (['sape2', '--backends', 'fast'], "unknown backend 'fast'; choose from reference, torch, cpp, triton"),
     (['sape2', '--pos-enc', 'ape'], '--pos-enc is only for'),
+    (['timm', '--pos-enc', 'ape'], '--pos-enc is not for'),
+    (['timm', '--model', 'test_vit_pos_enc'], '--model is not for'),
     (['sape2', '--plot', 'memory.png'], 'memory.png needs matplotlib'),
     (['sape2', '--plot', 'memory.csv'], 'memory.csv must end in .png'),
     (['sape2', '--plot', 'memory.svg', '--sizes'], 'nothing to plot; give --sizes at least one'),

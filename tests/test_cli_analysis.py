@@ -224,7 +224,7 @@ def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    'command', ['sweep model --data-dir data --sizes 24 --amp', 'bench', 'bench sape2', 'bench naflex'])
+    'command', ['sweep model --data-dir data --sizes 24 --amp', 'bench', 'bench sape2', 'bench naflex', 'bench timm'])
 def test_no_device_without_numbers(command, capsys):
     assert main([*command.split(), '--device', 'meta']) == 2
     error, = capsys.readouterr().err.splitlines()

@@ -1,5 +1,8 @@
 """A forward pass computes nothing twice, and keeps attention fused where it can."""
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 import timm_sape
 from common import POS_ENCS, Maker
 from timm_sape import BlockRotaryEncoding, FixedEncoding, ops
@@ -24,6 +27,14 @@ def test_attention_stays_fused(pos_enc, monkeypatch):
             make()(make.images())
     else:
         make()(make.images()).sum().backward()
+
+
+@pytest.mark.parametrize('pos_enc', [pos_enc for pos_enc in ALONE if 'irpe_qkv' not in pos_enc])
+def test_evaluation_on_a_cpu_is_fused(pos_enc):
+    """Its fused kernel wants masks of two or four dimensions, and channels without gaps."""
+    make = Maker(pos_enc)
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        make()(make.images())
 
 
 @pytest.mark.parametrize('name', FIXED)

@@ -9,11 +9,13 @@ from .files import FIGURES, TABLES, add_output_options, check_outputs, interrupt
 
 __all__ = ['add']
 
+MODEL = 'vit_small_pos_enc'
+
 
 def add(commands) -> None:
     parser = add_command(
         commands, 'bench', interruptible(_bench),
-        summary="Measure what encodings cost relative to APE, SaPE2's attention, or NaFlexVit on mixed sizes.",
+        summary="Measure what encodings cost, SaPE2's attention, NaFlexVit, or our models beside timm's.",
         examples="""\
 examples:
   timm-sape bench --output cost.csv
@@ -21,17 +23,20 @@ examples:
   timm-sape bench sape2 --repeats 9 --output sape2.csv --plot memory.png
   timm-sape bench sape2 --device cuda --amp --batch-size 128 --output sape2.csv
   timm-sape bench naflex --output naflex.csv
+  timm-sape bench timm --output timm.csv
 
 Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`. `sape2` prints
 one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. `naflex` prints
-steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. Files are written
-again after each row, so nothing measured is lost if the command ends early.
+steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. `timm` prints
+timm's own rotary and relative-position ViTs beside ours with the same weights. Files are written again after each row,
+so nothing measured is lost if the command ends early.
 
 If other processes want the same cores, set OMP_NUM_THREADS=1. With more threads each small operation waits for its last
 thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower than it is.""",
     )
     parser.add_argument(
-        'what', nargs='?', choices=('encodings', 'sape2', 'naflex'), default='encodings', help='(default: %(default)s)')
+        'what', nargs='?', choices=('encodings', 'sape2', 'naflex', 'timm'), default='encodings',
+        help='(default: %(default)s)')
     parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: all)')
     parser.add_argument('--settings', nargs='*', metavar='SIZE/PATCH', help='32/4, 224/16, 384/16 (default: first two)')
     parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, cpp, triton')
@@ -40,7 +45,7 @@ thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower t
     parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
     parser.add_argument('--repeats', type=int, default=5, help='steps of each, for medians (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
-    parser.add_argument('--model', default='vit_small_pos_enc', help='one of our entrypoints (default: %(default)s)')
+    parser.add_argument('--model', default=MODEL, help='not for timm: one of our entrypoints (default: %(default)s)')
     add_output_options(parser, plot='the memory of sape2 over N')
 
 
@@ -65,7 +70,8 @@ def _bench(args: argparse.Namespace) -> int:
     where = f'{dtype}, medians of {args.repeats}; {about(torch.device(args.device))}'
     if args.what != 'sape2':  # which has a column for it
         where += f'; SaPE2 by {choose_backend(None, torch.zeros(1, 1, 2, 64, device=args.device), (14, 14))!r}'
-    measure = {'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex}[args.what]
+    measure = {
+        'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex, 'timm': _bench_timm}[args.what]
     return measure(args, settings, where)
 
 
@@ -124,6 +130,25 @@ def _bench_naflex(args: argparse.Namespace, settings: List[str], where: str) -> 
             args.pos_enc or bench_naflex.DEFAULT_POS_ENCS, args.device, args.repeats, args.amp, size)
         _tabulate(rows, f'{size}, 8 images of 8 sizes, {where}', markdown, args.output, args.force)
     except (RuntimeError, ValueError) as e:
+        raise CommandError(str(e)) from e
+    return 0
+
+
+def _bench_timm(args: argparse.Namespace, settings: List[str], where: str) -> int:
+    from ..lab import bench_timm
+    from ..lab.tables import markdown
+
+    for option in ('pos_enc', 'backends', 'sizes', 'plot', 'settings'):
+        if getattr(args, option) is not None:
+            raise CommandError(f'--{option.replace("_", "-")} is not for `timm-sape bench timm`; leave it out')
+    if args.model != MODEL:
+        raise CommandError('--model is not for `timm-sape bench timm`; leave it out')
+    check_outputs([args.output], args.force, TABLES)
+    rows = bench_timm.bench_timm(bench_timm.MODELS, args.device, args.batch_size, args.repeats, args.amp)
+    notes = f"224 pixels, ratios to timm's model, batch {args.batch_size}, {where}"
+    try:
+        _tabulate(rows, notes, markdown, args.output, args.force)
+    except RuntimeError as e:
         raise CommandError(str(e)) from e
     return 0
 

@@ -14,6 +14,7 @@ from typing import Callable, ContextManager, Dict, Iterator, List, Optional, Seq
 
 import timm
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 
@@ -94,10 +95,10 @@ def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bo
     return worst
 
 
-class _Runner:
+class Runner:
     """Run forward passes and training steps of one model."""
 
-    def __init__(self, model: VisionTransformerPosEnc, batch_size: int, amp: bool) -> None:
+    def __init__(self, model: nn.Module, batch_size: int, amp: bool) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.amp = amp
@@ -174,6 +175,24 @@ def saved_bytes(function: Callable[[], object], known: Sequence[torch.Tensor]) -
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def compare(ours: Runner, theirs: Runner, repeats: int) -> Dict[str, Optional[float]]:
+    """Measure forward passes and training steps of two models in turn: medians of seconds and ratios, peak memory."""
+    device = ours.device
+    found = {}
+    for what in ('forward', 'step'):
+        runs = getattr(ours, what), getattr(theirs, what)
+        for run in runs:  # warm-up
+            run()
+        times = [tuple(timed(run, device) for run in runs) for _ in range(repeats)]
+        found[f'{what}_s'] = round(statistics.median(a for a, _ in times), 4)
+        found[f'{what}_ratio'] = round(statistics.median(a / b for a, b in times), 3)
+    peaks = [peak_megabytes(runner.step, device) for runner in (ours, theirs)]
+    known = None not in peaks and peaks[1] > 0
+    found['step_peak_mb'] = round(peaks[0]) if known else None
+    found['step_peak_ratio'] = round(peaks[0] / peaks[1], 3) if known else None
+    return found
+
+
 def bench_encodings(
         pos_encs: Sequence[str],
         settings: Sequence[str] = DEFAULT_SETTINGS,
@@ -203,27 +222,18 @@ def bench_encodings(
     """
     device = torch.device(device)
     for setting in settings:
-        base = _Runner(_create(BASELINE, setting, device, model), batch_size, amp)
+        base = Runner(_create(BASELINE, setting, device, model), batch_size, amp)
         plain = sum(p.numel() for p in _create('nope', setting, device, model).parameters())
         for pos_enc in pos_encs:
             error = _check(pos_enc, setting, device, model, amp)
-            runner = _Runner(_create(pos_enc, setting, device, model), batch_size, amp)
+            runner = Runner(_create(pos_enc, setting, device, model), batch_size, amp)
             row = {
                 'setting': setting,
                 'pos_enc': pos_enc,
                 'params_added': sum(p.numel() for p in runner.model.parameters()) - plain,
                 'error': float(f'{error:.1e}'),
             }
-            for what in ('forward', 'step'):
-                ours, theirs = getattr(runner, what), getattr(base, what)
-                ours(), theirs()  # warm-up
-                times = [(timed(ours, device), timed(theirs, device)) for _ in range(repeats)]
-                row[f'{what}_s'] = round(statistics.median(a for a, _ in times), 4)
-                row[f'{what}_ratio'] = round(statistics.median(a / b for a, b in times), 3)
-            peaks = [peak_megabytes(r.step, device) for r in (runner, base)]
-            known = None not in peaks and peaks[1] > 0
-            row['step_peak_mb'] = round(peaks[0]) if known else None
-            row['step_peak_ratio'] = round(peaks[0] / peaks[1], 3) if known else None
+            row.update(compare(runner, base, repeats))
             row['saved_ratio'] = round(runner.saved_bytes() / base.saved_bytes(), 3)
             print(
                 f'{setting:>7} {pos_enc:<16} forward x{row["forward_ratio"]}  step x{row["step_ratio"]}  '
