@@ -245,6 +245,15 @@ def kernels():
     return table(['dtype, head dim', 'grid', *(f'{v[0]}.{v[1]}: {w}' for v in versions for w in what)], found)
 
 
+def timms():
+    rows = read_csv(RESULTS / 'timm_cpu.csv')
+    head = ["timm's model", 'ours', 'forward', 'step', 'memory']
+    return table(head, [
+        [f'`{row["timm"]}`', f'`{row["pos_enc"]}`',
+         *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step', 'step_peak'))]
+        for row in rows]) + f'\n\n{rows[0]["notes"]}'
+
+
 def naflex():
     rows = read_csv(RESULTS / 'naflex_cpu.csv')
     head = ['encoding', "to timm's NaFlexVit", 'to the images one by one', "peak memory to timm's"]
@@ -366,8 +375,8 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, encodings, rules, sizes, finetune, position_bias, cost, naflex, sape2, sape2_models, sape2_compiled,
-        kernels)}
+        results, encodings, rules, sizes, finetune, position_bias, cost, timms, naflex, sape2, sape2_models,
+        sape2_compiled, kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
