@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     'README.md', 'CHANGELOG.md', 'CONTRIBUTING.md', 'CITATION.cff', 'LICENSE', 'docs/*.md', 'docs/*.png', 'docs/*.css',
-    'docs/encodings/*', 'results/**/*', 'train_configs/**/*', 'examples/*.py', '.ci/*.md']
+    'docs/encodings/*', 'results/**/*', 'train_configs/**/*', 'examples/*', '.ci/*.md']
 API = {
     'Models': ['timm_sape.VisionTransformerPosEnc', 'timm_sape.NaFlexVitPosEnc'],
     'Pretrained weights': ['timm_sape.graft'],

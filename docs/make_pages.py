@@ -30,7 +30,7 @@ EQUATIONS = {
     'irpe_qkv': 'As irpe_qk, and the output gets sum_j attn_ij r_v[I(i, j)].',
     'nope': 'x_i, unchanged.',
     'sape2': 'Along the row of patch i: p_im = sum over j >= m of sigmoid(q_i.k_j / sqrt(d)), and the code c_i has the '
-             'entry e[p_im] . {vector} for each column m. Logits get |c_i - c_n| along rows, plus the same along '
+             'entry e[p_im].{vector} for each column m. Logits get |c_i - c_n| along rows, plus the same along '
              'columns.',
     'sape2sq': 'Logits get |c_i - c_n|^2, summed over both axes, where c are the codes of SaPE2, made with {vector}.',
 }
@@ -308,10 +308,11 @@ def page(name):
     source = ' '.join(about[0].split())
     lines = [
         f'# {name}: {encoding_title(name)}', '<!-- Written by `python docs/make_pages.py`. -->',
-        *(wrap(escape(part)) for part in about[1:] or ['The baseline that shows how much position matters.']),
+        wrap(escape(about[1] if about[1:] else 'The baseline that shows how much position matters.')),
         f'```text\n{wrap(equation)}\n```',
         f'![What it does between one patch and the others]({name}.png)',
         '*Seen from the framed patch. [What the picture shows](../gallery.md)*',
+        *(wrap(escape(part)) for part in about[2:]),
     ]
     model = f'vit_small_{name}' if cls.alone else 'vit_small_pos_enc'
     pos_enc = name if cls.alone else f'{name}+sincos2d'
@@ -340,9 +341,7 @@ def page(name):
     else:
         lines.append('None.')
     lines += ['## Cost and accuracy', cost_of(name)]
-    found = accuracy_of(name)
-    if found:
-        lines.append(found)
+    lines.append(accuracy_of(name))
     return '\n\n'.join(line for line in lines if line) + '\n'
 
 
@@ -362,7 +361,7 @@ def accuracy_of(name):
     base = values_of(rows, 'APE')
     found = [[model, *beside(values_of(rows, model), base)] for model in MODELS.get(name, ())]
     if not found:
-        return ''
+        return 'Its accuracy [has not been measured yet](../../results/README.md#what-has-not-been-measured).'
     return (
         f'Ten epochs of 10,000 images of CIFAR-10 with a small model, {len(base)} seeds '
         '([what this says, and what it does not](../../results/README.md)):\n\n'

@@ -6,7 +6,7 @@
 The batch size is dynamic. With `--dynamic-size` so are height and width, in multiples of the patch size; each encoding
 then follows its rule for other grids. timm's own `onnx_export` does the export, through torch.export. The exported
 model contains only standard ONNX operators, so any ONNX runtime can run it without this package. The file is moved to
-`--output` only after the check. Needs `pip install onnx onnxscript onnxruntime`.
+`--output` only after the check, and then replaces one that is there. Needs `pip install onnx onnxscript onnxruntime`.
 """
 import argparse
 import tempfile

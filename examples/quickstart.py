@@ -1,10 +1,10 @@
-"""Quick start: train SaPE2(K)+APE and APE, save and load a model, and draw which patches look near and far to it.
+"""Quick start: train SaPE2(K)+APE, APE and no encoding, save and load a model, and draw what looks near and far to it.
 
     python examples/quickstart.py
 
 No download is needed: the images are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. With patches of one pixel
 the model sees 64 tokens. A single pixel says next to nothing, so everything depends on positions. Loader, optimizer,
-scheduler, metrics and checkpoints are timm's. It takes two to three minutes on two CPU cores.
+scheduler, metrics and checkpoints are timm's. It takes two to four minutes on two CPU cores.
 """
 import argparse
 from pathlib import Path

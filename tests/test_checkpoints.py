@@ -931,6 +931,12 @@ def test_grid_of_a_file_of_parameters_alone(tmp_path):
     torch.testing.assert_close(logits(model), logits(saved), **SAME)
 
 
+def test_of_another_encoding_no_grid_is_asked_for(tmp_path):
+    path = save(tiny('ape+auto_sape2_k', A), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=r'with pos_enc=.ape\+sape2_k.: it lacks .*it has .*auto_sape2_k'):
+        from_file('ape+sape2_k', path)
+
+
 def test_default_said_aloud(tmp_path):
     """Giving a keyword its default value is no contradiction."""
     saved = tiny('sape2_k')

@@ -115,6 +115,12 @@ COMMANDS = (
     'data')
 
 
+def test_a_reader_that_has_read_enough():
+    command = f'{sys.executable} -m timm_sape list models "vit_tiny_rope*" | head -n 1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith('model ') and not done.stderr
+
+
 @pytest.mark.parametrize(
     'args', [[], ['walk'], ['--help'], ['--version'], *([name, '--help'] for name in COMMANDS)],
     ids=lambda args: ' '.join(args) or 'nothing')

@@ -323,6 +323,12 @@ def test_pshap(tmp_path, capsys):
     assert '| all | 8 |' in capsys.readouterr().out
 
 
+def test_pshap_without_a_correct_image(capsys):
+    arguments = ['--model', 'test_vit_ape@random', '--data-dir', 'data', '--num-images', '4', '--workers', '0']
+    assert main(['pshap', *arguments]) == 0
+    assert 'There is no value, because no image is classified correctly' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('args, text', [
     (['--background', '0'], 'background must be 1 or more'),
     (['--amp'], 'leave it out'),

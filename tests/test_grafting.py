@@ -339,6 +339,12 @@ def test_refused(name, kwargs, message):
         timm_sape.graft(name, 'sape2_k', **depth, **kwargs)
 
 
+def test_a_graft_is_not_grafted_again():
+    grafted = timm_sape.graft('test_vit', 'rope2d', depth=2)
+    with pytest.raises(ValueError, match="with all encodings, base='test_vit', pos_enc='ape.auto_rope2d.auto_sape2_k'"):
+        timm_sape.graft(grafted, 'sape2_k')
+
+
 @pytest.mark.parametrize('name', NO_NEUTRAL_FORM)
 def test_encodings_that_are_refused(name):
     if name in ('ape', 'nope'):  # nothing to add

@@ -119,7 +119,7 @@ def test_other_threads_build_models(saved):
     assert not failed
 
 
-def test_wrong_folders(saved, tmp_path):
+def test_wrong_folders(saved, tmp_path, monkeypatch):
     folder = tmp_path / 'model'
 
     def expect(message, name=folder):
@@ -133,6 +133,9 @@ def test_wrong_folders(saved, tmp_path):
     expect("'model' is neither an existing folder nor OWNER/NAME of a repository.", 'model')
     folder.with_suffix('.pth').touch()
     expect(f"Create the model with checkpoint_path='{folder}.pth', then timm_sape.hub.save it.", f'{folder}.pth')
+    monkeypatch.chdir(folder.parent)
+    name = folder.with_suffix('.pth').name
+    expect(f"'{name}' is a file.", name)
     folder.mkdir()
     expect(f'{folder} has no config.json.')
     text = (saved[0] / 'config.json').read_text()

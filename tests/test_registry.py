@@ -214,6 +214,20 @@ def test_shared_where_it_cannot_be(hook, per_layer):
     assert 'mine' not in list_encodings()
 
 
+@pytest.mark.parametrize('members, says', [
+    ({'position_bia': lambda self, grid: None}, "'position_bia', which nothing calls.*hook 'position_bias', rename it"),
+    ({'position_bias': lambda self, grid: None, 'content_bais': lambda *args: None}, "the hook 'content_bias', rename"),
+    ({'my_bias': lambda self, grid: None}, 'overrides no hook, so it would do nothing. The hooks are embed, mix'),
+    (
+        {'position_bias': lambda self, grid: None, '__init__': lambda self, *, slope=0.1: None},
+        r'must take what the model passes, such as depth\..*super\(\).__init__\(\*\*host\)'),
+])
+def test_slips_that_would_be_silent_or_a_riddle(members, says):
+    with pytest.raises(ValueError, match=says):
+        register_encoding('mine')(type('Mine', (PositionEncoding,), members))
+    assert 'mine' not in list_encodings()
+
+
 @pytest.mark.parametrize('name, text', [
     ('sape2k', "Unknown position encoding 'sape2k'. Did you mean .*'sape2_k'"),
     ('rope', "Unknown position encoding 'rope'. Did you mean .*'rope2d'"),

@@ -231,6 +231,9 @@ def _trained_grid(
         ValueError: If nothing says so, or the checkpoint says something else than the user.
     """
     is_reference = isinstance(encoding, ReferenceGridEncoding)
+    has_entries = any(name.startswith(f'{path}.') for name in state_dict)
+    if not has_entries and any(name != GRID[1:] for name in encoding.state_dict()):
+        return None  # it has other encodings, which `misfit` will name
     if path + GRID in state_dict:
         saved = encoding.read_extra_state(state_dict[path + GRID])
         if is_reference and given is not None and saved != tuple(given):
@@ -244,7 +247,7 @@ def _trained_grid(
         args = model.pretrained_model_args
         size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
         return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
-    if is_reference or any(name.startswith(f'{path}.') for name in state_dict):
+    if is_reference or has_entries:
         fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(
             f'The checkpoint does not say on which grid its encodings were trained, it lacks {path + GRID}. If they '
@@ -396,7 +399,8 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         f'The checkpoint does not fit the {what} (pos_enc={model.pos_enc!r}, grid '
         f'{model.grid_size}): {report}. This loading path resizes nothing. To load the checkpoint as it '
         f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
-        f'option of their own by --model-kwargs. To adapt a checkpoint of the same encodings to another size, {adapt}.')
+        "option of their own by --model-kwargs; timm's onnx_export.py cannot, so use examples/export.py. To adapt a "
+        f'checkpoint of the same encodings to another size, {adapt}.')
 
 
 def _refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:

@@ -184,9 +184,12 @@ def _is_ours(
     seen = {key: cfg[key] for key in ('mean', 'std') if key in cfg}
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
     parts = _merge(own, pos_enc, pos_enc_kwargs)
+    base = get_model_args(model).get('base')  # which `vit_graft` needs
+    base = f'base={base!r}, ' if base else ''
+    kwargs = {part: values for part, values in parts.items() if values}
     return (
         f'{name} is already a model of timm_sape, with {model.pos_enc!r}. Create it with all encodings, '
-        f'pos_enc={"+".join(parts)!r}, pos_enc_kwargs={ {part: values for part, values in parts.items() if values} }, '
+        f'{base}pos_enc={"+".join(parts)!r}, pos_enc_kwargs={kwargs}, '
         f'pretrained_cfg_overlay={seen}, and load its weights with load_state_dict(..., strict=False).')
 
 

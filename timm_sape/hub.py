@@ -275,7 +275,10 @@ def load(
         _in_folder(folder, HF_SAFE_WEIGHTS_NAME, config.get('timm_sape', {}).get('sha256'))
     else:
         where, _, at = named.removeprefix('hf-hub:').partition('@')
-        if '/' not in where and not Path(where).is_file():
+        if not named.startswith('hf-hub:') and Path(where).is_file():
+            raise ValueError(
+                f'{where!r} is a file. Create the model with checkpoint_path={where!r}, then timm_sape.hub.save it.')
+        if '/' not in where:
             raise ValueError(f'{where!r} is neither an existing folder nor OWNER/NAME of a repository.')
         if at and revision not in (None, at):
             raise ValueError(f'{where}@{at} and revision={revision!r} are two revisions. Give one.')
@@ -678,10 +681,7 @@ def _plain_errors(
         elif isinstance(e, EntryNotFoundError):
             error = ValueError(f'{repo_id} has no {name}.{_no_pickles(name)}')
         elif isinstance(e, HFValidationError):
-            is_file = Path(repo_id).is_file()
-            error = ValueError(
-                f'{repo_id!r} is a file. Create the model with checkpoint_path={repo_id!r}, then timm_sape.hub.save it.'
-                if is_file else f'{repo_id!r} is neither an existing folder nor OWNER/NAME of a repository.')
+            error = ValueError(f'{repo_id!r} is neither an existing folder nor OWNER/NAME of a repository.')
         elif status == 401:
             error = ValueError(
                 f'{constants.ENDPOINT} does not accept the token (token=, HF_TOKEN, `hf auth login`): is it whole, and '

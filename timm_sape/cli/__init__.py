@@ -4,6 +4,7 @@ One file per subcommand, with a function `add` that declares it and names its ha
 quick, so that `--help` is: handlers import torch, timm and the rest of the package themselves.
 """
 import argparse
+import os
 import sys
 from importlib.metadata import version
 from typing import List, Optional
@@ -25,15 +26,20 @@ def main(argv: Optional[List[str]] = None) -> int:
         argv: Arguments after the program's name. Default: those of the process.
 
     Returns:
-        The exit code: 0, or 2 if the user made a mistake.
+        The exit code: 0, 2 if the user made a mistake, or 141 if what reads the output has stopped reading.
     """
     args = make_parser().parse_args(argv)
     try:
         import_modules(args)
-        return args.handler(args)
+        code = args.handler(args)
+        sys.stdout.flush()
+        return code
     except CommandError as e:
         print(f'timm-sape: {e}', file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141  # as a process has that SIGPIPE ends
 
 
 def make_parser() -> argparse.ArgumentParser:

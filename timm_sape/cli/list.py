@@ -1,5 +1,6 @@
 """`timm-sape list`: the encodings and the models that there are."""
 import argparse
+from typing import Sequence
 
 from .common import CommandError, add_command
 
@@ -56,22 +57,31 @@ def _list(args: argparse.Namespace) -> int:
         names = sorted(
             name for module in ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
             for name in timm.list_models(pattern, module=module, exclude_filters='vit_graft'))  # which needs a base
-        rows = [('model', 'encoding', 'image', 'parameters')]
     else:
         names = list_encodings(pattern, aliases=True)
-        rows = [('name', 'full name', 'acts on', 'attention', 'parameters', 'on another grid')]
     if not names:
         why = why_unknown(pattern) if what == 'models' else ''
         raise CommandError(f'no {what} match {pattern!r}; {why or f"`timm-sape list {what}` shows all"}')
+    if what == 'models':  # a line as soon as it is known, because all of them take half a minute
+        width = max(map(len, names))
+        _print_row(('model', 'encoding', 'image', 'parameters'), (width, width, 9))
+        for name in names:
+            _print_row(_model_row(name), (width, width, 9))
+        return 0
     plain = _num_parameters(_create('vit_small_nope'))
-    for name in tqdm(names, desc=what, delay=2, leave=False):
-        rows.append(_model_row(name) if what == 'models' else _encoding_row(name, plain))
+    rows = [('name', 'full name', 'acts on', 'attention', 'parameters', 'on another grid')]
+    rows += [_encoding_row(name, plain) for name in tqdm(names, desc=what, delay=2, leave=False)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    if what == 'encodings' and not pattern:
+        _print_row(row, widths)
+    if not pattern:
         print(GUIDE)
     return 0
+
+
+def _print_row(cells: Sequence[str], widths: Sequence[int]) -> None:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths)]
+    print('  '.join([*padded, *cells[len(widths):]]).rstrip(), flush=True)
 
 
 def _model_row(name: str):

@@ -80,6 +80,10 @@ def _pshap(args: argparse.Namespace) -> int:
     notes = (
         f'{args.model}, {measured_on(args, len(found.values))}, background {background}; '
         f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
+    if not found.correct.any():
+        notes += (
+            '. There is no value, because no image is classified correctly, and the value is a mean over those that '
+            'are: take a trained model, or more images')
     print(markdown(summary), notes, sep='\n\n')
     rows = [
         {'label': label, 'correct': int(correct), 'position': pe, 'image': im, 'pshap': p}

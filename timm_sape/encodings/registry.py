@@ -50,9 +50,10 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         aliases: Other names for it. Models are always saved with `name`.
 
     Raises:
-        ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, or its
-            `per_layer` does not fit its hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k
-            or probabilities run once per layer.
+        ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
+            looks like a misspelled hook, its constructor does not take what the model passes, or its `per_layer` does
+            not fit its hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k or probabilities
+            run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
@@ -67,6 +68,7 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
                         f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
+        _check_methods(name, cls)
         missing = sorted(getattr(cls, '__abstractmethods__', ()))
         if missing:
             method = getattr(cls, missing[0])
@@ -102,6 +104,31 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         return cls
 
     return register
+
+
+def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
+    """Refuse a class that would do nothing, or could not be created, because of a slip."""
+    bases = [base for base in cls.__mro__ if base.__module__ == PositionEncoding.__module__]
+    own = {
+        method for base in cls.__mro__[:cls.__mro__.index(bases[0])] for method, value in vars(base).items()
+        if callable(value) and not method.startswith('_')} - set(dir(bases[0]))
+    hooks = [*PositionEncoding.HOOKS, 'attend']
+    for method in sorted(own):
+        close = difflib.get_close_matches(method, hooks, n=1, cutoff=0.9)
+        if close:
+            raise ValueError(
+                f'Encoding {name!r}: {cls.__name__} has a method {method!r}, which nothing calls. If it is meant to be '
+                f'the hook {close[0]!r}, rename it; otherwise give it a name less like that.')
+    if own and not cls.acts_on():
+        raise ValueError(
+            f'Encoding {name!r}: {cls.__name__} overrides no hook, so it would do nothing. The hooks are '
+            f'{", ".join(PositionEncoding.HOOKS)}: help(timm_sape.PositionEncoding).')
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    lacks = HOST_KEYWORDS - {parameter.name for parameter in parameters}
+    if lacks and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(
+            f'Encoding {name!r}: the constructor of {cls.__name__} must take what the model passes, such as '
+            f'{sorted(lacks)[0]}. Write def __init__(self, *, ..., **host), and pass it on: super().__init__(**host).')
 
 
 def _describe_inherited_keywords(cls: Type[PositionEncoding]) -> None:

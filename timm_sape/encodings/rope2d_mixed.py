@@ -22,9 +22,9 @@ class MixedRotaryEncoding(RotaryEncoding, FrequencyEncoding):
 
     Pair t of head h is rotated by x * freqs[0, h, t] + y * freqs[1, h, t]; each layer learns its own freqs.
 
-    They are initialized to 10^(-4t/d), t < d/4, in a random direction per head for the first d/4 pairs, and in the
-    direction at right angles to it for the others. Angles are computed in at least float32. The frequencies get no
-    weight decay. For the rule 'ntk' the highest and lowest frequencies are those of the initial values, 1 and
+    The frequencies are initialized to 10^(-4t/d), t < d/4, in a random direction per head for the first d/4 pairs, and
+    in the direction at right angles to it for the others. Angles are computed in at least float32. The frequencies get
+    no weight decay. For the rule 'ntk' the highest and lowest frequencies are those of the initial values, 1 and
     10^(4/d - 1), whatever was learned; a frequency beyond them counts as the nearer one.
 
     Raises:
