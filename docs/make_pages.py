@@ -95,8 +95,7 @@ def beside(values, base):
     if values == base:
         return [spread(list(values.values())), '', '']
     low, high = unpaired_interval(list(values.values()), list(base.values()))
-    differences = [values[seed] - base[seed] for seed in values]
-    return [spread(list(values.values())), difference(differences), f'[{low:+.2f}, {high:+.2f}]']
+    return [spread(list(values.values())), difference(subtract(values, base)), f'[{low:+.2f}, {high:+.2f}]']
 
 
 # tables, by the name of their mark
@@ -116,6 +115,48 @@ def results():
     return (
         f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds. The intervals are '
         f'95 %\nconfidence intervals of the seed-by-seed differences:\n\n{table(head, found)}')
+
+
+def choosing():
+    """One row for each reader, with what was measured for the advice."""
+    six = read_csv(RESULTS / 'cpu_cifar10' / 'pairs.csv')
+    grafts = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
+    steps = {row['pos_enc']: f'{float(row["step_ratio"]):.2f}'
+             for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
+    rope, sape2 = (beside(values_of(six, name), values_of(six, 'APE'))[1] for name in ('RoPE-2D', 'SaPE2(K)+APE'))
+    larger = kept('RoPE-2D', 'rescale', '64'), kept('APE', 'own', '64')
+    grafted = beside(values_of(grafts, 'rope2d'), values_of(grafts, 'none'))[1]
+    return table(['you want to', 'take', 'measured'], [
+        ['train a small model from scratch', '`rope2d`',
+         f'top-1 minus that of `ape`: {rope}. For `ape+sape2_k` it is {sape2}'],
+        ['test at twice the trained size', "`rope2d` with `resolution='rescale'`",
+         f'accuracy above chance that is kept, minus that of `ape`, in points: {difference(subtract(*larger), 1)}'],
+        ['start from a pretrained backbone', "the backbone's own encoding",
+         f'top-1 with `rope2d` grafted and fine-tuned, minus that without: {grafted}; no gain is shown'],
+        ['get maps of features for dense tasks', 'no advice yet', 'no dense task has been measured'],
+        ['add no cost', '`ape`, `sincos2d`',
+         f'a training step over that of `ape`: `sincos2d` {steps["sincos2d"]}, `rope2d` {steps["rope2d"]}, '
+         f'`sape2_k` {steps["sape2_k"]}'],
+    ])
+
+
+def kept(model, rule, size):
+    """Accuracy above chance at a size in percent of that at the trained size, by seed."""
+    rows = [row for row in read_csv(RESULTS / 'resolutions_cpu.csv')
+            if (row['model'], row['rule']) == (model, rule) and row['height'] == row['width']]
+    above = {(row['height'], row['seed']): float(row['top1']) - 10 for row in rows}
+    return {seed: 100 * above[size, seed] / above['32', seed] for at, seed in above if at == size}
+
+
+def subtract(values, others):
+    return [values[seed] - others[seed] for seed in values]
+
+
+def reference():
+    """The table of examples/reference_table.py, with links, and how far it is."""
+    _, rows, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
+    linked = re.sub(r'\| `(\w+)` \|', r'| [`\1`](encodings/\1.md) |', rows)
+    return f'{linked}\n\n{notes.strip()}'
 
 
 def encodings():
@@ -374,7 +415,7 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, encodings, rules, sizes, finetune, position_bias, cost, timms, naflex, sape2, sape2_models,
+        results, choosing, reference, encodings, rules, sizes, finetune, position_bias, cost, timms, naflex, sape2, sape2_models,
         sape2_compiled, kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
