@@ -49,14 +49,17 @@ def test_what_is_predicted():
     for pos_enc in ('nope', 'ape', 'rope2d', 'alibi2d', 'sape2_k'):
         for key, row in by_name(probe(build(pos_enc), picture())).items():
             (exact if row.expected == '0' else changes if row.expected else {}).setdefault(pos_enc, set()).add(key)
-    shift = ('patches shifted by one', 'first layer, attention logits')
-    assert shift in exact['rope2d'] and shift in exact['alibi2d'] and shift in changes['ape']
+    for direction in ('right', 'down'):
+        shift = (f'patches shifted {direction}', 'first layer, attention logits')
+        assert shift in exact['rope2d'] and shift in exact['alibi2d'] and shift in changes['ape']
     assert ('patches permuted', 'class logits') in exact['nope']
     assert all(('patches permuted', 'class logits') in changes[name] for name in ('ape', 'rope2d', 'sape2_k'))
     mirror = ('patches mirrored', 'class logits')
     assert mirror in exact['alibi2d'] and mirror in changes['rope2d']
     assert ('rows exchanged', 'first layer, x bias') in exact['sape2_k']
     assert ('rows exchanged', 'first layer, y bias') in changes['sape2_k']
+    assert ('patches shifted right', 'first layer, y bias') in exact['sape2_k']
+    assert ('patches shifted down', 'first layer, x bias') in exact['sape2_k']
 
 
 def test_a_broken_encoding_fails(monkeypatch):
@@ -70,9 +73,28 @@ def test_a_broken_encoding_fails(monkeypatch):
     monkeypatch.setattr(cls, 'compute', with_direction)
     rows = by_name(probe(build('alibi2d'), picture()))
     assert rows['patches mirrored', 'class logits'].verdict == 'fail'
-    assert rows['patches shifted by one', 'first layer, attention logits'].verdict == 'pass'
+    assert rows['patches shifted right', 'first layer, attention logits'].verdict == 'pass'
     untrained = timm.create_model('test_vit_irpe_k', img_size=(32, 40), patch_size=8)  # its tables start at zero
     assert by_name(probe(untrained, picture()))['patches permuted', 'class logits'].verdict == 'fail'
+
+
+@pytest.mark.parametrize('axis, direction', [(0, 'down'), (1, 'right')])
+def test_absolute_positions_along_one_axis_fail(monkeypatch, axis, direction):
+    cls = timm_sape.get_encoding('alibi2d')
+    position_bias = cls.position_bias
+
+    def with_places(self, grid):
+        bias = position_bias(self, grid)
+        places = 0.1 * grid.coordinates(bias.device, bias.dtype)[:, axis]  # [H*W], of the keys
+        return bias + grid.between_tokens(places.expand(len(places), -1)[None])
+
+    monkeypatch.setattr(cls, 'position_bias', with_places)
+    rows = by_name(probe(build('alibi2d'), picture()))
+    verdicts = {
+        move: row.verdict for (move, what), row in rows.items()
+        if move.startswith('patches shifted') and what == 'first layer, attention logits'}
+    other = {'down': 'right', 'right': 'down'}[direction]
+    assert verdicts == {f'patches shifted {direction}': 'fail', f'patches shifted {other}': 'pass'}
 
 
 @pytest.mark.parametrize('seed', range(4))
@@ -113,7 +135,7 @@ def test_masked_logits_that_move():
 def test_stock_model():
     model = timm.create_model('vit_tiny_patch16_224', depth=2, img_size=64, num_classes=10)
     rows = probe(model, torch.randn(1, 3, 64, 64))
-    assert len(rows) == 4 * 3 + 3 and not any(row.verdict for row in rows)
+    assert len(rows) == 5 * 3 + 3 and not any(row.verdict for row in rows)
 
 
 def test_what_is_wrong():

@@ -7,12 +7,13 @@ parameters are all zero, or an image that is its own mirror image, gives no chan
 - Without position (`nope`) a Vision Transformer does not know the order of its patches. With any other encoding it
   does.
 - With relative encodings only, the logits between two patches in the first attention layer do not change when both are
-  shifted by whole patches, because there the tokens are the same as before. (In later layers they are not, because
-  other patches have entered the image.) They change with an encoding that adds absolute positions to the tokens.
+  shifted by whole patches, to the right or down, because there the tokens are the same as before. (In later layers
+  they are not, because other patches have entered the image.) They change with an encoding that adds absolute
+  positions to the tokens.
 - Distances without a direction (`alibi2d`) do not change when the image is mirrored. Rotations, and slopes with a
   direction, do.
-- The x bias of SaPE2 does not change when rows of patches are exchanged, because it counts within rows; the y bias
-  does. When columns are exchanged, as in a shift or a mirror, it is the other way round.
+- The x bias of SaPE2 does not change when rows of patches are exchanged, as in a shift down, because it counts within
+  rows; the y bias does. When columns are exchanged, as in a shift to the right or a mirror, it is the other way round.
 """
 import math
 import warnings
@@ -104,9 +105,10 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     height, width = (size // patch for size, patch in zip(images.shape[2:], patch_size))
     places = torch.arange(height * width).view(height, width)
     generator = torch.Generator().manual_seed(seed)
-    every, inside = places > -1, places % width > 0
+    every = places > -1
     moves: Dict[str, Tuple[torch.Tensor, torch.Tensor]] = {  # which patch goes to each place; which places to compare
-        'patches shifted by one': (places.roll(1, 1), inside),
+        'patches shifted right': (places.roll(1, 1), places % width > 0),
+        'patches shifted down': (places.roll(1, 0), places >= width),
         'patches mirrored': (places.flip(1), every),
         'rows exchanged': (places[_another_order(height, generator)], every),
         'patches permuted': (_another_order(height * width, generator).view(height, width), every),
@@ -190,8 +192,8 @@ def _expected(model: nn.Module, move: str, what: str) -> str:
     if what.endswith('bias'):
         if move == 'patches permuted' or on_tokens:
             return ''
-        return '0' if what.endswith('x bias') is (move == 'rows exchanged') else 'changes'
-    if move == 'patches shifted by one' and what == 'first layer, attention logits':
+        return '0' if what.endswith('x bias') is (move in ('rows exchanged', 'patches shifted down')) else 'changes'
+    if move.startswith('patches shifted') and what == 'first layer, attention logits':
         if all(cls.relative for cls in encodings):
             return '0'
         return 'changes' if on_tokens else ''
