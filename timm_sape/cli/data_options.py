@@ -52,7 +52,8 @@ def add_rules_option(parser: argparse.ArgumentParser) -> None:
     """Add the option to try only some of the rules for other sizes."""
     parser.add_argument(
         '--rules', nargs='+', metavar='RULE',
-        help='only these: extrapolate, rescale, ntk, yarn, slopes, own, each also with +log (default: all)')
+        help='only these: extrapolate, rescale, ntk, yarn, slopes, own (where there is no choice), each also with +log '
+             '(default: all)')
 
 
 def size(text: str) -> Tuple[int, int]:

@@ -31,7 +31,7 @@ class RotaryEncoding1d(FixedRotaryEncoding, FrequencyEncoding):
     """
     relative = True
     sees_mirror = True
-    resolution = 'the raster index goes on, or `rescale`, `ntk`, `yarn`'
+    resolution = 'the raster index extrapolates, or `rescale`, `ntk`, `yarn`'
     paper = 'https://arxiv.org/abs/2104.09864'
 
     def __init__(self, **host) -> None:
