@@ -161,7 +161,7 @@ def test_python_runs(path, tmp_path, monkeypatch):
 
 def check_readme(scope, folder):
     """What its blocks have left behind is what it says."""
-    assert len(blocks(README, 'python')) == 5 and len(blocks(README, 'bash')) == 4
+    assert len(blocks(README, 'python')) == 5 and len(blocks(README, 'bash')) == 5
     timm, torch = scope['timm'], scope['torch']
     model = scope['model']
     assert model.pos_enc == 'ape+my_encoding'
