@@ -27,7 +27,7 @@ UNIT, WEIGHT = 16.0, 512.0
 
 
 class QuadraticForm(PositionEncoding, ABC):
-    """A bias that is a quadratic form of the offset, with factors from the content of the query.
+    """The bias is a quadratic form of the offset. Its factors come from the content of the query.
 
     Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
     difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
