@@ -12,6 +12,8 @@ import re
 import textwrap
 from pathlib import Path
 
+import timm
+
 import timm_sape
 from timm_sape.encodings.registry import encoding_title, encodings_table
 from timm_sape.lab.bench import cost_table
@@ -58,18 +60,18 @@ NAFLEX_EXTRA = {
     'pemix': 'The same weights for all images.',
 }
 RULES = {
-    'extrapolate': 'Positions go on. The default.',
+    'extrapolate': 'New patches get new positions. The default.',
     'rescale': 'Positions are squeezed or stretched to the trained grid '
                '([position interpolation](https://arxiv.org/abs/2306.15595)).',
     'ntk': 'Slow pairs of channels are rescaled, fast ones hardly: the base of the frequencies changes (NTK-aware, '
            '[described here](https://arxiv.org/abs/2309.00071)).',
     'yarn': 'Pairs that turn fewer than `ramp[0]` times from edge to edge of the trained grid are rescaled, those that '
-            'turn more than `ramp[1]` times go on. At s times the length, q.k is multiplied by (0.1 ln s + 1)^2 '
+            'turn more than `ramp[1]` times extrapolate. At s times the length, q.k is multiplied by (0.1 ln s + 1)^2 '
             '([YaRN](https://arxiv.org/abs/2309.00071)).',
     'slopes': 'Slopes are multiplied by sqrt(N0 / N) for N patches; at the trained aspect ratio the same as `rescale` '
               '([Al-Khateeb et al.](https://arxiv.org/abs/2310.13017)).',
 }
-MODELS = {  # rows of results/cpu_cifar10/plan.csv
+MODELS = {  # rows of plan.csv in results/cpu_cifar10; three of them have six seeds in pairs.csv
     'ape': ['APE'], 'cope': ['CoPE+APE'], 'nope': ['none'], 'rope2d': ['RoPE-2D'], 'rope2d_mixed': ['RoPE-2D mixed'],
     'rpb': ['relative bias'], 'sape2_k': ['SaPE2(K)+APE', 'SaPE2(K)'], 'sape2_q': ['SaPE2(Q)+APE'], 'shaw': ['Shaw'],
 }
@@ -91,7 +93,7 @@ def values_of(rows, model, key='top1'):
 
 
 def beside(values, base):
-    """Mean ± standard deviation, and the difference to the runs of another model with both 95 % intervals."""
+    """Mean ± standard deviation, and the difference from the runs of another model with both 95 % intervals."""
     if values == base:
         return [spread(list(values.values())), '', '']
     low, high = unpaired_interval(list(values.values()), list(base.values()))
@@ -111,7 +113,7 @@ def results():
             cells += beside(values, base)[:2]
         found.append(cells)
     seeds = len(values)
-    head = ['model', 'top-1 (%)', 'difference to APE', 'at half the learning rate (%)', 'difference to APE']
+    head = ['model', 'top-1 (%)', 'difference from APE', 'at half the learning rate (%)', 'difference from APE']
     return (
         f'A model of width 64 and depth 4, ten epochs of 10,000 images of CIFAR-10, {seeds} seeds. The intervals are '
         f'95 %\nconfidence intervals of the seed-by-seed differences:\n\n{table(head, found)}')
@@ -193,7 +195,7 @@ def finetune():
     for model in dict.fromkeys(row['model'] for row in rows):
         cells = beside(values_of(rows, model), base)
         found.append([model if model == 'none' else f'`{model}`', *cells[:2]])
-    return table(['grafted', 'top-1 (%)', 'difference to none'], found) + (
+    return table(['grafted', 'top-1 (%)', 'difference from none'], found) + (
         f'\n\n{len(base)} seeds, one base, 95 % intervals of the pairs; {rows[0]["notes"]}')
 
 
@@ -210,7 +212,9 @@ def position_bias():
 
 def cost():
     rows = read_csv(RESULTS / 'cost_cpu.csv')
-    return f'{cost_table(rows)}\n\n{rows[0]["notes"]}'
+    return (
+        f'{cost_table(rows)}\n\nViT-S with only the encoding named, as ratios to `ape`, batch 4, float32, medians of 5 '
+        '(9 where said\nbelow), AMD EPYC, 2 threads.')
 
 
 SAPE2_FILES = (
@@ -349,7 +353,7 @@ def page(name):
     source = ' '.join(about[0].split())
     lines = [
         f'# {name}: {encoding_title(name)}', '<!-- Written by `python docs/make_pages.py`. -->',
-        wrap(escape(about[1] if about[1:] else 'The baseline that shows how much position matters.')),
+        wrap(escape(about[1])),
         f'```text\n{wrap(equation)}\n```',
         f'![What it does between one patch and the others]({name}.png)',
         '*Seen from the framed patch. [What the picture shows](../gallery.md)*',
@@ -361,7 +365,7 @@ def page(name):
     facts = [
         ['source', f'{source}{f" [Link]({cls.paper})" if cls.paper else ""}'],
         ['model', f"`timm.create_model('{model}'{argument})`" + (
-            f', `{model}_ape`' if cls.alone and cls.supplements_ape and len(cls.acts_on()) else '')],
+            f', `{model}_ape`' if timm.is_model(f'{model}_ape') else '')],
         ['acts on', ', '.join(cls.acts_on()) or 'nothing'],
         ['attention', cls.attention_kernel()],
         ['depends on differences of positions only', 'yes' if cls.relative else 'no'],
@@ -398,15 +402,18 @@ def cost_of(name):
 
 
 def accuracy_of(name):
-    rows = read_csv(RESULTS / 'cpu_cifar10' / 'plan.csv')
-    base = values_of(rows, 'APE')
-    found = [[model, *beside(values_of(rows, model), base)] for model in MODELS.get(name, ())]
+    three, six = (read_csv(RESULTS / 'cpu_cifar10' / f'{plan}.csv') for plan in ('plan', 'pairs'))
+    found = []
+    for model in MODELS.get(name, ()):
+        rows = six if values_of(six, model) else three
+        values = values_of(rows, model)
+        found.append([model, len(values), *beside(values, values_of(rows, 'APE'))])
     if not found:
         return 'Its accuracy [has not been measured yet](../../results/README.md#what-has-not-been-measured).'
     return (
-        f'Ten epochs of 10,000 images of CIFAR-10 with a small model, {len(base)} seeds '
-        '([what this says, and what it does not](../../results/README.md)):\n\n'
-        + table(['model', 'top-1 (%)', 'difference to APE', 'not paired'], found))
+        'Ten epochs of 10,000 images of CIFAR-10 with a small model, beside APE with the same seeds '
+        '([what this says, and\nwhat it does not](../../results/README.md)):\n\n'
+        + table(['model', 'seeds', 'top-1 (%)', 'difference from APE', 'interval of unpaired runs'], found))
 
 
 # all files

@@ -39,7 +39,7 @@ def lines_of(rows, at, value):
 
 
 def show(title, values, baseline):
-    """Print mean ± standard deviation over seeds, and the paired differences to the baseline with 95 % intervals."""
+    """Print mean ± standard deviation over seeds, and the paired differences from the baseline with 95 % intervals."""
     base = values[next(line for line in values if line in (baseline, f'{baseline}, extrapolate'))]
     places = list(base)
     print(f'\n{title}, mean ± standard deviation over seeds:\n')
@@ -50,7 +50,7 @@ def show(title, values, baseline):
         f'{place} px': difference([own[place][s] - base[place][s] for s in own[place] if s in base[place]], 1)
         for place in places}} for line, own in values.items() if own is not base]
     if others:
-        print(f'\nThe same minus {baseline}, seed by seed, with 95 % intervals, each for itself:\n\n{markdown(others)}')
+        print(f'\nThe same minus {baseline}, seed by seed, with 95 % intervals, each on its own:\n\n{markdown(others)}')
 
 
 def kept(values, start, chance):

@@ -145,7 +145,7 @@ def main():
 
     found = {name: [row['top1'] for row in rows if row['graft'] == name] for name in ('none', *args.graft)}
     print(f'\nTop-1 in percent on {len(test_labels)} images of the four new classes, {args.seeds} seeds:\n')
-    print('| grafted | top-1 | difference to none | 95 % interval | size of the gates, by layer | verdict |')
+    print('| grafted | top-1 | difference from none | 95 % interval | size of the gates, by layer | verdict |')
     print('|---' * 6 + '|')
     for name, values in found.items():
         if name == 'none':

@@ -219,7 +219,7 @@ def test_command(main, images, folders, capsys):
     """The saved model has the best rule at the size, loads by timm, and still knows its trained grid."""
     assert main(folders['rope2d'], '--sizes', '64x80', '--data-dir', images, '--output', 'out', '--table', 't.csv') == 0
     printed = capsys.readouterr()
-    assert not printed.err and 'differences to extrapolate with 95 % intervals of the pairs; 24 images' in printed.out
+    assert not printed.err and 'differences from extrapolate with 95 % intervals of the pairs; 24 images' in printed.out
     assert 'its figure is too good; measure it on others' in printed.out and '% at its own size' in printed.out
     rows = list(csv.DictReader(open('t.csv')))
     assert [row['rule'] for row in rows] == ALL

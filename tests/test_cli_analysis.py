@@ -415,7 +415,7 @@ def test_guide():
     assert '**RoPE-2D is ahead of both, at both learning rates**' in readme
     assert 'At 64 px SaPE2(K)+APE keeps 86 % of its accuracy above chance, and APE 87 %' in results
     assert 'RoPE-2D keeps 98 % if positions are rescaled' in results
-    assert 'If its angles go on to positions that were never trained, it keeps 42 %' in results
+    assert 'If its angles extrapolate to positions that were never trained, it keeps 42 %' in results
     assert '98 %' in GUIDE and '87 %' in GUIDE and '42 %' in GUIDE
     missing = [
         f'{size}_{name}' for size in SIZES for name in timm_sape.list_encodings()

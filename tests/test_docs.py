@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import timm
 from PIL import Image
 
 import timm_sape
@@ -23,7 +24,8 @@ DOCS = sorted((ROOT / 'docs').glob('*.md'))
 PAGES = [README, *DOCS]
 LINKED = [
     *PAGES, *sorted((ROOT / 'docs' / 'encodings').glob('*.md')), ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md',
-    *sorted((ROOT / 'results').glob('*.md')), *sorted((ROOT / 'train_configs').glob('*.md'))]
+    *sorted((ROOT / 'results').glob('*.md')), *sorted((ROOT / 'train_configs').glob('*.md')),
+    ROOT / 'examples' / 'README.md']
 SCRIPTS = "timm's scripts and a folder of images"  # what a block needs that .ci/full runs
 
 
@@ -69,6 +71,13 @@ def test_each_encoding_has_a_page_and_a_picture():
     for suffix in ('.md', '.png'):
         assert sorted(path.stem for path in folder.glob(f'*{suffix}')) == timm_sape.list_encodings()
     assert (ROOT / 'docs' / 'gallery.png').stat().st_size < 300_000
+
+
+def test_pages_name_models_that_exist():
+    names = {
+        name for path in (ROOT / 'docs' / 'encodings').glob('*.md')
+        for name in re.findall(r'\b(?:naflex|test_)?vit_(?:tiny|small|base)_\w+', path.read_text())}
+    assert 'vit_small_rope2d_ape' in names and names <= set(timm.list_models())
 
 
 def test_site(tmp_path):
@@ -152,7 +161,7 @@ def test_python_runs(path, tmp_path, monkeypatch):
 
 def check_readme(scope, folder):
     """What its blocks have left behind is what it says."""
-    assert len(blocks(README, 'python')) == 5 and len(blocks(README, 'bash')) == 4
+    assert len(blocks(README, 'python')) == 5 and len(blocks(README, 'bash')) == 5
     timm, torch = scope['timm'], scope['torch']
     model = scope['model']
     assert model.pos_enc == 'ape+my_encoding'

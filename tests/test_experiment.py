@@ -270,7 +270,7 @@ def test_experiment(lab, capsys):
         'C', '50.00 ± 0.00', f'-5.00 {around(-5, 4 * half)}', around(-5, unpaired * math.sqrt(32 / 4)),
         '90.00 ± 0.00', '3']
     table = (lab.output / 'plan.md').read_text()
-    assert table.splitlines()[2].startswith('| B ') and 'difference to B' in table and table in out + '\n'
+    assert table.splitlines()[2].startswith('| B ') and 'difference from B' in table and table in out + '\n'
     assert 'not corrected for 2 comparisons' in table and '3 threads' in table
 
     row = lab.rows()['A', 3]

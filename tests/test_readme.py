@@ -40,9 +40,18 @@ def test_costs_are_those_that_were_measured():
     assert results
     for path in results:
         rows = read_csv(path)
-        shown = f'{cost_table(rows)}\n\n{rows[0]["notes"]}'
         page = (DOCS / 'cost.md').read_text()
-        assert shown in page and path.name in page
+        assert cost_table(rows) in page and path.name in page
+    # the caption, and what is said of other medians and commits
+    assert 'ratios to `ape`, batch 4, float32, medians of 5 (9 where said below), AMD EPYC, 2 threads.' in prose(
+        DOCS / 'cost.md')
+    notes = {row['pos_enc']: row['notes'] for row in read_csv(RESULTS / 'cost_cpu.csv')}
+    setting = r'vit_small_nope, ratios to ape, batch 4, float32, medians of ([59]); AMD EPYC, 2 threads; '
+    medians = {name: re.match(setting, text)[1] for name, text in notes.items()}
+    more, = re.findall(r'with medians of 9: (.*?), since', prose(DOCS / 'cost.md'))
+    patterns = [name.replace('*', '.*') for name in re.findall(r'`(.*?)`', more)]
+    assert {name for name, number in medians.items() if number == '9'} == {
+        name for name in medians if any(re.fullmatch(pattern, name) for pattern in patterns)}
 
 
 def test_costs_of_sape2_are_those_that_were_measured():
@@ -113,7 +122,7 @@ def top1_of(plan, seeds='123'):
 
 
 def test_results_are_those_of_the_runs():
-    """Top-1 and the difference to APE, line by line."""
+    """Top-1 and the difference from APE, line by line."""
     notes, rows = runs_of('plan')
     table = summary_table(rows, 'APE').splitlines()
     assert notes in DETAILS.read_text() and len(table) == 2 + len({row['model'] for row in rows})
@@ -134,7 +143,7 @@ def spread_of(found, digits=2):
 
 
 def test_ablations_are_those_of_the_runs():
-    """Top-1, and the differences to the unchanged model and to APE with their t intervals."""
+    """Top-1, and the differences from the unchanged model and from APE with their t intervals."""
     top1 = top1_of('ablations')
     tables = DETAILS.read_text().split('\n| change of ')
     assert len(top1) == 17
@@ -147,7 +156,7 @@ def test_ablations_are_those_of_the_runs():
 
 
 def test_pooled_models_are_those_of_the_runs():
-    """Top-1, and the differences to APE, to none and to the models with a class token."""
+    """Top-1, and the differences from APE, from none and from the models with a class token."""
     pooled, with_token = top1_of('pooling'), top1_of('plan')
     page = DETAILS.read_text()
     assert len(pooled) == 5
@@ -177,7 +186,7 @@ def test_rates_are_those_of_the_runs():
 
 
 def test_models_at_half_the_rate_are_those_of_the_runs():
-    """Top-1, the difference to APE at that rate, and to the same model by the recipe."""
+    """Top-1, the difference from APE at that rate, and from the same model by the recipe."""
     half, recipe = top1_of('half_rate'), top1_of('plan')
     page = DETAILS.read_text()
     assert len(half) == len(recipe) == 10
@@ -190,7 +199,7 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
 
 
 def test_ablations_at_half_the_rate_are_those_of_the_runs():
-    """Top-1, the differences to the unchanged model and to APE at that rate, and to the same model by the recipe."""
+    """Top-1, the differences from the unchanged model and from APE at that rate, and from the same by the recipe."""
     half, recipe = top1_of('half_rate_ablations'), top1_of('ablations')
     page = DETAILS.read_text()
     assert len(half) == 7
@@ -202,7 +211,7 @@ def test_ablations_at_half_the_rate_are_those_of_the_runs():
 
 
 def test_new_seeds_are_those_of_the_runs():
-    """Top-1 of three models at both rates, and the difference to APE with both intervals."""
+    """Top-1 of three models at both rates, and the difference from APE with both intervals."""
     top1 = top1_of('pairs', '456789')
     assert len(top1) == 6
     page = DETAILS.read_text()
@@ -419,7 +428,7 @@ def test_differences_in_the_prose_of_the_details():
 
 
 def test_readme_has_the_new_seeds():
-    """Top-1 of three models at both rates, and the difference to APE."""
+    """Top-1 of three models at both rates, and the difference from APE."""
     top1 = top1_of('pairs', '456789')
     for model in ('APE', 'SaPE2(K)+APE', 'RoPE-2D'):
         cells = [model]
@@ -460,8 +469,8 @@ def test_figures_in_docs():
     lost = [
         round(top1[f'test_vit_{name}', rule, '32', '32'] - top1[f'test_vit_{name}', rule, '64', '64'])
         for rule in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
-    text = '`rope2d` and `rope2d_mixed` lose {} and {} points at twice the size where angles go on, {} and {} where'
-    assert text.format(*lost) in prose(DOCS / 'resolutions.md')
+    text = 'lose {} and {} points at twice the size where angles extrapolate, {} and {} where they are rescaled'
+    assert f'`rope2d` and `rope2d_mixed` {text.format(*lost)}' in prose(DOCS / 'resolutions.md')
 
     grafts = read_csv(RESULTS / 'grafts.csv')
     bases, refused = {row['base'] for row in grafts}, {row['base'] for row in grafts if row['refused']}

@@ -87,7 +87,7 @@ def filter_state_dict(
             state_dict.setdefault(path + GRID, encoding.get_extra_state())
     for path, encoding in model.position_encodings().items():
         if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
-            state_dict.pop(path + GRID, None)  # saved with 'rescale', and now coordinates go on
+            state_dict.pop(path + GRID, None)  # saved with 'rescale', and now coordinates extrapolate
     if model.logit_scaling == 'constant':
         state_dict.pop(LOGIT_SCALING + GRID, None)
 

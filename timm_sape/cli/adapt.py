@@ -76,8 +76,8 @@ def _adapt(args: argparse.Namespace) -> int:
                 f'top-1 accuracy, {found.at_home:.1f} % at its own size' if is_top1
                 else 'agreement with the predictions at its own size')
             notes = (
-                f'{args.model}: {measure}; 95 % Wilson intervals; differences to {rules[0]} with 95 % intervals of the '
-                f'pairs; {measured_on(args, found.rows[0]["num_images"])}')
+                f'{args.model}: {measure}; 95 % Wilson intervals; differences from {rules[0]} with 95 % intervals of '
+                f'the pairs; {measured_on(args, found.rows[0]["num_images"])}')
             print(table, notes, sep='\n\n')
             if len(rules) == 1:
                 print(f'\nThere is one rule, {rules[0]}, so there was nothing to choose.')

@@ -15,7 +15,7 @@ MODEL = 'vit_small_pos_enc'
 def add(commands) -> None:
     parser = add_command(
         commands, 'bench', interruptible(_bench),
-        summary="Measure what encodings cost, SaPE2's attention, NaFlexVit, or our models beside timm's.",
+        summary="Measure the cost of encodings, SaPE2's attention, NaFlexVit, or ours beside timm's.",
         examples="""\
 examples:
   timm-sape bench --output cost.csv
@@ -45,7 +45,7 @@ thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower t
     parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
     parser.add_argument('--repeats', type=int, default=5, help='steps of each, for medians (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
-    parser.add_argument('--model', default=MODEL, help='not for timm: one of our entrypoints (default: %(default)s)')
+    parser.add_argument('--model', default=MODEL, help='one of our models, except with timm (default: %(default)s)')
     add_output_options(parser, plot='the memory of sape2 over N')
 
 

@@ -52,7 +52,8 @@ def add_rules_option(parser: argparse.ArgumentParser) -> None:
     """Add the option to try only some of the rules for other sizes."""
     parser.add_argument(
         '--rules', nargs='+', metavar='RULE',
-        help='only these: extrapolate, rescale, ntk, yarn, slopes, own, each also with +log (default: all)')
+        help='only these: extrapolate, rescale, ntk, yarn, slopes, own (where there is no choice), each also with +log '
+             '(default: all)')
 
 
 def size(text: str) -> Tuple[int, int]:
@@ -77,7 +78,7 @@ def add_image_options(parser: argparse.ArgumentParser, required: bool = True) ->
 def add_pos_enc_option(parser: argparse.ArgumentParser) -> None:
     """Add the option to choose the encoding of an untrained model."""
     parser.add_argument(
-        '--pos-enc', metavar='NAME', help='the encoding of MODEL, say test_vit_pos_enc@random; also one of --import')
+        '--pos-enc', metavar='NAME', help='encoding for MODEL, e.g. test_vit_pos_enc@random; also one from --import')
 
 
 def chosen_encoding(args: argparse.Namespace) -> Dict[str, str]:

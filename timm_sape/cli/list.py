@@ -18,7 +18,7 @@ Models are called vit_{tiny,small,base}_{name}, and vit_{tiny,small,base}_{name}
 attention; `timm-sape list models` shows them. lookhere does not fit the 3 heads of vit_tiny: there is no
 vit_tiny_lookhere. Any other set: timm.create_model('vit_small_pos_enc', pos_enc='ape+rope2d+rpb'). `auto_` before a
 name adds a learned gate. naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit, with every encoding:
-images of any aspect ratio in one batch, each with what it would get alone (`ope` finds objects only where no patch is
+images of any aspect ratio in one batch, each with the logits it has alone (`ope` finds objects only where no patch is
 missing)."""
 
 

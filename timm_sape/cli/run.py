@@ -21,7 +21,7 @@ examples:
   timm-sape run --import my_encoding.py train.py --model vit_small_ape --model-kwargs pos_enc=ape+my_encoding ...
   timm-sape run benchmark.py --help      (the help of benchmark.py)""",
     )
-    parser.add_argument('script', metavar='SCRIPT', help='path of a Python script; options of ours come before it')
+    parser.add_argument('script', metavar='SCRIPT', help='path of a Python script; our options come before it')
     parser.add_argument('script_args', metavar='...', nargs=argparse.REMAINDER, help="the script's own arguments")
 
 

@@ -1,4 +1,7 @@
-"""Absolute position encoding: a learned vector for each token (Dosovitskiy et al. 2021, the default of ViT)."""
+"""Absolute position encoding: a learned vector for each token (Dosovitskiy et al. 2021, the default of ViT).
+
+A learned vector is added to each token. Only the resampling of its table is 2-D. It is timm's default.
+"""
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed

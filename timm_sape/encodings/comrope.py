@@ -2,9 +2,9 @@
 Angle Matrices', CVPR 2025).
 
 A rotation of q and k in blocks of channels, by exponentials of learned skew-symmetric matrices. Those of y and of x
-commute, so q.k depends on offsets alone. 2-D in that a block turns with y, with x, or with a mixture of both. Costs one
-exponential for each row and one for each column, as the matrices commute, and for each patch the product of two blocks,
-whatever the batch size, and then a product of each block with q and with k.
+commute, so q.k depends on offsets alone. 2-D in that a block turns with y, with x, or with a mixture of both. As the
+matrices commute, it costs one exponential per row and column and one product of two blocks per patch, whatever the
+batch size, then a product of each block with q and with k.
 """
 import torch
 import torch.nn as nn

@@ -25,9 +25,8 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     of N patches other than the N0 trained on, positions are scaled by N0/N.
 
     Published code differs in the factor of z. facebookresearch/RAM divides by sqrt(d) unless told otherwise, as here.
-    The snippet printed in the paper and x-transformers do not, and neither does the repository that appears to be that
-    of SaPE2's authors (see the table in `help` of 'sape2_k'), which also counts the class token among the positions and
-    has npos = 10: what it runs is nearest to `npos=10, bias_scale='one'`.
+    The paper's snippet, x-transformers and the repository that appears to be that of SaPE2's authors do not. The latter
+    also counts the class token among the positions and has npos = 10: `npos=10, bias_scale='one'` is nearest to it.
 
     Args:
         npos: Number of embeddings, 2 or more.

@@ -53,7 +53,7 @@ class ContinuousPositionBias(ReferenceGridEncoding):
     """
     relative = True
     adds = 'L * 512 * (h + 3)'
-    resolution = 'the MLP goes on for further offsets'
+    resolution = 'the MLP extrapolates'
     paper = 'https://arxiv.org/abs/2111.09883'
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A small MLP in each layer computes the bias from the distance between two patches, on a logarithmic scale and divided by
 the largest distance in the image. So a larger image does not leave the range that the MLP was trained on. 2-D in that
-the distance is that between two places of the grid. Costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of
-N x N numbers per head and layer, whatever the batch size.
+distances are measured on the grid. Costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per
+head and layer, whatever the batch size.
 """
 from collections import OrderedDict
 from functools import reduce
@@ -35,10 +35,9 @@ class FunctionalInterpolation(PositionEncoding):
     there r is the distance i - j of two tokens, and R the position i of the query, which is the largest distance that
     the query can have. An image has no such order, so R is the distance between opposite corners. The paper learns T,
     from 512 tokens on. Here T is R of the grid that the model was made for, and is saved with it: smaller images keep
-    the scale, larger ones are squeezed into it. (As long as all images have one size, a learned T would change nothing
-    that f cannot, and below R it would have no gradient.) 1e-6 is added to the denominator, as implementations for
-    language models do. The layers are initialized by torch's defaults. No parameter gets weight decay. Computed in at
-    least float32.
+    the scale, larger ones are squeezed into it. (With images of one size, a learned T would add nothing to f, and below
+    R it would have no gradient.) 1e-6 is added to the denominator, as implementations for language models do. The
+    layers are initialized by torch's defaults. No parameter gets weight decay. Computed in at least float32.
 
     Args:
         distance: 'euclidean' or 'manhattan'.

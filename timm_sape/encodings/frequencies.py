@@ -38,19 +38,20 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
     trained ones the same formulas stretch positions.
 
     Args:
-        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': angles go on. 'rescale':
-            positions are squeezed or stretched to the trained grid. 'ntk': those of slow pairs are, those of fast pairs
-            hardly. 'yarn': likewise by the number of turns, and logits grow.
-        ramp: Of 'yarn', two numbers of turns, at least 0, the first below the second. YaRN's are for texts of thousands
-            of tokens: on 14 x 14 patches no pair of 'rope2d' turns more than 2.3 times, so nearly all are rescaled, and
-            what is left of the rule is its factor on the logits.
+        resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': new patches get new
+            angles. 'rescale': positions are squeezed or stretched to the trained grid. 'ntk': so are slow pairs, fast
+            pairs hardly. 'yarn': the same by number of turns, and logits are scaled up.
+        ramp: For 'yarn', two numbers of turns, at least 0, the first below the second: pairs with fewer turns than the
+            first number are rescaled, with more than the second are not. YaRN's are for long texts: on 14 x 14 patches
+            no pair of 'rope2d' turns more than 2.3 times, so nearly all are rescaled, and only the factor on the logits
+            is left.
 
     Raises:
         ValueError: If `resolution` is none of these, or `ramp` is not two such numbers.
     """
     rules = ('extrapolate', 'rescale', 'ntk', 'yarn')
     rule_keywords = ('resolution', 'ramp')
-    resolution = 'angles go on for further patches, or `rescale`, `ntk`, `yarn`'
+    resolution = 'angles extrapolate, or `rescale`, `ntk`, `yarn`'
 
     def __init__(self, *, resolution: str = 'extrapolate', ramp: Sequence[float] = (1, 32), **host) -> None:
         is_pair = isinstance(ramp, (tuple, list)) and len(ramp) == 2 and all(map(is_number, ramp))

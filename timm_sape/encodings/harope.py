@@ -22,11 +22,11 @@ class HeadwiseRotaryEncoding(AxialRotaryEncoding):
 
     q and k of head h are multiplied by A_h = U_h diag(s_h) V_h^T, U and V orthogonal, s > 0, then rotated as `rope2d`.
 
-    Each layer learns its own A, and starts with A = 1, as `rope2d`. That the orthogonal matrices are Cayley transforms
-    of skew-symmetric ones, and s an exponential, was chosen here: only the equation of A is the paper's, and its code,
-    whose licence is non-commercial, was not read. A is the same for all tokens, so prefix tokens are multiplied by it
-    too; they are not rotated. A gate multiplies the angles and the logarithms of s; at 0 the encoding does nothing. No
-    parameter gets weight decay. Computed in at least float32.
+    Each layer learns its own A, and starts with A = 1, as `rope2d`. U and V as Cayley transforms of skew-symmetric
+    matrices, and s as an exponential, are our choices. The paper gives the equation of A; its code, under a
+    non-commercial licence, was not read. A is the same for all tokens, so prefix tokens are multiplied by it too; they
+    are not rotated. A gate multiplies the angles and the logarithms of s; at 0 the encoding does nothing. No parameter
+    gets weight decay. Computed in at least float32.
 
     Raises:
         ValueError: If the head dim is not a multiple of 4.

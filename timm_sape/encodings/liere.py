@@ -1,8 +1,8 @@
 """LieRE (Ostmeier et al., 'LieRE: Lie Rotational Positional Encodings', ICML 2025).
 
 A rotation of q and k that is not made of pairs of channels: a block of channels is multiplied by an orthogonal matrix,
-the exponential of a skew-symmetric one that each head learns. 2-D in that the latter is a sum of one matrix times y and
-one times x. Costs an exponential of each block in each layer and patch, whatever the batch size, and a product of each
+the exponential of a skew-symmetric one that each head learns. 2-D in that it is y times one learned matrix plus x times
+another. Costs an exponential of each block in each layer and patch, whatever the batch size, and a product of each
 block with q and with k.
 """
 from typing import Optional, Tuple
@@ -24,12 +24,11 @@ class LieRotaryEncoding(BlockRotaryEncoding, CoordinateEncoding):
     Block m of the channels of head h is multiplied by exp(y * A[0, h, m] + x * A[1, h, m]), A skew-symmetric.
 
     Each layer learns its own A. Rows are counted from 0, follow the rule for other grids, and are divided by H0 - 1, so
-    y goes from 0 to 1 on the trained grid; x likewise. The product of q and k depends on differences of positions only
-    where the matrices of y and of x commute, which is for blocks of 2; with them it is `rope2d_mixed` with other
-    initial values. The entries above the diagonal start uniform in 0 to 2 pi, as in the authors' code. Of its options
-    this is the one with own matrices for each layer and head. On a grid of H rows in place of H0, that code lets y go
-    from 0 to H/H0; here the distance of two rows stays what it was (or `rescale`). The entries get no weight decay.
-    Computed in at least float32.
+    y goes from 0 to 1 on the trained grid; x likewise. q.k depends on position differences alone only if the matrices
+    of y and x commute, as for blocks of 2, where this is `rope2d_mixed` with other initial values. The entries above
+    the diagonal start uniform in 0 to 2 pi, as in the authors' code. This is its option with separate matrices for each
+    layer and head. On a grid of H rows in place of H0, that code lets y go from 0 to H/H0; here the distance of two
+    rows stays what it was (or `rescale`). The entries get no weight decay. Computed in at least float32.
 
     Args:
         block_size: Channels of a block, 2 or more. None for one block of the whole head dim.
@@ -38,7 +37,7 @@ class LieRotaryEncoding(BlockRotaryEncoding, CoordinateEncoding):
         ValueError: If it is not such an integer, or does not divide the head dim.
     """
     adds = 'L * 7 * D'
-    resolution = 'positions go on for further patches, or `rescale`'
+    resolution = 'positions extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2406.10322'
 
     def __init__(self, *, block_size: Optional[int] = 8, device=None, dtype=None, **host) -> None:

@@ -5,7 +5,7 @@ axis has a third of the frequencies, where an axial encoding has all of them on 
 neighbouring pairs, and so frequencies of one size: time the highest, x the lowest. In Qwen3-VL, and in timm's
 `RotaryEmbeddingMRope`, pairs take turns. Costs two multiplications per entry of q and k.
 
-So on a small image the contiguous layout hardly tells rows apart: y starts at 10000^(-2t/d) radians a patch, .04 for
+On a small image the contiguous layout hardly tells rows apart: y starts at 10000^(-2t/d) radians a patch, .04 for
 t = 11 and a head dim of 64. `section` may give time no pair at all.
 """
 from typing import Optional, Sequence, Tuple
@@ -26,8 +26,8 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
     Pair k < d/2, the channels k and k + d/2, turns by 10000^(-2k/d) times 0, y, x, 0, y, x, ... With
     `layout='contiguous'` times 0, ..., 0, y, ..., y, x, ..., x.
 
-    Interleaved angles are those of timm's layer, computed here since that hands out their sines and cosines, and a gate
-    acts on the angles.
+    Interleaved angles are those of timm's layer, computed here because it returns only sines and cosines, and a gate
+    needs angles.
 
     Args:
         layout: 'interleaved' as in Qwen3-VL and timm, or 'contiguous' as in Qwen2-VL.

@@ -1,14 +1,14 @@
-"""No position encoding: the model sees its patches as a set."""
+"""No position encoding: the model sees its patches as a set.
+
+The baseline that shows how much position matters.
+"""
 from .base import PositionEncoding
 from .registry import register_encoding
 
 
 @register_encoding('nope')
 class NoPositionEncoding(PositionEncoding):
-    """No position at all.
-
-    The baseline that shows how much position matters.
-    """
+    """No position at all."""
     relative = True
     sees_mirror = False
     supplements_ape = False

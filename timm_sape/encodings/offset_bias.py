@@ -24,12 +24,12 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
     Args:
         resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': offsets continue.
             'rescale': they are squeezed or stretched, so dy becomes dy * H0/H, and dx likewise. 'slopes': both are
-            multiplied by sqrt(H0 * W0 / (H * W)), which is the same as other slopes (Al-Khateeb et al. 2023,
-            2310.13017, for texts), so directions stay alike if the image is longer along one side.
+            multiplied by sqrt(H0 * W0 / (H * W)), which amounts to other slopes (Al-Khateeb et al. 2023, 2310.13017,
+            for texts) and keeps directions the same at any aspect ratio.
     """
     relative = True
     rules = ('extrapolate', 'rescale', 'slopes')
-    resolution = 'distances go on, or `rescale`, `slopes`'
+    resolution = 'distances extrapolate, or `rescale`, `slopes`'
 
     def offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
         """dy and dx in patches of the trained grid, `[2H-1, 1]` and `[2W-1]`."""

@@ -27,7 +27,7 @@ UNIT, WEIGHT = 16.0, 512.0
 
 
 class QuadraticForm(PositionEncoding, ABC):
-    """A bias that is a quadratic form of the offset, with factors from the content of the query.
+    """The bias is a quadratic form of the offset. Its factors come from the content of the query.
 
     Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
     difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
@@ -106,7 +106,7 @@ class ParabolicPositionEncoding(QuadraticForm, CoordinateEncoding):
     """
     relative = True
     adds = 'L * 100 * h * (D + 1)'
-    resolution = 'parabolas go on for further offsets, or `rescale`'
+    resolution = 'parabolas extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2602.01418'
 
     def __init__(self, *, num_parabolas: int = 50, device=None, dtype=None, **host) -> None:

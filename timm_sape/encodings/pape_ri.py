@@ -1,8 +1,8 @@
 """PaPE-RI, the form of PaPE that does not change when the image is rotated (Øhrstrøm et al., 2026).
 
 One parabola of the distance between two patches in each head, whose width depends on the content of the query. 2-D in
-that the distance is that between two places of the grid. Computed as `pape` is, by six further channels of q and k (21
-in half precision), so attention stays fused. Costs a projection of the tokens to h widths, and these channels.
+that distances are measured on the grid. Computed as `pape` is, by six further channels of q and k (21 in half
+precision), so attention stays fused. Costs a projection of the tokens to h widths, and these channels.
 """
 import torch
 import torch.nn as nn
@@ -31,7 +31,7 @@ class RotationInvariantParabolicEncoding(QuadraticForm, CoordinateEncoding):
     relative = True
     sees_mirror = False
     adds = 'L * h * D'
-    resolution = 'the parabola goes on for further distances, or `rescale`'
+    resolution = 'the parabola extrapolates, or `rescale`'
     paper = 'https://arxiv.org/abs/2602.01418'
 
     def __init__(self, *, layer: int = 0, device=None, dtype=None, **host) -> None:

@@ -23,15 +23,15 @@ class RotaryEncoding1d(FixedRotaryEncoding, FrequencyEncoding):
 
     Args:
         resolution: What happens on a grid of N patches other than the N0 of training. 'extrapolate': n goes up to
-            N - 1. 'rescale': n is squeezed or stretched to n * N0/N. 'ntk': that of slow pairs is, that of fast pairs
-            hardly. 'yarn': likewise by the number of turns over the N0 patches, and logits grow.
+            N - 1. 'rescale': n is squeezed or stretched to n * N0/N. 'ntk': so are slow pairs, fast pairs hardly.
+            'yarn': the same by number of turns over the N0 patches, and logits are scaled up.
 
     Raises:
         ValueError: If `resolution` is none of these, `ramp` is not two numbers of turns, or the head dim is odd.
     """
     relative = True
     sees_mirror = True
-    resolution = 'the raster index goes on, or `rescale`, `ntk`, `yarn`'
+    resolution = 'the raster index extrapolates, or `rescale`, `ntk`, `yarn`'
     paper = 'https://arxiv.org/abs/2104.09864'
 
     def __init__(self, **host) -> None:

@@ -1,13 +1,13 @@
 """SaPE2 (Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 2025).
 
 Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. The sum of
-the gates from column m to the end of the row is the position that i gives to column m: it counts patches that matter
-to i, not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i,
-one for each column, are the code of i along x. The code along y is made likewise from the column of i. Two patches
-get a bias in attention that is the distance of their codes along x plus the distance along y.
+the gates from column m to the end of the row is the position that i gives to column m: it counts patches that matter to
+i, not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i, one for
+each column, are the code of i along x. The code along y comes from the column of i in the same way. Two patches get a
+bias in attention: the distance between their codes along x plus that along y.
 
 The paper's equations and the code in its Appendix D differ in two scales; `preset` chooses between them. A public
-repository that appears to be the authors' exchanges the names K and Q: `help` of each encoding has a table.
+repository that appears to be the authors' swaps K and Q: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 
 The bias says little about geometry alone. Exchanging rows leaves the x part unchanged, exchanging columns the y part,
 and on a constant image the bias is zero. So it is used beside another encoding: `ape+sape2_k`.
@@ -62,19 +62,20 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
 
     Args:
         preset: 'appendix' (gates scaled by 1/sqrt(d), bias not scaled) or 'equations' (gates not scaled, bias scaled by
-            1/sqrt(d)). It chooses these scales and nothing else: Appendix D multiplies the queries, as 'sape2_q' does.
+            1/sqrt(d)). It sets these scales only. Appendix D also multiplies the queries, not the keys: that is
+            'sape2_q'.
         gate_scale: Factor of q.k inside the gates: 'head_dim' for 1/sqrt(d), 'one', or a number. Default: the preset's.
         bias_scale: Factor of the bias: 'one', 'head_dim' for 1/sqrt(d), 'learned' for one gain per head, or a number.
             By the paper's equations patches with distant codes attend to each other more; by its prose (5.4) less,
             which a negative number does. Default: the preset's.
         bias_init: Initial value of the learned gain. Default: the preset's scale.
-        npos: Table entries per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, one a whole position.
+        npos: Table entries per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, one per position.
         table_std: Standard deviation of the tables' truncated normal initial values.
         separate_keys: Multiply k by a matrix d x d before it is used for gates and codes, one matrix for each axis,
-            shared by the heads. 'zero' and 'identity' say how the matrices start; None for no matrices. 'zero' is
-            what the repository has (`help` of each encoding has a table of names): all gates are 1/2 at first, so
-            that the codes of 'sape2_q' and 'sape2_qk' start from geometry. 'sape2_k' and 'sape2sq_k' never learn
-            with 'zero': their codes are 0, so all distances are 0, and a distance of 0 has no gradient.
+            shared by the heads. 'zero' and 'identity' say how the matrices start; None for no matrices. 'zero' is as in
+            the repository that appears to be the authors': all gates are 1/2 at first, so that the codes of 'sape2_q'
+            and 'sape2_qk' start from geometry. 'sape2_k' and 'sape2sq_k' never learn with 'zero': their codes are 0, so
+            all distances are 0, and a distance of 0 has no gradient.
 
     Raises:
         ValueError: If a value is none of these.

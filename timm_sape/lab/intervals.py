@@ -67,7 +67,7 @@ def corrected_intervals(
 
     Returns:
         The mean difference, the ends of its interval if runs of one seed are taken for pairs, and the ends if all runs
-        are taken for unrelated.
+        are treated as independent.
     """
     pairs = [(values[seed], others[seed]) for seed in values if seed in others]
     confidence = 1 - 0.05 / comparisons

@@ -65,11 +65,11 @@ def _rounded(value: Optional[float]) -> Optional[float]:
 def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     """Format rows of `rows_of` as a Markdown table with one line per model, the baseline first, and list the failures.
 
-    Each model has the mean and standard deviation over its finished runs, and the mean difference to the baseline over
-    the seeds that both have finished, with its 95 % interval. There are two intervals. The first treats runs of one
-    seed as pairs. But the seed decides only the initial backbone and the order of the images, which may matter little.
-    Then the runs of a pair have nothing in common, and the second interval, for unrelated runs, has twice the degrees
-    of freedom. With few seeds, count a difference as shown only if both intervals exclude 0.
+    Each model has the mean and standard deviation over its finished runs, and the mean difference from the baseline
+    over the seeds that both have finished, with its 95 % interval. There are two intervals. The first treats runs of
+    one seed as pairs. But the seed decides only the initial backbone and the order of the images, which may matter
+    little. Then the runs of a pair have nothing in common, and the second interval, for independent runs, has twice the
+    degrees of freedom. With few seeds, count a difference as shown only if both intervals exclude 0.
     """
     labels = list(dict.fromkeys([baseline, *(row['model'] for row in rows)]))
     finished = {
@@ -86,7 +86,7 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
         table.append({
             'model': label,
             'top-1 (%)': spread(list(own.values())),
-            f'difference to {baseline}': difference([a - b for a, b in pairs]) + fewer,
+            f'difference from {baseline}': difference([a - b for a, b in pairs]) + fewer,
             'not paired': '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(*zip(*pairs))) if len(pairs) > 1 else '',
             'top-5 (%)': spread([row['top5'] for row in runs]),
             'seeds': _seeds(_of(rows, label)),
@@ -122,8 +122,8 @@ def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     epochs = ' or '.join(str(planned) for planned in sorted({row['epochs_planned'] for row in rows}))
     return (
         f'recipe {rows[0]["recipe"]}, {epochs} epochs; after the last epoch, mean ± standard '
-        f'deviation over seeds; differences in points at the same seed, with 95 % t intervals of the pairs, and of the '
-        f'runs taken for unrelated, each for itself (not corrected for {others} comparisons with {baseline}); '
+        f'deviation over seeds; differences in points at the same seed, with 95 % t intervals of the pairs, and of '
+        f'runs treated as independent, each on its own (not corrected for {others} comparisons with {baseline}); '
         f'{seen("hardware")}; torch {seen("torch")}, timm {seen("timm")}, timm-sape {seen("timm_sape")}, commit '
         f'{seen("commit")}')
 
