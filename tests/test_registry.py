@@ -214,6 +214,10 @@ def test_shared_where_it_cannot_be(hook, per_layer):
     assert 'mine' not in list_encodings()
 
 
+def forgets(self, **host):
+    self.slope = torch.nn.Parameter(torch.empty(3))
+
+
 @pytest.mark.parametrize('members, says', [
     ({'position_bia': lambda self, grid: None}, "'position_bia', which nothing calls.*hook 'position_bias', rename it"),
     ({'position_bias': lambda self, grid: None, 'content_bais': lambda *args: None}, "the hook 'content_bias', rename"),
@@ -221,6 +225,12 @@ def test_shared_where_it_cannot_be(hook, per_layer):
     (
         {'position_bias': lambda self, grid: None, '__init__': lambda self, *, slope=0.1: None},
         r'must take what the model passes, such as depth\..*super\(\).__init__\(\*\*host\)'),
+    (
+        {'position_bias': lambda self, q, grid: None},
+        r"cannot call Mine.position_bias \(missing a required argument: 'q'\). Write def position_bias\(self, grid\)"),
+    ({'content_bias': lambda self, q, grid: None}, r'Write def content_bias\(self, q, k, grid\)'),
+    ({'embed': lambda self, x: None}, r'Write def embed\(self, x, grid\)'),
+    ({'position_bias': lambda self, grid: None, '__init__': forgets}, r'end the constructor by self.reset_parameters\(\)'),
 ])
 def test_slips_that_would_be_silent_or_a_riddle(members, says):
     with pytest.raises(ValueError, match=says):

@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
+import torch
 import torch.nn as nn
 
 from ..checks import MOST, is_number
@@ -51,9 +52,9 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
 
     Raises:
         ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
-            looks like a misspelled hook, its constructor does not take what the model passes, or its `per_layer` does
-            not fit its hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k or probabilities
-            run once per layer.
+            looks like a misspelled hook, a hook or the constructor does not take what the model passes, the constructor
+            leaves parameters without initial values, or its `per_layer` does not fit its hooks: `mix` and `layer_embed`
+            run once per model, hooks that depend on q, k or probabilities run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
@@ -123,6 +124,25 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
         raise ValueError(
             f'Encoding {name!r}: {cls.__name__} overrides no hook, so it would do nothing. The hooks are '
             f'{", ".join(PositionEncoding.HOOKS)}: help(timm_sape.PositionEncoding).')
+    for hook in filter(cls.overrides, PositionEncoding.HOOKS):
+        expected = inspect.signature(getattr(PositionEncoding, hook)).parameters.values()
+        given = [parameter for parameter in expected if parameter.kind is not parameter.VAR_KEYWORD]
+        tensors = [parameter for parameter in given if parameter.annotation is torch.Tensor]
+        others = [parameter.name for parameter in given[1:] if parameter not in tensors]
+        asked = cls.asks_for if hook == 'embed' else ()
+        try:
+            inspect.signature(getattr(cls, hook)).bind(cls, *tensors, **dict.fromkeys([*others, *asked]))
+        except TypeError as e:
+            raise ValueError(
+                f'Encoding {name!r}: the model cannot call {cls.__name__}.{hook} ({e}). Write '
+                f'def {hook}({", ".join([*(parameter.name for parameter in given), *asked])}).') from None
+    names = cls.__init__.__code__.co_names if '__init__' in vars(cls) else ()
+    sets = any('reset' in word or word.endswith('_') and not word.endswith('__') for word in names)  # or zeros_ and such
+    if 'empty' in names and not sets:
+        raise ValueError(
+            f'Encoding {name!r}: the constructor of {cls.__name__} makes a parameter by torch.empty, which holds whatever '
+            'was in memory, and does not set it. Set it in reset_parameters, and end the constructor by '
+            'self.reset_parameters().')
     parameters = inspect.signature(cls.__init__).parameters.values()
     lacks = HOST_KEYWORDS - {parameter.name for parameter in parameters}
     if lacks and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
