@@ -4,7 +4,7 @@ r"""Fine-tune a NaFlexVit on a folder of images, each in its own aspect ratio, b
     python examples/native_aspect.py --data-dir DATA --model naflexvit_small_rope2d --kwargs '{"img_size": 224}' \
         --patches 196 --opt adamw --lr 1e-3
 
-DATA has `train` and `test`, each with a sub-folder of images per class. Without it, the images are drawn: a bright
+DATA has `train` and `val`, each with a sub-folder of images per class. Without it, the images are drawn: a bright
 square at one of the four sides of a noisy image, whose size and shape are random. That takes seconds on a CPU.
 
 To fine-tune a saved model: `--model local-dir:FOLDER --pretrained --kwargs '{}'`. To fine-tune one of timm's with an
@@ -33,7 +33,7 @@ SMALL = {'img_size': 32, 'patch_size': 4, 'global_pool': 'avg', 'fc_norm': True}
 def draw(folder, per_class):
     """Write images of 24 to 64 pixels a side."""
     generator = random.Random(0)
-    for split, number in (('train', per_class), ('test', per_class // 2)):
+    for split, number in (('train', per_class), ('val', per_class // 2)):
         for side, (x, y) in SIDES.items():
             (folder / split / side).mkdir(parents=True)
             for i in range(number):
@@ -93,7 +93,7 @@ def main():
         num_classes = sum(path.is_dir() for path in (folder / 'train').iterdir())
         model = timm.create_model(args.model, args.pretrained, num_classes=num_classes, **args.kwargs).to(args.device)
         loader = make_loader(folder / 'train', model, True, args)
-        test_loader = make_loader(folder / 'test', model, False, args)
+        test_loader = make_loader(folder / 'val', model, False, args)
         optimizer = create_optimizer_v2(model, args.opt, lr=args.lr, weight_decay=0.05)
         for epoch in range(args.epochs):
             model.train()

@@ -139,7 +139,8 @@ def test_what_is_printed(args, code, text, capsys):
     (['--image', 'a' * 300], 'is not an image that can be read'),
     (['--what', 'distance', '--layers', '0'], '--what distance shows all layers; leave --layers out'),
     (['--model', 'vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
-    (['--model', 'vit_tiny_ape'], 'position adds nothing to the logits of layer 11 of vit_tiny_ape'),
+    (['--model', 'vit_tiny_ape'], 'none that acts on the logits of layer 11: use --what similarity'),
+    (['--model', 'vit_tiny_nope'], 'position adds nothing to the logits of layer 11 of vit_tiny_nope'),
 ])
 def test_map_says_what_is_wrong(args, text, tmp_path, capsys):
     arguments = ['--model', 'model', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]

@@ -1,4 +1,5 @@
 """The documents: what is generated is up to date, links lead somewhere, and the code runs."""
+import argparse
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 import timm
+import torch
 from PIL import Image
 
 import timm_sape
@@ -140,6 +142,18 @@ def images(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def checkpoints(images):
+    """Also checkpoints, as the README's block for training leaves them."""
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_rope2d', num_classes=2, img_size=32, patch_size=4)
+    args = argparse.Namespace(num_classes=2, model_kwargs={'img_size': 32, 'patch_size': 4})
+    for name in ('first/last', 'second/model_best'):
+        path = images / 'output' / f'{name}.pth.tar'
+        path.parent.mkdir(parents=True)
+        torch.save({'arch': 'vit_tiny_rope2d', 'state_dict': model.state_dict(), 'args': args}, path)
+
+
 @pytest.mark.parametrize('path', PAGES, ids=name_of)
 def test_python_runs(path, tmp_path, monkeypatch):
     """All of it, but with random weights where it would download some. Blocks of a page follow each other."""
@@ -179,15 +193,21 @@ def check_readme(scope, folder):
 
 
 @pytest.mark.parametrize('path', PAGES, ids=name_of)
-def test_commands_run(path, images, monkeypatch):
+def test_commands_run(path, checkpoints, monkeypatch):
     """Those of blocks that need nothing special. Of the others at least our own options exist."""
     monkeypatch.setitem(matplotlib.rcParams, 'savefig.dpi', 50)
+    variables = {}
     for code, needs in blocks(path, 'bash'):
         for words in commands(code):
             if needs:
                 if words[0] == 'timm-sape':
                     make_parser().parse_args(words[1:])
                 continue
+            name, is_set, value = words[0].partition('=')
+            if is_set:
+                variables[f'${name}'] = value
+                continue
+            words = [variables.get(word, word) for word in words]
             assert words[0] == 'timm-sape', f'mark the block with <!-- needs: ... -->: {words}'
             assert main(words[1:]) == 0, words
 

@@ -36,7 +36,7 @@ def test_drawn_images(run):
 
 
 def test_a_saved_model_and_a_graft(run, tmp_path):
-    for split in ('train', 'test'):
+    for split in ('train', 'val'):
         for name, size in (('wide', (40, 16)), ('tall', (16, 40))):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(4):

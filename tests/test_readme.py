@@ -440,20 +440,20 @@ def test_readme_has_the_new_seeds():
 
 def test_advice_is_that_of_the_results():
     """Numbers in the prose of the README and of docs/."""
-    costs = {}
-    for path in RESULTS.glob('cost*.csv'):
-        for row in read_csv(path):
-            costs[row['pos_enc']] = max(costs.get(row['pos_enc'], 0), float(row['step_ratio']))
-    assert '[1 to 35 % slower](docs/cost.md) in a training step; `comrope` and `liere` more' in README.read_text()
-    assert min(costs.pop('comrope'), costs.pop('liere')) > 1.355 > max(costs.values()) > 1.3
-    rows = [row for row in read_csv(RESULTS / 'resolutions_cpu.csv') if row['model'] == 'RoPE-2D']
-    top1 = {
-        (rule, size): statistics.mean(
-            float(row['top1']) for row in rows if (row['rule'], row['height'], row['width']) == (rule, size, size))
-        for rule in ('rescale', 'extrapolate') for size in ('32', '64')}
-    text = 'trained at 32 px it had {:.1f} %, at 64 px {:.1f} %; without `rescale` [{:.1f} %]'
-    order = ('rescale', '32'), ('rescale', '64'), ('extrapolate', '64')
-    assert text.format(*(top1[key] for key in order)) in README.read_text()
+    more = {
+        row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
+        for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
+    text = 'of `rope2d` takes [{} % longer](docs/cost.md), of `sape2_k` {} %, of `liere` {} %'
+    assert text.format(*(more[name] for name in ('rope2d', 'sape2_k', 'liere'))) in README.read_text()
+    assert f'A training step takes {more["sape2_k"]} % longer: [cost](docs/cost.md#sape2)' in README.read_text()
+    rows = read_csv(RESULTS / 'resolutions_cpu.csv')
+    top1 = [
+        statistics.mean(
+            float(row['top1']) for row in rows
+            if (row['model'], row['rule'], row['height'], row['width']) == (*which, '64', '64'))
+        for which in (('RoPE-2D', 'rescale'), ('APE', 'own'), ('RoPE-2D', 'extrapolate'))]
+    text = 'at 64 px, trained at 32, it had {:.1f} %, `ape` {:.1f}, `rope2d` without `rescale` [{:.1f}]'
+    assert text.format(*top1) in README.read_text()
 
 
 def test_figures_in_docs():

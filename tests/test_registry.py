@@ -230,7 +230,9 @@ def forgets(self, **host):
         r"cannot call Mine.position_bias \(missing a required argument: 'q'\). Write def position_bias\(self, grid\)"),
     ({'content_bias': lambda self, q, grid: None}, r'Write def content_bias\(self, q, k, grid\)'),
     ({'embed': lambda self, x: None}, r'Write def embed\(self, x, grid\)'),
-    ({'position_bias': lambda self, grid: None, '__init__': forgets}, r'end the constructor by self.reset_parameters\(\)'),
+    (
+        {'position_bias': lambda self, grid: None, '__init__': forgets},
+        r'end the constructor by self.reset_parameters\(\)'),
 ])
 def test_slips_that_would_be_silent_or_a_riddle(members, says):
     with pytest.raises(ValueError, match=says):

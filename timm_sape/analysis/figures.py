@@ -1,4 +1,5 @@
 """Figures of the results of the analyses. Only this file and `lab.figures_sweep` use matplotlib."""
+import textwrap
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -59,7 +60,7 @@ def draw_maps(
         grid_size: Tuple[int, int],
         patches: Sequence[Tuple[int, int]],
         what: str,
-        cmap: str = WHITE_TO_GREEN,
+        cmap: Optional[str] = None,
         aspect: float = 1.0,
 ):
     """Draw a figure like Figure 4 of the SaPE2 paper (2025).
@@ -73,7 +74,9 @@ def draw_maps(
         grid_size: (H, W).
         patches: (x, y) of the patches whose rows are drawn, in patches from the top left.
         what: Label of the colour bar.
-        cmap: `WHITE_TO_GREEN` or the name of a colour map of matplotlib. Numbers that are not finite are grey.
+        cmap: `WHITE_TO_GREEN` or the name of a colour map of matplotlib. By default a matrix with numbers on both sides
+            of 0 goes from blue over white to red, with white at 0, and others are `WHITE_TO_GREEN`. Numbers that are
+            not finite are grey.
         aspect: Height of a patch divided by its width.
 
     Returns:
@@ -86,16 +89,22 @@ def draw_maps(
     height, width = grid_size
     columns = 2 + len(patches)
     panel = 2.6
-    figure = new_figure(panel * columns + 1, panel * min(1.2, max(0.7, aspect * height / width)) * len(matrices) + 0.4)
+    panel_height = panel * min(1.2, max(0.7, aspect * height / width))
+    figure = new_figure(panel * columns + 1, panel_height * len(matrices) + 0.4)
     axes = figure.subplots(len(matrices), columns, squeeze=False)
-    colours = _colours(cmap).with_extremes(bad='#bbbbbb')
     for row, title, matrix in zip(axes, titles, matrices):
         matrix = matrix.detach().cpu().float()
         shown = matrix.masked_fill(~matrix.isfinite(), float('nan')).numpy()
         finite = matrix[matrix.isfinite()]
         if not len(finite):
             raise ValueError(f'{title}: no number is finite, so there is nothing to draw. Has the model diverged?')
-        scale = dict(cmap=colours, vmin=finite.min().item(), vmax=finite.max().item(), interpolation='nearest')
+        least, most = finite.min().item(), finite.max().item()
+        if cmap is None and least < 0 < most:
+            colours, most = _colours('RdBu_r'), max(-least, most)
+            least = -most
+        else:
+            colours = _colours(cmap or WHITE_TO_GREEN)
+        scale = dict(cmap=colours.with_extremes(bad='#bbbbbb'), vmin=least, vmax=most, interpolation='nearest')
         extent = (-0.5, width - 0.5, height - 0.5, -0.5)
         row[0].imshow(image.numpy(), extent=extent, interpolation='nearest', aspect=aspect)
         row[0].set_title('image', fontsize=9)
@@ -111,7 +120,8 @@ def draw_maps(
             axis.set(xlabel='x, patches', ylabel='y, patches')
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.yaxis.get_major_locator().set_params(integer=True)
-        figure.colorbar(drawn, ax=row.tolist(), label=what, shrink=0.9)
+        label = textwrap.fill(what, int(12 * panel_height))  # letters that fit beside a panel
+        figure.colorbar(drawn, ax=row.tolist(), label=label, shrink=0.9)
     return figure
 
 

@@ -1,5 +1,6 @@
 """`timm-sape list`: the encodings and the models that there are."""
 import argparse
+import sys
 from typing import Sequence
 
 from .common import CommandError, add_command
@@ -101,8 +102,11 @@ def _encoding_row(name: str, plain: int):
     pos_enc = name if cls.alone else f'sincos2d+{name}'  # which has no parameters
     try:
         added = f'{_num_parameters(_create("vit_small_pos_enc", pos_enc=pos_enc)) - plain:,}'
-    except Exception:  # an encoding of the user's own may not fit this model, or have a bug
+    except Exception as e:  # an encoding of the user's own may not fit this model, or have a bug
         added = '?'
+        print(
+            f'{name}: its parameters are not counted, because it cannot be built in vit_small on the meta device: '
+            f'{type(e).__name__}: {e}', file=sys.stderr)
     title = textwrap.shorten(encoding_title(name), 60, placeholder=' ...')
     return name, title, ', '.join(cls.acts_on()) or 'nothing', cls.attention_kernel(), added, cls.resolution
 

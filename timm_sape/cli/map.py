@@ -55,7 +55,9 @@ also those of --import, in an untrained model of its own; it takes no other opti
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='patches to draw a small map for (default: two)')
     parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0; -1 is the last (default: -1)')
     parser.add_argument('--heads', choices=('mean', 'all'), default='mean', help='(default: %(default)s)')
-    parser.add_argument('--cmap', metavar='NAME', help='colours by a name that matplotlib knows (default: green)')
+    parser.add_argument(
+        '--cmap', metavar='NAME',
+        help='colours by a name that matplotlib knows (default: white to green, or blue to red around 0)')
     parser.add_argument('--numbers', type=Path, metavar='FILE', help='write the numbers: .csv or .json')
     parser.add_argument('--force', action='store_true', help='overwrite existing files')
 
@@ -85,7 +87,7 @@ def _map(args: argparse.Namespace) -> int:
     from timm.data import resolve_model_data_config
 
     from ..analysis import attention_distance, position_maps
-    from ..analysis.figures import WHITE_TO_GREEN, displayed, draw_attention_distance, draw_maps
+    from ..analysis.figures import displayed, draw_attention_distance, draw_maps
     from ..analysis.inputs import ImageFile, load_model, patch_ratio, preprocessing
 
     with readable():
@@ -116,7 +118,7 @@ def _map(args: argparse.Namespace) -> int:
         with readable():
             figure = draw_maps(
                 displayed(image, config['mean'], config['std']), titles, matrices, maps.grid.size, patches,
-                WHAT[args.what], args.cmap or WHITE_TO_GREEN, patch_height / patch_width)
+                WHAT[args.what], args.cmap, patch_height / patch_width)
     writers = {args.output: lambda path: figure.savefig(path, dpi=150)}
     if args.numbers is not None:
         writers[args.numbers] = table_writer(rows, notes, '')
@@ -197,6 +199,10 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
         found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
         _finite(found, args.model)
         if args.what == 'bias' and not found.any():
+            if maps.vectors is not None or layer.vectors is not None:
+                raise CommandError(
+                    f'{args.model} has an encoding that is added to its tokens, and none that acts on the logits of '
+                    f'layer {layer.index}: use --what similarity')
             raise CommandError(
                 f'position adds nothing to the logits of layer {layer.index} of {args.model}: no encoding acts there, '
                 'or it starts at zero and has not been trained. If the class token is pooled, the last layer learns no '

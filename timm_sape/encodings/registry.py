@@ -137,11 +137,11 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
                 f'Encoding {name!r}: the model cannot call {cls.__name__}.{hook} ({e}). Write '
                 f'def {hook}({", ".join([*(parameter.name for parameter in given), *asked])}).') from None
     names = cls.__init__.__code__.co_names if '__init__' in vars(cls) else ()
-    sets = any('reset' in word or word.endswith('_') and not word.endswith('__') for word in names)  # or zeros_ and such
+    sets = any('reset' in word or word.endswith('_') and not word.endswith('__') for word in names)  # such as zeros_
     if 'empty' in names and not sets:
         raise ValueError(
-            f'Encoding {name!r}: the constructor of {cls.__name__} makes a parameter by torch.empty, which holds whatever '
-            'was in memory, and does not set it. Set it in reset_parameters, and end the constructor by '
+            f'Encoding {name!r}: the constructor of {cls.__name__} makes a parameter by torch.empty, which holds '
+            'whatever was in memory, and does not set it. Set it in reset_parameters, and end the constructor by '
             'self.reset_parameters().')
     parameters = inspect.signature(cls.__init__).parameters.values()
     lacks = HOST_KEYWORDS - {parameter.name for parameter in parameters}

@@ -123,7 +123,8 @@ def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     return (
         f'recipe {rows[0]["recipe"]}, {epochs} epochs; after the last epoch, mean ± standard '
         f'deviation over seeds; differences in points at the same seed, with 95 % t intervals of the pairs, and of '
-        f'runs treated as independent, each on its own (not corrected for {others} comparisons with {baseline}); '
+        f'runs treated as independent, each on its own (not corrected for {others} '
+        f'{"comparison" if others == 1 else "comparisons"} with {baseline}); '
         f'{seen("hardware")}; torch {seen("torch")}, timm {seen("timm")}, timm-sape {seen("timm_sape")}, commit '
         f'{seen("commit")}')
 
