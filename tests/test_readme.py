@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import timm_sape
 from timm_sape.cli import experiment, main
 from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
@@ -471,6 +472,13 @@ def test_figures_in_docs():
         for rule in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
     text = 'lose {} and {} points at twice the size where angles extrapolate, {} and {} where they are rescaled'
     assert f'`rope2d` and `rope2d_mixed` {text.format(*lost)}' in prose(DOCS / 'resolutions.md')
+
+    probes = read_csv(RESULTS / 'probe.csv')
+    verdicts = [row['verdict'] for row in probes if row['verdict']]
+    encodings = {row['model'] for row in probes} - {'ape+sape2_k'}
+    assert set(verdicts) == {'pass'} and len(encodings) == len(timm_sape.list_encodings())
+    text = f'All {len(verdicts)} predictions held for the {len(encodings)} encodings and `ape+sape2_k`'
+    assert text in prose(DOCS / 'analysis.md')
 
     grafts = read_csv(RESULTS / 'grafts.csv')
     bases, refused = {row['base'] for row in grafts}, {row['base'] for row in grafts if row['refused']}
