@@ -156,7 +156,7 @@ def subtract(values, others):
 
 def reference():
     """The table of examples/reference_table.py, with links, and how far it is."""
-    _, rows, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
+    *_, rows, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
     linked = re.sub(r'\| `(\w+)` \|', r'| [`\1`](encodings/\1.md) |', rows)
     return f'{linked}\n\n{notes.strip()}'
 

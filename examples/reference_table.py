@@ -171,7 +171,8 @@ def table(args):
     rates = chosen_rates(plan, args.output)
     if plan.baseline not in rates:
         raise ValueError(f'{args.output} has no finished trials of {plan.baseline!r}; name the folder of `run`')
-    comparisons = len(plan.labels) - 1  # of the whole plan, also while it is being trained
+    planned = len(plan.labels)
+    comparisons = planned - 1  # of the whole plan, also while it is being trained
     plan = with_rates(plan, rates)
     rows, measures = rows_of(plan, args.output), read_measures(args.output)
     columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed'})
@@ -199,7 +200,14 @@ def table(args):
             'P-SHAP': spread([line['pshap'] for line in own], 3),
             **_costs(names[label], args.costs),
         })
-    text = f'{summary_table(rows, plan.baseline)}\n\n{markdown(beside)}\n\n{notes_of(rows, plan.baseline)}\n'
+    seen = {key: '; '.join(dict.fromkeys(row[key] for row in rows if row[key]))
+            for key in ('hardware', 'torch', 'timm', 'timm_sape', 'commit')}
+    about_rows = (
+        f'{len(plan.labels)} of {planned} rows so far. Intervals are corrected for {comparisons} comparisons with '
+        f'{plan.baseline}. {{hardware}}; torch {{torch}}, timm {{timm}}, timm-sape {{timm_sape}}, commit {{commit}}'
+    ).format(**seen)
+    text = '\n\n'.join([
+        summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), markdown(beside), about_rows]) + '\n'
     (args.output / f'{args.plan.stem}.md').write_text(text)
     print(text)
     return 0

@@ -5,6 +5,8 @@ import operator
 import re
 import shutil
 import statistics
+import subprocess
+import sys
 from functools import reduce
 from pathlib import Path
 
@@ -91,6 +93,16 @@ def test_tables_are_those_of_the_archive(table, tmp_path, monkeypatch):
     assert main(['experiment', str(plan), '--output', str(tmp_path), '--tables']) == 0
     for path in (table, table.with_suffix('.csv')):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_reference_table_is_that_of_its_runs(tmp_path):
+    folder = RESULTS / 'cpu_cifar10' / 'reference'
+    for name in ('runs.jsonl', 'measures.jsonl'):
+        shutil.copy(folder / name, tmp_path)
+    script = ROOT / 'examples' / 'reference_table.py'
+    subprocess.run([sys.executable, script, 'table', '--output', tmp_path], check=True, capture_output=True)
+    for name in ('reference.md', 'reference.csv'):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 @pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits'])
