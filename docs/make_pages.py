@@ -415,8 +415,8 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, choosing, reference, encodings, rules, sizes, finetune, position_bias, cost, timms, naflex, sape2, sape2_models,
-        sape2_compiled, kernels)}
+        results, choosing, reference, encodings, rules, sizes, finetune, position_bias, cost, timms, naflex, sape2,
+        sape2_models, sape2_compiled, kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
