@@ -35,7 +35,7 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
         max_freq: Frequency of pair 0, in radians per patch. More than 0.
 
     Raises:
-        ValueError: If a value is none of these, the head dim is not a multiple of 4, or it has no channels for some of the
+        ValueError: If a value is none of these, the head dim is not a multiple of 4, or it is too small for that many
             directions.
     """
     relative = True
