@@ -126,8 +126,8 @@ def adapt(
         check_memory(name, sizes, model, min(batch_size, len(data), num_images or batch_size))
     default = own_rule(model)
     choices = {default: rules_of(model)[default]}
-    for rule in [None] if rules is None else [[rule] for rule in rules]:
-        choices.update(rules_of(model, rule, name))
+    for only in [None] if rules is None else [[rule] for rule in rules]:
+        choices.update(rules_of(model, only, name))
     grid, patch = trained_grid(model), patch_ratio(model)
     own_size = image_size_of(model)
     home = own_size if grid is None else (grid[0] * patch[0], grid[1] * patch[1])
