@@ -133,6 +133,7 @@ def test_what_is_printed(args, code, text, capsys):
     (['--numbers', 'map.txt'], 'must end in .csv or .json'),
     (['--img-size', '30'], 'does not divide'),
     (['--img-size', '8', '8', '8'], '--img-size takes one number, or height and width'),
+    (['--img-size', '8x8', '8'], '--img-size takes one number, or height and width'),
     (['--img-size', '100000'], 'an image of 100000 x 100000 pixels takes 120.0 GB, a model many times that, and this'),
     (['--output', 'a' * 300 + '.png'], 'File name too long'),
     (['--numbers', 'a' * 300 + '.csv'], 'File name too long'),
@@ -216,10 +217,10 @@ def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
     Image.new('RGB', (8, 8)).save('image.png')
     arguments = ['--model', 'test_vit_nope', '--img-size', '512', '--image', 'image.png', '--output', 'map.png', *args]
     monkeypatch.setattr('timm_sape.analysis.position_maps', lambda *_: 1 / 0)
-    monkeypatch.setattr('timm_sape.cli.map.memory_size', lambda: 0.98 * need)
+    monkeypatch.setattr('timm_sape.lab.machine.memory_size', lambda: 0.98 * need)
     assert main(['map', *arguments]) == 2
     assert text in capsys.readouterr().err.splitlines()[-1]
-    monkeypatch.setattr('timm_sape.cli.map.memory_size', lambda: 1.02 * need)
+    monkeypatch.setattr('timm_sape.lab.machine.memory_size', lambda: 1.02 * need)
     with pytest.raises(ZeroDivisionError):
         main(['map', *arguments])
 
@@ -356,6 +357,22 @@ def test_probe(tmp_path, capsys):
     assert main(['probe', 'test_vit_irpe_k', *size]) == 1
     assert '| changes | fail |' in capsys.readouterr().out
     assert main(['probe', 'model', '--image', 'flower.jpg']) == 0
+
+
+@pytest.mark.parametrize('size', [['48x64'], ['48X64'], ['48', '64']])
+def test_both_spellings_of_a_size(size, tmp_path, monkeypatch):
+    sizes = []
+
+    def load_model(name, img_size, **kwargs):
+        sizes.append(img_size)
+        raise ValueError
+
+    monkeypatch.setattr('timm_sape.analysis.inputs.load_model', load_model)
+    for command in (['probe', 'model'], ['map', '--model', 'model', '--output', str(tmp_path / 'map.png')]):
+        assert main([*command, '--image', 'china.jpg', '--img-size', *size]) == 2
+    assert sizes == [(48, 64)] * 2
+    with pytest.raises(SystemExit):
+        main(['probe', 'model', '--image', 'china.jpg', '--img-size', '48x'])
 
 
 def test_old_name_of_randomize(capsys):

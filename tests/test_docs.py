@@ -14,6 +14,7 @@ import matplotlib
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import timm_sape
@@ -136,8 +137,10 @@ def images(tmp_path, monkeypatch):
             folder = tmp_path / 'DATA' / split / label
             folder.mkdir(parents=True)
             for i in range(4):
-                Image.linear_gradient('L').convert('RGB').resize((32 + 8 * i, 32)).save(folder / f'{i}.png')
-                Image.new('RGB', (40, 32), colour).save(folder / f'{i + 4}.png')
+                gradient = Image.linear_gradient('L').convert('RGB').resize((32 + 8 * i, 32))
+                plain = Image.new('RGB', gradient.size, colour)
+                Image.blend(gradient, plain, 0.5).save(folder / f'{i}.png')
+                plain.save(folder / f'{i + 4}.png')
     Image.linear_gradient('L').convert('RGB').save(tmp_path / 'cat.jpg')
     return tmp_path
 
@@ -146,8 +149,17 @@ def images(tmp_path, monkeypatch):
 def checkpoints(images):
     """Also checkpoints, as the README's block for training leaves them."""
     torch.manual_seed(0)
-    model = timm.create_model('vit_tiny_rope2d', num_classes=2, img_size=32, patch_size=4)
-    args = argparse.Namespace(num_classes=2, model_kwargs={'img_size': 32, 'patch_size': 4})
+    kwargs = {'img_size': 32, 'patch_size': 4, 'depth': 2}
+    model = timm.create_model('vit_tiny_rope2d', num_classes=2, **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(10):  # until it tells the colours of cats from those of dogs, as `adapt` wants labels to fit
+        red, blue = 2 * torch.rand(2, 8, 1, 1, 1) - 1
+        pixels = torch.cat([red, torch.zeros(8, 1, 1, 1), blue], dim=1).expand(-1, -1, 32, 32)
+        loss = F.cross_entropy(model(pixels), (blue > red).flatten().long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    args = argparse.Namespace(num_classes=2, model_kwargs=kwargs)
     for name in ('first/last', 'second/model_best'):
         path = images / 'output' / f'{name}.pth.tar'
         path.parent.mkdir(parents=True)

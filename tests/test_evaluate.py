@@ -10,6 +10,7 @@ import shutil
 import sys
 from fractions import Fraction
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.image
 import numpy as np
@@ -393,14 +394,37 @@ def test_sweep_of_models_with_one_rule(images, folders, seen):
 
 def test_sweep_of_two_encodings_with_other_keywords(images, folders, seen):
     rows = sweep([folders['two']], open_dataset(images), [32], num_images=3, progress=False)
-    assert [row['rule'] for row in rows] == rules_of('alibi2d')
+    rules = [  # sincos2d has no slopes, and is rescaled beside them
+        'alibi2d=extrapolate,sincos2d=extrapolate', 'alibi2d=rescale,sincos2d=rescale',
+        'alibi2d=slopes,sincos2d=rescale', 'alibi2d=rescale,sincos2d=extrapolate',
+        'alibi2d=slopes,sincos2d=extrapolate']
+    assert [row['rule'] for row in rows] == [*rules, *(f'{rule}+log' for rule in rules)]
     for (model, _), row in zip(seen, rows):
         rule = row['rule'].removesuffix('+log')
         assert model.pos_enc_kwargs['alibi2d']['distance'] == 'manhattan'
         assert {e.ref_grid_size for e in model.position_encodings().values()} == {(6, 8)}
-        # 'sincos2d' has no slopes, and is rescaled beside them
-        assert [model.encodings[name].rule for name in ('alibi2d', 'sincos2d')] == [
-            rule, 'rescale' if rule == 'slopes' else rule]
+        assert rule == ','.join(f'{name}={model.encodings[name].rule}' for name in ('alibi2d', 'sincos2d'))
+
+
+@pytest.mark.parametrize('pos_enc, heads', [('rope2d', 0), ('alibi2d', 4), ('sape2_k', 20), ('irpe_qkv', 20)])
+def test_memory_that_a_sweep_needs(pos_enc, heads, images, seen, tmp_path, monkeypatch):
+    """Logits [B, h, N, N] if they depend on the content, [h, N, N] if not, none if attention is fused."""
+    save_for_hf(make(pos_enc), tmp_path / 'model')
+    data = open_dataset(images)
+    need = 4 * (5 * 400 * 9 * 64 + heads * 400 ** 2)
+
+    def run(memory, num_images=None):
+        monkeypatch.setattr(sweep_module, 'memory_size', lambda: int(memory))
+        rules = ['rescale' if pos_enc in ('rope2d', 'alibi2d') else 'own']
+        sweep([f'{tmp_path}/model'], data, [48, 160], batch_size=5, num_images=num_images, rules=rules, progress=False)
+
+    with pytest.raises(ValueError, match=(
+            'model at 160x160 has 400 patches, which take .* GB in a batch of 5, and this machine has .* GB. '
+            'Use a smaller size or a smaller batch.')):
+        run(0.99 * need)
+    assert not seen
+    run(0.99 * need, num_images=1)
+    run(1.01 * need, num_images=5)
 
 
 def test_sweep_of_some_rules(images, folders, seen):
@@ -409,8 +433,8 @@ def test_sweep_of_some_rules(images, folders, seen):
     models = [folders['two'], folders['rope2d'], folders['nope']]
     rows = sweep(models, data, [32], num_images=3, rules=['own', 'ntk', 'rescale+log'], progress=False)
     assert [(row['model'], row['rule']) for row in rows] == [
-        (folders['two'], 'rescale+log'), (folders['rope2d'], 'ntk'), (folders['rope2d'], 'rescale+log'),
-        (folders['nope'], 'own')]
+        (folders['two'], 'alibi2d=rescale,sincos2d=rescale+log'), (folders['rope2d'], 'ntk'),
+        (folders['rope2d'], 'rescale+log'), (folders['nope'], 'own')]
     with pytest.raises(ValueError, match='timm has none of the rules own, ntk. It has timm.$'):
         sweep([folders['rope2d'], folders['timm']], data, [32], rules=['own', 'ntk'], progress=False)
     assert len(seen) == 4
@@ -677,6 +701,7 @@ def test_names_without_weights_are_pointed_out(main, images, capsys):
 
 @pytest.mark.parametrize('args, text', [
     (['sweep', '{rope2d}', '--sizes', '50'], 'does not divide the size 50x50. Use 48x48 or 56x56.'),
+    (['sweep', '{rope2d}', '--sizes', '8x100000000'], '--sizes: an image of 8 x 100000000 pixels takes 9.6 GB'),
     (['sweep', '{rope2d}', '--sizes', '48x64', '--crop-mode', 'center'], "Use 'squash'."),
     (['sweep', '{rope2d}', '--sizes', '48', '--output', 'none/a.csv'], 'there is no directory'),
     (['sweep', '{rope2d}', '--sizes', '48', '--plot', 'a.csv'], 'must end in .png or .svg or .pdf'),
@@ -705,6 +730,18 @@ def test_commands_say_what_is_wrong_in_one_line(args, text, main, images, folder
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert not out and text in err and err.startswith('timm-sape: ') and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('error, text', [
+    (MemoryError(), 'timm-sape: there is not enough memory; give a smaller size, or fewer images at a time'),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), 'there is not enough memory'),
+    (Image.DecompressionBombError('Image size (7 pixels) exceeds limit'), 'exceeds limit; give a smaller size, or le'),
+])
+def test_lack_of_memory(error, text, main, images, folders, capsys, monkeypatch):
+    monkeypatch.setattr(compare_module, 'predict', mock.Mock(side_effect=error))
+    assert main(['compare', folders['rope2d'], '--data-dir', str(images), '--workers', '0']) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.count('\n') == 1
 
 
 def test_an_image_that_cannot_be_read_in_another_process(main, folders, tmp_path, capsys, monkeypatch):

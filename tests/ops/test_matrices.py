@@ -48,6 +48,17 @@ def test_matrix_exp(size, norm, dtype, tolerance, exported):
         assert (found - expected).abs().max() < 16 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize('norm, most', [(1, 1e-6), (256, 3e-5), (2 ** 11, 2.5e-4)])
+@pytest.mark.parametrize('size', SIZES)
+def test_exported_exponential_is_as_close_as_that_of_torch(size, norm, most, monkeypatch):
+    a = ops.skew(entries(size, 1), size)
+    a = (norm * a / torch.linalg.matrix_norm(a, 2)[:, None, None]).float()
+    expected = torch.linalg.matrix_exp(a.double())
+    by_torch = (torch.linalg.matrix_exp(a) - expected).abs().max()
+    monkeypatch.setattr(torch.onnx, 'is_in_onnx_export', lambda: True)
+    assert (ops.matrix_exp(a) - expected).abs().max() <= min(by_torch, most)
+
+
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 @pytest.mark.parametrize('scale', [0, 1e-3, 1, 5])
 @pytest.mark.parametrize('size', SIZES)

@@ -1,21 +1,22 @@
 """`timm-sape adapt`: the best rule for a trained model at a size that it was not trained on."""
 import argparse
-import os
 import sys
 from pathlib import Path
+from typing import Any, Dict
 
-from .common import CommandError, add_command
+from .common import add_command
 from .data_options import (
     MODELS_HELP,
     add_data_options,
     add_rules_option,
+    check_sizes,
     loading,
     measured_on,
     readable,
     size,
     warn_untrained,
 )
-from .files import TABLES, check_outputs, interruptible, table_writer, write_files
+from .files import TABLES, check_folder, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
 
@@ -31,8 +32,9 @@ examples:
   timm-sape adapt output/exp/model_best.pth.tar --sizes 288 384 224x448 --data-dir DATA --table rules.csv
 
 The score is accuracy; without labels, or with --agreement, the share of images that get the class that the model itself
-predicts at its own size. Differences are to the rule that the model has as it is, on the same images. A model of timm
-is converted first, by timm_sape.graft(MODEL, 'nope').""",
+predicts at the size that it was trained on. Differences are from the rule that the model has as it is, on the same
+images. Another rule is chosen only if it is shown to be better: if the interval of its difference, corrected for the
+number of rules, is above 0. A model of timm is converted first, by timm_sape.graft(MODEL, 'nope').""",
     )
     parser.add_argument('model', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(
@@ -41,7 +43,8 @@ is converted first, by timm_sape.graft(MODEL, 'nope').""",
         '--agreement', action='store_true', help="ignore labels, if the classes of the images are not the model's")
     parser.add_argument(
         '--output', type=Path, metavar='FOLDER',
-        help='save the model with the best rule, at that size; of several sizes each in a folder of its own, 448x448')
+        help='save the model with the rule that was chosen, at that size; of several sizes each in a folder of its '
+             'own, 448x448')
     add_rules_option(parser)
     add_data_options(parser)
     parser.add_argument('--table', type=Path, metavar='FILE', help=f'write the table: {", ".join(TABLES)}')
@@ -55,39 +58,44 @@ def _adapt(args: argparse.Namespace) -> int:
         size: args.output if len(sizes) == 1 else args.output / f'{size[0]}x{size[1]}'
         for size in sizes} if args.output is not None else {}
     for folder in folders.values():
-        if os.path.lexists(folder):
-            raise CommandError(f'{folder} exists; name an --output that does not')
-    if args.output is not None and args.output.is_file():
-        raise CommandError(f'{args.output} is a file; name a folder as --output')
+        check_folder(folder)
 
-    from ..lab.adapt import adapt, adapted_table, save_adapted, snapshot
+    from ..lab.adapt import adapt, adapted_table, chosen_row, save_adapted, snapshot
 
     with readable():
         options = loading(args)
+        check_sizes(sizes, options)
         warn_untrained([args.model])
         with snapshot(args.model) as (spec, reason):
             if reason:
                 print(f'timm-sape: {args.model} keeps the rule of timm: {reason}', file=sys.stderr)
             found = adapt(spec, sizes=sizes, name=args.model, agreement=args.agreement, rules=args.rules, **options)
             table = adapted_table(found.rows)
-            rules = list(dict.fromkeys(row['rule'] for row in found.rows))
-            is_top1 = found.measure == 'top1'
+            own, *others = dict.fromkeys(row['rule'] for row in found.rows)
             measure = (
-                f'top-1 accuracy, {found.at_home:.1f} % at its own size' if is_top1
-                else 'agreement with the predictions at its own size')
+                f'top-1 accuracy, {found.at_home:.1f} % at {found.home}' if found.measure == 'top1'
+                else f'agreement with its predictions at {found.home}')
             notes = (
-                f'{args.model}: {measure}; 95 % Wilson intervals; differences from {rules[0]} with 95 % intervals of '
-                f'the pairs; {measured_on(args, found.rows[0]["num_images"])}')
-            print(table, notes, sep='\n\n')
-            if len(rules) == 1:
-                print(f'\nThere is one rule, {rules[0]}, so there was nothing to choose.')
-            else:
-                print('\nThe best rule was chosen on these images, so its figure is too good; measure it on others.')
+                f'{args.model}: {measure}; 95 % Wilson intervals; differences from {own} with intervals of the pairs, '
+                f'all of a size right in 95 % of cases; {measured_on(args, found.rows[0]["num_images"])}')
+            print(table, notes, sep='\n\n', end='\n\n')
+            for size in sizes:
+                print(f'{size[0]}x{size[1]}: {_decision(chosen_row(found, size), own, bool(others))}')
             if args.table is not None:
                 write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
             for size, folder in folders.items():
-                row = next(row for row in found.rows if row['best'] and (row['height'], row['width']) == size)
-                save_adapted(spec, size, found.best[size], folder, row)
-                print(f"{folder}: {row['rule']} at {size[0]}x{size[1]}; timm.create_model('local-dir:{folder}', "
-                      'pretrained=True)')
+                save_adapted(spec, found, size, folder)
+                print(f"{folder}: {chosen_row(found, size)['rule']} at {size[0]}x{size[1]}; "
+                      f"timm.create_model('local-dir:{folder}', pretrained=True)")
     return 0
+
+
+def _decision(row: Dict[str, Any], own: str, has_others: bool) -> str:
+    """Which rule was chosen for a size, and why."""
+    if row['rule'] != own:
+        return (
+            f"{row['rule']} is better than the model's own rule, {own}. It was chosen on these images, so its figure "
+            'is too good; measure it on others.')
+    if has_others:
+        return f"no rule is shown to be better than the model's own, {own}."
+    return f'there is one rule, {own}, so there was nothing to choose.'

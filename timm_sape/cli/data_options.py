@@ -15,11 +15,11 @@ __all__ = [
     'add_pos_enc_option',
     'add_rules_option',
     'check_device',
+    'check_sizes',
     'chosen_encoding',
     'image_size',
     'loading',
     'measured_on',
-    'memory_size',
     'readable',
     'size',
     'warn_untrained',
@@ -52,8 +52,8 @@ def add_rules_option(parser: argparse.ArgumentParser) -> None:
     """Add the option to try only some of the rules for other sizes."""
     parser.add_argument(
         '--rules', nargs='+', metavar='RULE',
-        help='only these: extrapolate, rescale, ntk, yarn, slopes, own (where there is no choice), each also with +log '
-             '(default: all)')
+        help='only these: extrapolate, rescale, ntk, yarn, slopes, own (where there is no choice), each also with '
+             '+log; with several encodings, alibi2d=rescale,rope2d=ntk (default: all)')
 
 
 def size(text: str) -> Tuple[int, int]:
@@ -62,17 +62,28 @@ def size(text: str) -> Tuple[int, int]:
     Raises:
         argparse.ArgumentTypeError: If it is no size.
     """
+    sides = _sides(text)
+    return sides[0], sides[-1]
+
+
+def _sides(text: str) -> Tuple[int, ...]:
+    """One or two numbers of an argument such as 224 or 224x448.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is no size.
+    """
     sides = text.lower().split('x')
     if not all(side.isdecimal() and int(side) > 0 for side in sides) or len(sides) > 2:
         raise argparse.ArgumentTypeError(f'{text!r} is not a size; write e.g. 224, or 224x448 for height x width')
-    return int(sides[0]), int(sides[-1])
+    return tuple(map(int, sides))
 
 
 def add_image_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the options of subcommands that look at one image."""
     parser.add_argument('--image', required=required, metavar='FILE', help="is squashed to the model's image size")
     parser.add_argument(
-        '--img-size', nargs='+', type=int, metavar='N', help="pixels, or height and width (default: the model's)")
+        '--img-size', nargs='+', type=_sides, metavar='SIZE',
+        help="pixels, 224, or height and width, 224x448 or 224 448 (default: the model's)")
 
 
 def add_pos_enc_option(parser: argparse.ArgumentParser) -> None:
@@ -94,23 +105,49 @@ def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:
     """
     if args.img_size is None:
         return None
-    if len(args.img_size) > 2:
+    sides = [side for sides in args.img_size for side in sides]
+    if len(sides) > 2:
         raise CommandError('--img-size takes one number, or height and width')
-    height, width = (args.img_size * 2)[:2]
-    image, memory = 12 * height * width, memory_size()  # bytes
+    _check_image('--img-size', (sides[0], sides[-1]))
+    return sides[0], sides[-1]
+
+
+def check_sizes(sizes: Sequence[Tuple[int, int]], options: Dict[str, Any]) -> None:
+    """Check that images of each size fit into memory, as many as are loaded at a time.
+
+    Args:
+        sizes: (height, width) from `--sizes`.
+        options: As `loading` returns them.
+
+    Raises:
+        CommandError: If they do not.
+    """
+    most = options['batch_size'] * (1 + 2 * options['workers'])  # each process loads two batches ahead
+    number = min(most, len(options['data']), options['num_images'] or most)
+    for height, width in sizes:
+        image, memory = _check_image('--sizes', (height, width))
+        if memory is not None and number * image > memory:
+            raise CommandError(
+                f'--sizes: {number} images of {height} x {width} pixels, which are loaded at a time, take '
+                f'{number * image / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB; give a smaller '
+                '--batch-size or fewer --workers')
+
+
+def _check_image(option: str, size: Tuple[int, int]) -> Tuple[int, Optional[int]]:
+    """The bytes that an image takes, and those of this machine.
+
+    Raises:
+        CommandError: If it is too large for this machine.
+    """
+    from ..lab.machine import memory_size
+
+    height, width = size
+    image, memory = 12 * height * width, memory_size()
     if memory is not None and 16 * image > memory:
         raise CommandError(
-            f'--img-size: an image of {height} x {width} pixels takes {image / 1e9:,.1f} GB, a model many times that, '
+            f'{option}: an image of {height} x {width} pixels takes {image / 1e9:,.1f} GB, a model many times that, '
             f'and this machine has {memory / 1e9:,.1f} GB; give a smaller size')
-    return height, width
-
-
-def memory_size() -> Optional[int]:
-    """Bytes of memory that this machine has, None where the system does not say."""
-    try:
-        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
+    return image, memory
 
 
 def check_device(device: str) -> None:
@@ -175,11 +212,19 @@ def warn_untrained(models: Sequence[str]) -> None:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Turn errors about models and data into one line for the user."""
+    """Turn errors about models and data, and lack of memory, into one line for the user."""
+    from PIL import Image
+
     try:
         yield
     except (ValueError, OSError) as e:
         raise CommandError(_one_line(e)) from e
+    except Image.DecompressionBombError as e:
+        raise CommandError(f'{_one_line(e)}; give a smaller size, or leave the image out') from e
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "can't allocate memory" not in str(e):  # as torch says it on a CPU
+            raise
+        raise CommandError('there is not enough memory; give a smaller size, or fewer images at a time') from e
 
 
 def _one_line(e: Exception) -> str:

@@ -12,7 +12,16 @@ from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Sequence, T
 
 from .common import CommandError
 
-__all__ = ['FIGURES', 'TABLES', 'add_output_options', 'check_outputs', 'interruptible', 'table_writer', 'write_files']
+__all__ = [
+    'FIGURES',
+    'TABLES',
+    'add_output_options',
+    'check_folder',
+    'check_outputs',
+    'interruptible',
+    'table_writer',
+    'write_files',
+]
 
 TABLES = ('.csv', '.json', '.md')
 FIGURES = ('.png', '.svg', '.pdf')
@@ -63,6 +72,21 @@ def check_outputs(
         if path.suffix.lower() in FIGURES and find_spec('matplotlib') is None:
             raise CommandError(f'{path.name} needs matplotlib: pip install matplotlib, or leave it out')
     _refuse_taken(paths, force)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be created, before any work is done. The folder that it is to be in is created.
+
+    Raises:
+        CommandError: If it exists or cannot be created.
+    """
+    if os.path.lexists(folder):
+        raise CommandError(f'{folder} exists; name an --output that does not')
+    try:
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as e:
+        raise CommandError(f'{folder} cannot be created: {e.strerror}; name another --output') from e
 
 
 def _refuse_taken(paths: Iterable[Path], force: bool) -> None:

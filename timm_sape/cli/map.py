@@ -11,7 +11,6 @@ from .data_options import (
     add_pos_enc_option,
     chosen_encoding,
     image_size,
-    memory_size,
     readable,
     warn_untrained,
 )
@@ -151,6 +150,7 @@ def _check_memory(model, image, layers: Optional[List[int]], args: argparse.Name
         CommandError: If they would not.
     """
     from ..analysis.inputs import patch_ratio
+    from ..lab.machine import memory_size
 
     blocks, memory = getattr(model, 'blocks', None), memory_size()
     if memory is None or not blocks or not hasattr(blocks[0], 'attn'):

@@ -6,6 +6,7 @@ from .data_options import (
     MODELS_HELP,
     add_data_options,
     add_rules_option,
+    check_sizes,
     loading,
     measured_on,
     readable,
@@ -31,7 +32,8 @@ examples:
 
 Images are squashed to each size, so that all sizes show the same part of them; for details, in Python:
 `from timm_sape.lab.sweep import sweep; help(sweep)`. Each rule that a model has for other sizes is a row: `rule` is
-the value of `resolution`, and +log stands for logit_scaling='log'.""",
+the value of `resolution`, of several encodings that of each, alibi2d=rescale,rope2d=ntk; +log stands for
+logit_scaling='log'.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(
@@ -56,6 +58,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
     with readable():
         options = loading(args)
+        check_sizes(args.sizes, options)
         warn_untrained(args.models)
         rows = sweep(
             args.models, sizes=args.sizes, crop_mode=args.crop_mode, native=args.native, rules=args.rules, **options)

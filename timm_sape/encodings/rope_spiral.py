@@ -5,7 +5,7 @@ the half plane, one for each group of channels. With two directions it is axial.
 q and k.
 """
 import math
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -27,24 +27,34 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
     are those of the authors' code. That code turns the table of angles by interpolation, so angles near the edges of
     the image are cut off; here, as in the paper, a patch is projected onto the direction. It also always rescales
     positions to the trained grid, which is `resolution='rescale'` here, and needs a head dim that is a multiple of 4 K.
+    With another head dim some directions get more pairs than others: with d=24 and K=4, two get four and two get two.
 
     Args:
-        num_directions: K, an even number of 2 or more.
+        num_directions: K, an even number of 2 or more, at most d/4 rounded up to an even number. Default: 4,
+            or 2 if d is 4 or 8.
         max_freq: Frequency of pair 0, in radians per patch. More than 0.
 
     Raises:
-        ValueError: If a value is none of these, or the head dim is not a multiple of 4.
+        ValueError: If a value is none of these, the head dim is not a multiple of 4, or it is too small for that many
+            directions.
     """
     relative = True
     sees_mirror = True
     paper = 'https://arxiv.org/abs/2602.03227'
 
-    def __init__(self, *, num_directions: int = 4, max_freq: float = 1.5, **host) -> None:
+    def __init__(self, *, num_directions: Optional[int] = None, max_freq: float = 1.5, **host) -> None:
         super().__init__(**host)
         self._require_head_dim('rope_spiral', 4)
+        most = 2 * math.ceil(self.head_dim / 8)  # a group in each half for two of them; the last may be a single pair
+        if num_directions is None:
+            num_directions = min(4, most)
         if not is_integer(num_directions, 2) or num_directions % 2:
             raise ValueError(
                 f"'rope_spiral' needs num_directions to be an even number of 2 or more, got {num_directions!r}.")
+        if num_directions > most:
+            raise ValueError(
+                f"'rope_spiral' has too few channels for num_directions={num_directions}: a head dim of "
+                f'{self.head_dim} has room for {most}. Use num_directions={most}, or fewer num_heads.')
         if not is_number(max_freq) or max_freq <= 0:
             raise ValueError(f"'rope_spiral' needs max_freq to be a positive number, got {max_freq!r}.")
         self.num_directions = num_directions

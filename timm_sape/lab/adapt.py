@@ -1,23 +1,23 @@
 """Which rule for other sizes suits a trained model best, tried on images."""
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+import torch
 from torch.utils.data import Dataset
 
 from .. import hub
-from ..analysis.inputs import check_classes, image_size_of, load_images, load_model, patch_ratio, preprocessing
+from ..analysis.inputs import image_size_of, load_images, load_model, patch_ratio, preprocessing
 from ..grafting import graft
 from ..host import PosEncModel
 from .evaluate import predict, wilson_interval
 from .intervals import paired_interval
-from .rules import own_rule, rules_of
-from .sweep import check_sizes
+from .rules import own_rule, rules_of, trained_grid
+from .sweep import check_memory, check_sizes
 from .tables import markdown
 
-__all__ = ['Adapted', 'adapt', 'adapted_table', 'save_adapted', 'snapshot']
+__all__ = ['Adapted', 'adapt', 'adapted_table', 'chosen_row', 'save_adapted', 'snapshot']
 
 Size = Tuple[int, int]
 
@@ -28,13 +28,15 @@ class Adapted(NamedTuple):
     Attributes:
         rows: One per size and rule, see `adapt`.
         measure: 'top1', or 'agreement' with the model's own predictions.
-        at_home: The score at the model's own size, in percent.
-        best: The arguments of `load_model` that choose the best rule, by size.
+        home: The size of these predictions, in words: '32x32, where it was trained', or '32x32, its own size'.
+        at_home: The score there, in percent.
+        chosen: The arguments of `load_model` that choose the rule to use, by size.
     """
     rows: List[Dict[str, Any]]
     measure: str
+    home: str
     at_home: float
-    best: Dict[Size, Dict[str, Any]]
+    chosen: Dict[Size, Dict[str, Any]]
 
 
 @contextmanager
@@ -49,9 +51,10 @@ def snapshot(spec: str) -> Iterator[Tuple[str, str]]:
         one of ours. Otherwise the copy is timm's, with the one rule that timm has for it.
 
     Raises:
-        ValueError: If the model cannot be loaded or saved.
+        ValueError: If the model cannot be loaded or saved, or has no patches.
     """
     model, reason = load_model(spec), ''
+    patch_ratio(model, spec)
     if not isinstance(model, PosEncModel):
         try:
             model = graft(model, 'nope')
@@ -84,7 +87,10 @@ def adapt(
 
     As in `sweep`, all sizes show the same part of the images, and a model is created again for each rule and size. The
     score is top-1 accuracy. Where images have no labels, or with `agreement`, it is the share of images that get the
-    class that the model itself predicts at its own size. The default is the rule that the model has as it is.
+    class that the model itself predicts at the size that it was trained on, or at its own where its file does not say.
+
+    The default is the rule that the model has as it is. Another one is chosen only if it is shown to be better: if the
+    interval of its difference is above 0. Of several the one with the highest score is chosen.
 
     Args:
         spec: Name as for `load_model`, of a model that is the same each time; `snapshot` makes one of any model.
@@ -104,23 +110,30 @@ def adapt(
     Returns:
         The rows have these columns. `height` and `width`: in pixels. `rule`. `num_images`. `measure`. `score`: in
         percent, with its 95 % Wilson interval `score_low` to `score_high`. `difference`: to the default, in points,
-        with the 95 % interval of the pairs `difference_low` to `difference_high`. `wins` and `losses`: images that only
-        this rule, or only the default, gets right. All of the last five are None for the default. `best`: whether it
-        has the highest score; of equal ones the first, and the default before all others. `images_per_second`.
+        with the interval of the pairs `difference_low` to `difference_high`; these are so wide that all of a size hold
+        in 95 % of cases (Bonferroni's correction). `wins` and `losses`: images that only this rule, or only the
+        default, gets right. All of the last five are None for the default. `chosen`. `images_per_second`.
 
     Raises:
-        ValueError: If the patch size does not divide a size, the model lacks one of the rules, or images do not fit it.
+        ValueError: If the patch size does not divide a size, the model does not fit into memory there, it lacks one of
+            the rules, images do not fit it, or it gets no more labels right than by chance.
     """
     name = name or spec
     sizes = list(dict.fromkeys(sizes))
     model = load_model(spec)
     check_sizes(name, sizes, patch_ratio(model, name))
-    default = own_rule(model) or 'as it is'
-    choices = {default: {}, **rules_of(model, rules, name)}
-    lacking = [rule for rule in rules or () if rule not in choices]
-    if lacking:
-        raise ValueError(f'{name} has no rule {lacking[0]!r}. It has {", ".join(rules_of(model))}.')
-    choices[default] = rules_of(model).get(default, {})
+    if torch.device(device).type == 'cpu':
+        check_memory(name, sizes, model, min(batch_size, len(data), num_images or batch_size))
+    default = own_rule(model)
+    choices = {default: rules_of(model)[default]}
+    for only in [None] if rules is None else [[rule] for rule in rules]:
+        choices.update(rules_of(model, only, name))
+    grid, patch = trained_grid(model), patch_ratio(model)
+    own_size = image_size_of(model)
+    home = own_size if grid is None else (grid[0] * patch[0], grid[1] * patch[1])
+    where = f'{home[0]}x{home[1]}, {"its own size" if grid is None else "where it was trained"}'
+    if home != own_size:
+        model = load_model(spec, img_size=home)
 
     options = dict(batch_size=batch_size, num_images=num_images, workers=workers, seed=seed)
 
@@ -129,31 +142,28 @@ def adapt(
         found = predict(model, load_images(data, **options), device, amp, what if progress else '', labelled=False)
         return found.logits.argmax(1), found
 
-    chosen, found = run(model, image_size_of(model), f'{name} at its own size')
+    predicted, found = run(model, home, f'{name} at {where}')
     labelled = not agreement and bool((found.labels >= 0).all())
+    targets = found.labels if labelled else predicted
+    at_home = 100 * (predicted == targets).double().mean().item()
     if labelled:
-        check_classes(found.labels, found.logits.shape[1])
-    targets = found.labels if labelled else chosen
-    at_home = 100 * (chosen == targets).double().mean().item()
-    classes = found.logits.shape[1]
-    if labelled and 100 * wilson_interval(int((chosen == targets).sum()), len(targets))[0] <= 100 / classes:
-        warnings.warn(
-            f'{name} gets {at_home:.1f} % of the labels right at its own size, no more than by chance. If they are not '
-            f'its {classes} classes, use agreement (--agreement).')
+        _check_labels(found.labels, predicted, found.logits.shape[1], name, where)
     del model
 
-    rows, best = [], {}
+    rows, chosen = [], {}
+    confidence = 1 - 0.05 / max(len(choices) - 1, 1)
     for size in sizes:
         baseline, of_size = None, []
         for rule, kwargs in choices.items():
             what = f'{name} {rule} {size[0]}x{size[1]} ({len(rows) + len(of_size) + 1}/{len(sizes) * len(choices)})'
-            chosen, found = run(load_model(spec, img_size=size, **kwargs), size, what)
-            correct = chosen == targets
+            predicted, found = run(load_model(spec, img_size=size, **kwargs), size, what)
+            correct = predicted == targets
             baseline = correct if baseline is None else baseline
             n, hits = len(correct), int(correct.sum())
             wins, losses = int((correct & ~baseline).sum()), int((baseline & ~correct).sum())
             low, high = wilson_interval(hits, n)
-            pairs = [None] * 3 if rule == default else [(wins - losses) / n, *paired_interval(wins, losses, n)]
+            pairs = [None] * 3 if rule == default else [
+                (wins - losses) / n, *paired_interval(wins, losses, n, confidence)]
             of_size.append({
                 'height': size[0],
                 'width': size[1],
@@ -168,35 +178,64 @@ def adapt(
                     for column, value in zip(('difference', 'difference_low', 'difference_high'), pairs)},
                 'wins': None if rule == default else wins,
                 'losses': None if rule == default else losses,
-                'best': False,
+                'chosen': False,
                 'images_per_second': round(found.images_per_second, 1),
             })
-        first = max(of_size, key=lambda row: row['score'])
-        first['best'] = True
-        best[size] = choices[first['rule']]
+        better = [row for row in of_size[1:] if row['difference_low'] > 0]
+        row = max(better, key=lambda row: row['score']) if better else of_size[0]
+        row['chosen'] = True
+        chosen[size] = choices[row['rule']]
         rows += of_size
-    return Adapted(rows, rows[0]['measure'], round(at_home, 3), best)
+    return Adapted(rows, rows[0]['measure'], where, round(at_home, 3), chosen)
 
 
-def save_adapted(spec: str, size: Size, kwargs: Dict[str, Any], folder: Path, row: Dict[str, Any]) -> None:
-    """Save a model at a size, with a rule, by `hub.save`.
+def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int, name: str, where: str) -> None:
+    """
+    Raises:
+        ValueError: If the labels are not those of the model, as far as its predictions tell.
+    """
+    fix = 'Compare with its own predictions instead: --agreement (in Python agreement=True).'
+    if labels.max() >= num_classes:
+        raise ValueError(
+            f'There are labels up to {labels.max()}, but {name} has {num_classes} classes, from 0 on. {fix}')
+    hits, n = int((predicted == labels).sum()), len(labels)
+    if wilson_interval(hits, n)[0] <= 1 / max(len(labels.unique()), 2):
+        raise ValueError(
+            f'{name} gets {100 * hits / n:.1f} % of the labels right at {where}, which is not shown to be more than by '
+            f'chance: the labels may be of other classes. {fix}')
+
+
+def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:
+    """Save a model at a size, with the rule that was chosen, by `hub.save`.
 
     Args:
         spec: As for `adapt`.
-        size: (height, width) in pixels.
-        kwargs: What chooses the rule.
+        found: What `adapt` found for it.
+        size: (height, width) in pixels, one of those.
         folder: A folder that does not exist yet.
-        row: Of the rule, for the card.
 
     Raises:
         ValueError: If it cannot be saved.
     """
-    measure = 'top-1' if row['measure'] == 'top1' else 'agreement with its predictions at its own size'
-    measure = f'{measure}, {row["num_images"]} images, on which the rule was chosen'
+    row = chosen_row(found, size)
+    measure = 'top-1' if found.measure == 'top1' else f'agreement with its predictions at {found.home}'
+    measure = f'{measure}, {row["num_images"]} images'
+    if row['difference'] is not None:
+        rule = f'the rule {row["rule"]}'
+        measure += ', on which the rule was chosen'
+    elif len({row['rule'] for row in found.rows}) > 1:
+        rule = f'its own rule {row["rule"]}, as no other was shown to be better'
+    else:
+        rule = f'its only rule {row["rule"]}'
     hub.save(
-        load_model(spec, img_size=size, **kwargs), folder,
-        recipe=f'No training: for {size[0]} x {size[1]} pixels, by the rule {row["rule"]} (timm-sape adapt).',
+        load_model(spec, img_size=size, **found.chosen[size]), folder,
+        recipe=f'No training: for {size[0]} x {size[1]} pixels, by {rule} (timm-sape adapt).',
         results={measure: '{score:.1f} % [{score_low:.1f}, {score_high:.1f}]'.format(**row)})
+
+
+def chosen_row(found: Adapted, size: Size) -> Dict[str, Any]:
+    """The row of the rule that was chosen for a size."""
+    return next(row for row in found.rows if row['chosen'] and (row['height'], row['width']) == size)
 
 
 def adapted_table(rows: Sequence[Dict[str, Any]]) -> str:
@@ -204,7 +243,7 @@ def adapted_table(rows: Sequence[Dict[str, Any]]) -> str:
     measure = 'top-1 (%)' if rows[0]['measure'] == 'top1' else 'agreement (%)'
     return markdown([{
         'height x width (px)': f'{row["height"]}x{row["width"]}',
-        'rule': f'**{row["rule"]}**' if row['best'] else row['rule'],
+        'rule': f'**{row["rule"]}**' if row['chosen'] else row['rule'],
         measure: '{score:.1f} [{score_low:.1f}, {score_high:.1f}]'.format(**row),
         'difference': None if row['difference'] is None else (
             '{difference:+.1f} [{difference_low:+.1f}, {difference_high:+.1f}]'.format(**row)),

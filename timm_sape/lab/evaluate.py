@@ -81,7 +81,9 @@ def predict(
             not fit into memory.
     """
     if getattr(model, 'num_classes', None) == 0:
-        raise ValueError('The model has no classes, only features. Create it with num_classes of the data.')
+        raise ValueError(
+            'The model has no classes, only features. Use one with a classifier: one of timm whose name ends in '
+            'ft_in1k, or a checkpoint of a training on labelled images.')
     device = torch.device(device)
     model = model.to(device).eval()
     logits, labels, counts, times = [], [], [], []

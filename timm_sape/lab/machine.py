@@ -1,15 +1,17 @@
 """Describe the machine and the versions that results were measured with."""
+import os
 import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Optional
 
 import timm
 import torch
 
 import timm_sape
 
-__all__ = ['about', 'commit', 'hardware']
+__all__ = ['about', 'commit', 'hardware', 'memory_size']
 
 
 def hardware(device: torch.device) -> str:
@@ -19,6 +21,14 @@ def hardware(device: torch.device) -> str:
     cpuinfo = Path('/proc/cpuinfo')
     found = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
     return f'{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads'
+
+
+def memory_size() -> Optional[int]:
+    """Bytes of memory that this machine has, None where the system does not say."""
+    try:
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
 
 
 def commit() -> str:

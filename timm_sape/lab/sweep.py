@@ -1,15 +1,19 @@
 """Accuracy and speed of models at different image sizes."""
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+import torch
 from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
 from ..analysis.inputs import load_images, load_model, native_preprocessing, patch_ratio, preprocessing
+from ..encodings import get_encoding
+from ..host import PosEncModel
 from .evaluate import accuracy, predict
+from .machine import memory_size
 from .rules import rules_of
 from .tables import markdown
 
-__all__ = ['check_sizes', 'sweep', 'sweep_table']
+__all__ = ['check_memory', 'check_sizes', 'sweep', 'sweep_table']
 
 CROP_MODES = ('squash', 'center')
 NATIVE = 'native'
@@ -82,8 +86,8 @@ def sweep(
 
     Raises:
         ValueError: If the patch size does not divide a size, a model cannot be loaded, it does not take what `native`
-            asks for, has none of the `rules`, or the images do not fit the models. Sizes and models are checked before
-            anything is evaluated.
+            asks for, has none of the `rules`, does not fit into memory at a size, or the images do not fit the models.
+            Sizes and models are checked before anything is evaluated.
     """
     if not models or not sizes:
         raise ValueError('A sweep needs at least one model and one size.')
@@ -95,7 +99,10 @@ def sweep(
             raise ValueError(
                 f"crop_mode='center' would show another part of the images at {height}x{width} than at a square size. "
                 "Use 'squash'.")
-    variants = [variant for model in dict.fromkeys(models) for variant in _variants(model, pairs, native, rules)]
+    on_cpu = torch.device(device).type == 'cpu'
+    batch = min(batch_size, len(data), num_images or batch_size) if on_cpu else 0
+    variants = [
+        variant for model in dict.fromkeys(models) for variant in _variants(model, pairs, batch, native, rules)]
     cases = [
         (variant, size, images) for variant in variants for size in pairs
         for images in ((crop_mode, NATIVE) if native else (crop_mode,))]
@@ -131,15 +138,22 @@ def sweep(
     return rows
 
 
-def _variants(spec: str, sizes: Sequence[Size], native: bool, rules: Optional[Sequence[str]]) -> List[_Variant]:
+def _variants(
+        spec: str,
+        sizes: Sequence[Size],
+        batch: int,
+        native: bool,
+        rules: Optional[Sequence[str]],
+) -> List[_Variant]:
     """List the rules of a model, and load it once with each, to fail before the work.
 
     Raises:
-        ValueError: If the model has no patches, the patch size does not divide a size, it takes no patches but `native`
-            asks for it, or it has none of the rules.
+        ValueError: If the model has no patches, the patch size does not divide a size, a batch does not fit into memory
+            there, the model takes no patches but `native` asks for it, or it has none of the rules.
     """
     model = load_model(spec)
     check_sizes(spec, sizes, patch_ratio(model, spec))
+    check_memory(spec, sizes, model, batch)
     if native:
         native_preprocessing(model, 1)
     variants = [_Variant(spec, rule, kwargs) for rule, kwargs in rules_of(model, rules, spec).items()]
@@ -163,6 +177,40 @@ def check_sizes(spec: str, sizes: Sequence[Size], patch: Size) -> None:
         fit = ' or '.join(dict.fromkeys(f'{height}x{width}' for height, width in (below, above)))
         raise ValueError(
             f'The patch size {patch[0]}x{patch[1]} of {spec} does not divide the size {size[0]}x{size[1]}. Use {fit}.')
+
+
+def check_memory(spec: str, sizes: Sequence[Size], model: torch.nn.Module, batch: int) -> None:
+    """Check that a model has room for a batch of each size in the memory of this machine.
+
+    Counted are the tokens in a block, and the logits between all tokens where fused attention does not avoid them.
+
+    Args:
+        spec: What the message calls the model.
+        sizes: (height, width) in pixels, multiples of the patch size.
+        model: With patches.
+        batch: Images in a batch; 0 if the model runs elsewhere.
+
+    Raises:
+        ValueError: If there is not enough memory at a size.
+    """
+    memory, blocks = memory_size(), getattr(model, 'blocks', None)
+    attn = getattr(blocks[0], 'attn', None) if blocks else None
+    if memory is None or attn is None or not batch:
+        return
+    parts = [get_encoding(part) for part in model.pos_enc.split('+')] if isinstance(model, PosEncModel) else []
+    kernels = {part.attention_kernel() for part in parts}
+    of_content = 'explicit' in kernels or any(part.overrides('content_bias') for part in parts) or (
+        not getattr(attn, 'fused_attn', True))
+    matrices = getattr(attn, 'num_heads', 1) * (batch if of_content else 'SDPA, a mask' in kernels)
+    patch_height, patch_width = patch_ratio(model)
+    for height, width in sizes:
+        patches = height // patch_height * (width // patch_width)
+        # float32: in a block the MLP has its tokens, and four times as wide what goes into GELU and what comes out
+        need = 4 * (batch * patches * 9 * getattr(model, 'embed_dim', 0) + matrices * patches ** 2)
+        if need > memory:
+            raise ValueError(
+                f'{spec} at {height}x{width} has {patches:,} patches, which take {need / 1e9:,.1f} GB in a batch of '
+                f'{batch}, and this machine has {memory / 1e9:,.1f} GB. Use a smaller size or a smaller batch.')
 
 
 def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:

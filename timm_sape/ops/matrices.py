@@ -6,7 +6,9 @@ import torch
 
 __all__ = ['cayley', 'matrix_exp', 'skew']
 
-SQUARINGS, TERMS = 12, 8  # exact to float32's last digits for matrices with a norm of up to 2^11
+# In float32, skew-symmetric matrices with a norm of up to 2^11 are at least as close as by torch.linalg.matrix_exp. The
+# error grows with the norm: 1e-6 at a norm of 1, 3e-5 at 256, 2.5e-4 at 2^11.
+SQUARINGS, TERMS = 12, 8
 
 
 def skew(entries: torch.Tensor, size: int) -> torch.Tensor:
