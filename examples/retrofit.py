@@ -22,7 +22,7 @@ have 2. 'LookHere, 4 heads' of that plan can be a base, with 'APE, 4 heads' besi
 
 The command continues where it stopped: each model that was tested is a line of OUTPUT/retrofit.jsonl. Several processes
 may work on one folder, for instance one per core. After each model the tables are written to retrofit.md, a row for
-each test to retrofit.csv, and the bases with all rules to retrofit.png.
+each test to retrofit.csv, and the bases with all rules, on held_out/, to retrofit.png.
 """
 import argparse
 import hashlib
@@ -65,6 +65,7 @@ ENCODINGS = ('fire', 'cpb', 'pape', 'sape2_k')
 ALONE, UNCHANGED = 'not fine-tuned', 'unchanged'
 SPLITS = ('train', 'held_out', 'test')
 BATCH = 32
+SHOWN = 'A difference is shown if both intervals, corrected for all rows of the table, exclude 0.'
 
 
 @lru_cache(maxsize=1)  # the models of a base follow each other
@@ -158,7 +159,7 @@ def sweep_rules(spec, rules, args, own_size):
     All sizes draw their images in the same order, so that `own_top1` is the accuracy at the own size on the same ones.
     """
     rows, right = [], {}
-    for size in sorted(set(args.sizes), key=lambda size: size != own_size):
+    for size in sorted(set(args.sizes), key=lambda size: (size != own_size, size)):
         tried = list(rules)[:1] if size == own_size else list(rules)  # there no rule changes anything
         fewer = min(1, (2 * own_size / size) ** 2)  # above twice the size, every size takes about as long
         for split, number in (('held_out', args.choose_images), ('test', args.num_images)):
@@ -214,6 +215,8 @@ def settings_of(args, trained):
     refuse_other_images(images, args.runs)  # held_out/ would not be held out
     if min(args.epochs, args.num_images, args.choose_images) < 1:
         raise ValueError('--epochs, --num-images and --choose-images must be 1 or more.')
+    for name in args.encodings:
+        timm_sape.get_encoding(f'auto_{name}')  # refuses what has no gate
     shapes = {}
     for run in trained:
         model = load_model(str(run.checkpoint))
@@ -351,7 +354,7 @@ def compare(column, names, against, sizes, find):
             rules, rules_against = find('rule', size, name), find('rule', size, against)
             both = sorted(rules.keys() & rules_against.keys())
             table.append({
-                '': name, 'size': f'{size} px', 'seeds': len(both), 'rule': counted(rules[seed] for seed in both),
+                'model': name, 'size': f'{size} px', 'seeds': len(both), 'rule': counted(rules[seed] for seed in both),
                 f'rule of {against}': counted(rules_against[seed] for seed in both),
                 **compared(find(column, size, name), find(column, size, against), len(others) * len(sizes)),
             })
@@ -379,15 +382,14 @@ def show(lines, settings, args):
             for base in bases]), '']
     if AGAINST in bases and len(bases) > 1:
         text += [
-            f'Top-1 of the bases minus that of {AGAINST} at the same seed, each by its rule. A difference counts as '
-            'shown if both intervals, corrected for all rows of the table, exclude 0.', '',
+            f'Top-1 of the bases minus that of {AGAINST} at the same seed, each by its rule. {SHOWN}', '',
             markdown(compare('top1', bases, AGAINST, sizes, on_test)), '']
     text += ['Below is the accuracy above chance that is left, in percent of that of the base at its own size.', '']
     for base in bases:
         planned = args.encodings if base in args.bases else ()
         names = list(dict.fromkeys(
             [ALONE, UNCHANGED, *planned, *(line['model'] for line in lines if line['base'] == base)]))
-        text += [f'## {base}', '', 'Every rule, on held-out images, among them those that the rule is chosen on:', '']
+        text += [f'## {base}', '', 'Every rule, on the held-out images that the rule is chosen on:', '']
         rules = list(dict.fromkeys(
             (row['model'], row['rule']) for row in rows if row['base'] == base and row['size'] != own_size))
         text += [markdown([{'model': model, 'rule': rule, **{f'{size} px': spread(list(by_seed(
@@ -395,7 +397,7 @@ def show(lines, settings, args):
             **({} if size == own_size else {'rule': rule})).values()), 1) for size in sizes}}
             for model, rule in rules or [('', '')]]), '']
         text += [
-            'On test images, minus the base fine-tuned unchanged, at the same seed, each by its rule:', '',
+            f'On test images, minus the base fine-tuned unchanged, at the same seed, each by its rule. {SHOWN}', '',
             markdown(compare(
                 'kept', names, UNCHANGED, sizes, lambda column, size, name: on_test(column, size, base, name))), '']
         learned = [line for line in lines if line['base'] == base and line['layers']]
@@ -470,7 +472,7 @@ def main():
     parser.add_argument(
         '--sizes', type=int, nargs='+', default=[32, 48, 64, 96, 128], help='pixels, own size among them')
     parser.add_argument(
-        '--choose-images', type=int, default=600, help='held-out images that choose a rule (default: %(default)s)')
+        '--choose-images', type=int, default=500, help='held-out images that choose a rule (default: %(default)s)')
     parser.add_argument('--num-images', type=int, default=4000, help='test images (default: %(default)s)')
     args = parser.parse_args()
     try:

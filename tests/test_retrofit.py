@@ -39,7 +39,7 @@ def example():
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """`data`, dark and bright images, some in between; and `runs`, the output of an experiment: RoPE-2D with two seeds, APE with one."""
+    """`data`: dark and bright images, some in between. `runs`: an experiment, RoPE with two seeds and APE with one."""
     root = tmp_path_factory.mktemp('made')
     rng = np.random.default_rng(0)
     for split, number in (('train', 32), ('held_out', 10), ('test', 15)):
@@ -142,6 +142,7 @@ def test_it_continues_and_refuses_what_does_not_fit(example, start, runs, data, 
     refused('Use 40x40 or 48x48', '--sizes', '32', '44')
     refused('it has 1, 2', '--seeds', '9')
     refused('must be 1 or more', '--num-images', '0')
+    refused("'lookhere' has no neutral form", '--encodings', 'lookhere')
     image.write_bytes((data / 'test' / 'dark' / '1.png').read_bytes())
     refused("has images {'train': '64 files")
     image.unlink()
@@ -289,7 +290,7 @@ def test_each_table_is_corrected_for_all_its_cells(example):
         return {seed: 'own' if column == 'rule' else value for seed, value in values.get((name, size), {}).items()}
 
     table = example.compare('top1', ['A', 'B', 'C'], 'A', [32, 48], find)
-    assert [(row[''], row['size'], row['seeds']) for row in table] == [
+    assert [(row['model'], row['size'], row['seeds']) for row in table] == [
         ('B', '32 px', 3), ('B', '48 px', 3), ('C', '32 px', 0), ('C', '48 px', 0)]
     _, paired, _ = corrected_intervals(values['B', 48], values['A', 48], 4)
     assert table[1]['corrected, pairs'] == '[{:+.1f}, {:+.1f}]'.format(*paired)
