@@ -3,20 +3,39 @@
     python examples/retrofit.py RUNS --data-dir DATA --output retrofit
 
 RUNS is a folder of `timm-sape experiment` or of `examples/reference_table.py` with checkpoints; its models are the
-bases. DATA has train/ and test/. Each base is tested at several sizes with every rule that its encodings have. Then it
-is fine-tuned for a few epochs at its own size: unchanged, and with each of several encodings added, behind a gate that
-starts at 0. These are tested likewise. An encoding helps if the model keeps more than the one fine-tuned unchanged,
-each with its best rule. The measure is the accuracy above chance, in percent of that of the base at its own size, so
-what fine-tuning and the encoding cost or gain at that size counts, too.
+bases. DATA has train/, held_out/ and test/. Each base is tested at several sizes. Then it is fine-tuned for a few
+epochs at its own size: unchanged, and with each of several encodings added, behind a gate that starts at 0. These are
+tested likewise. An encoding helps if the model keeps more than the one fine-tuned unchanged. The measure is the
+accuracy above chance, in percent of that of the base at its own size on the same images, so what fine-tuning and the
+encoding cost or gain at that size counts, too.
 
-The command continues where it stopped: every model that was tested is in OUTPUT/retrofit.jsonl. The tables are in
-retrofit.md, a row for each test in retrofit.csv, and retrofit.png shows the bases with all rules.
+For each model and size, the rule is chosen on held_out/ from all that the model has, and only this one is tested on
+test/. A base has up to 8 rules, and a graft with rules of its own doubles them: 'yarn+log, pape rescale' is YaRN with
+scaled logits for the base, and PaPE rescaled; the other half leaves the graft at its default. So a model is tested at
+most 16 times on held_out/ and once on test/ at each size, on fewer images above twice its own size.
+
+The gate of each layer after fine-tuning is in the tables, so that a graft that does not help can be told from one that
+was not learned. Where the class is read from the class token, that of the last layer cannot act.
+
+LookHere is not grafted: it has no gate, as it masks logits, and it needs 4 heads where the bases of the reference plan
+have 2. 'LookHere, 4 heads' of that plan can be a base, with 'APE, 4 heads' beside it.
+
+The command continues where it stopped: each model that was tested is a line of OUTPUT/retrofit.jsonl. Several processes
+may work on one folder, for instance one per core. After each model the tables are written to retrofit.md, a row for
+each test to retrofit.csv, and the bases with all rules, on held_out/, to retrofit.png.
 """
 import argparse
+import hashlib
 import json
-import shutil
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 
 import timm
 import torch
@@ -30,20 +49,30 @@ from tqdm import tqdm
 
 import timm_sape
 from timm_sape.analysis.figures import new_figure
-from timm_sape.analysis.inputs import load_model, open_dataset, preprocessing
-from timm_sape.lab.experiment import trained_models
-from timm_sape.lab.intervals import difference, spread
+from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
+from timm_sape.analysis.maps import logits_of, record_calls, watched_module
+from timm_sape.lab.evaluate import predict, top_k_correct
+from timm_sape.lab.experiment import images_in, lock, refuse_other_images, trained_models, write_text
+from timm_sape.lab.intervals import corrected_intervals, spread
 from timm_sape.lab.machine import about
-from timm_sape.lab.sweep import sweep
+from timm_sape.lab.rules import rules_of
+from timm_sape.lab.sweep import check_sizes
 from timm_sape.lab.tables import markdown, write_csv
 
 BASES = ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed')
+AGAINST = 'RoPE-2D'
 ENCODINGS = ('fire', 'cpb', 'pape', 'sape2_k')
+ALONE, UNCHANGED = 'not fine-tuned', 'unchanged'
+SPLITS = ('train', 'held_out', 'test')
 BATCH = 32
+SHOWN = 'A difference is shown if both intervals, corrected for all rows of the table, exclude 0.'
 
 
-def tensors(data):
-    """All images of a data set, `[n, 3, height, width]`, and their labels, `[n]`."""
+@lru_cache(maxsize=1)  # the models of a base follow each other
+def train_images(data_dir, checkpoint):
+    """All images to train with, `[n, 3, height, width]`, as the model of a checkpoint gets them, and labels, `[n]`."""
+    data = open_dataset(data_dir, split='train')
+    data.transform = preprocessing(load_model(str(checkpoint)))
     images, labels = zip(*DataLoader(data, batch_size=500))
     return torch.cat(images), torch.cat(labels)
 
@@ -88,134 +117,324 @@ def add_encoding(checkpoint, name):
     return model
 
 
-def models_of(base, seed, args, images, labels):
-    """The models to test, one by one: what was done to the base, and a function that makes a name for `load_model`."""
-    def tuned(encoding):
-        def make():
-            random_seed(seed)
-            model = load_model(str(base)) if encoding is None else add_encoding(base, encoding)
-            random_seed(seed)  # the same batches for all
-            fine_tune(model, images, labels, args.epochs, args.lr, encoding or 'unchanged')
-            folder = args.output / 'model'
-            shutil.rmtree(folder, ignore_errors=True)
-            timm_sape.hub.save(model, folder)
-            return f'local-dir:{folder}'
-        return make
-
-    return {
-        'not fine-tuned': lambda: str(base),
-        'unchanged': tuned(None),
-        **{encoding: tuned(encoding) for encoding in args.encodings},
-    }
-
-
-def measure(args, trained):
-    """Train and test what is missing. Returns all rows."""
-    path = args.output / 'retrofit.jsonl'
-    rows = list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
-    settings = {'epochs': args.epochs, 'lr': args.lr, 'num_images': args.num_images}
-    begun = [{key: row[key] for key in settings} for row in rows]
-    if any(each != settings for each in begun) or rows and {row['size'] for row in rows} != set(args.sizes):
-        raise ValueError(
-            f'{args.output} was begun with {begun[0]} and sizes {sorted({row["size"] for row in rows})}, now it is '
-            f'{settings} and {sorted(args.sizes)}. Name another --output.')
-    done = {(row['base'], row['seed'], row['model']) for row in rows}
-    test = open_dataset(args.data_dir)
-    train = open_dataset(args.data_dir, split='train')
-    train.transform = preprocessing(load_model(str(trained[0].checkpoint)))
-    images, labels = tensors(train)
-    for label, seed, checkpoint in trained:
-        for name, make in models_of(checkpoint, seed, args, images, labels).items():
-            if (label, seed, name) in done:
-                continue
-            found = sweep([make()], test, args.sizes, num_images=args.num_images, batch_size=100, progress=False)
-            new = [{
-                'base': label,
-                'seed': seed,
-                'model': name,
-                'rule': row['rule'],
-                'size': row['height'],
-                'top1': row['top1'],
-                **settings,
-            } for row in found]
-            rows += new
-            with open(path, 'a') as f:  # all rows of a model at once
-                f.write(''.join(json.dumps(row) + '\n' for row in new))
-            print(f'{label}, seed {seed}, {name}: done', flush=True)
-    return rows
-
-
-def kept_by(rows, chance, own_size):
-    """{base: {(model, rule): {size: {seed: share of accuracy above chance that is left, in percent}}}}."""
+def choices(checkpoint, model, encoding=None):
+    """The arguments of `load_model` that choose each rule of a base, and each of the grafted encoding's beside it."""
+    grafted = timm_sape.get_encoding(encoding).rules if encoding else ()
     found = {}
-    own = {
-        (row['base'], row['seed']): row['top1'] - chance
-        for row in rows if row['model'] == 'not fine-tuned' and row['size'] == own_size}
-    for row in rows:
-        share = 100 * (row['top1'] - chance) / own[row['base'], row['seed']]
-        lines = found.setdefault(row['base'], {}).setdefault((row['model'], row['rule']), {})
-        lines.setdefault(row['size'], {})[row['seed']] = share
+    for rule, kwargs in rules_of(load_model(str(checkpoint))).items():
+        for beside in dict.fromkeys((*grafted[:1], *({'rescale'} & set(grafted)))) or ('',):
+            given = {**model.pos_enc_kwargs, **kwargs.get('pos_enc_kwargs', {})}
+            if beside:
+                given[f'auto_{encoding}'] = {**given[f'auto_{encoding}'], 'resolution': beside}
+            found[f'{rule}, {encoding} {beside}' if beside else rule] = {**kwargs, 'pos_enc_kwargs': given}
     return found
 
 
-def best_rule(lines, model, size):
-    """The shares of a model by seed, with the rule that is best at a size on average."""
-    candidates = {rule: sizes[size] for (name, rule), sizes in lines.items() if name == model}
-    rule = max(candidates, key=lambda rule: mean(candidates[rule].values()))
-    return rule, candidates[rule]
+@torch.no_grad()
+def contributions(model, encoding, images):
+    """What a grafted encoding has become: for each layer its gate, and the standard deviation of what it adds to the
+    logits of a patch, over the patches that this one sees. None where a layer has no gate."""
+    found = []
+    layers = [block.attn for block in model.blocks]
+    with record_calls(list(map(watched_module, layers))) as calls:
+        model(images)
+    for layer in layers:
+        args, kwargs = calls[watched_module(layer)]
+        gate = next((part for name, part in layer.named_modules() if name.endswith(f'auto_{encoding}.gate')), None)
+        if gate is None:
+            found.append({'gate': None, 'spread': None})
+            continue
+        trained, patches = gate.weight.clone(), slice(model.num_prefix_tokens, None)
+        with_it = logits_of(layer, args, kwargs)[1]
+        gate.weight.zero_()
+        added = (with_it - logits_of(layer, args, kwargs)[1])[..., patches, patches]
+        gate.weight.copy_(trained)
+        found.append({'gate': 100 * trained.item(), 'spread': added.std(dim=-1).mean().item()})
+    return found
 
 
-def show(rows, chance, own_size):
-    """Tables for people: every rule, then the best rule of each model beside the base fine-tuned unchanged."""
-    bases = kept_by(rows, chance, own_size)
-    sizes = sorted({row['size'] for row in rows})
+def sweep_rules(spec, rules, args, own_size):
+    """Test a model with all rules on held_out/, and with the best one of each size on test/.
+
+    All sizes draw their images in the same order, so that `own_top1` is the accuracy at the own size on the same ones.
+    """
+    rows, right = [], {}
+    for size in sorted(set(args.sizes), key=lambda size: (size != own_size, size)):
+        tried = list(rules)[:1] if size == own_size else list(rules)  # there no rule changes anything
+        fewer = min(1, (2 * own_size / size) ** 2)  # above twice the size, every size takes about as long
+        for split, number in (('held_out', args.choose_images), ('test', args.num_images)):
+            data = open_dataset(args.data_dir, split=split)
+            data.transform = preprocessing(load_model(spec), (size, size), crop_mode='squash')
+            batches = list(load_images(data, 100, max(1, round(number * fewer)), shuffle=True))
+            top1 = {}
+            for rule in tried:
+                found = predict(load_model(spec, img_size=size, **rules[rule]), batches)
+                hits = top_k_correct(found.logits, found.labels).double()
+                right.setdefault(split, hits)
+                top1[rule] = 100 * hits.mean().item()
+                rows.append({
+                    'size': size,
+                    'split': split,
+                    'rule': rule,
+                    'num_images': len(hits),
+                    'top1': round(top1[rule], 3),
+                    'own_top1': round(100 * right[split][:len(hits)].mean().item(), 3),
+                })
+            tried = [max(top1, key=top1.get)]
+    return rows
+
+
+def measure(run, name, args, own_size):
+    """Make one model of a base and test it. Returns what the tables need of it."""
+    if name == ALONE:
+        model = load_model(str(run.checkpoint))
+        return {'layers': None, 'rows': sweep_rules(
+            str(run.checkpoint), choices(run.checkpoint, model), args, own_size)}
+    encoding = None if name == UNCHANGED else name
+    images, labels = train_images(args.data_dir, run.checkpoint)
+    random_seed(run.seed)
+    model = add_encoding(run.checkpoint, encoding) if encoding else load_model(str(run.checkpoint))
+    random_seed(run.seed)  # the same batches for all
+    fine_tune(model, images, labels, args.epochs, args.lr, f'{run.label}, seed {run.seed}, {name}')
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch, 'model')
+        timm_sape.hub.save(model, folder)
+        return {
+            'layers': contributions(model, encoding, images[::-(-len(images) // 100)]) if encoding else None,
+            'rows': sweep_rules(f'local-dir:{folder}', choices(run.checkpoint, model, encoding), args, own_size),
+        }
+
+
+def settings_of(args, trained):
+    """All that the lines of a folder must agree in."""
+    images = images_in(SPLITS, Path(args.data_dir))
+    for split in SPLITS:
+        if split not in images:
+            raise ValueError(
+                f'{args.data_dir} has no folder {split!r}; `timm-sape data cifar10-subset --held-out N` writes all')
+    refuse_other_images(images, args.runs)  # held_out/ would not be held out
+    if min(args.epochs, args.num_images, args.choose_images) < 1:
+        raise ValueError('--epochs, --num-images and --choose-images must be 1 or more.')
+    for name in args.encodings:
+        timm_sape.get_encoding(f'auto_{name}')  # refuses what has no gate
+    shapes = {}
+    for run in trained:
+        model = load_model(str(run.checkpoint))
+        check_sizes(run.label, [(size, size) for size in args.sizes], model.patch_embed.patch_size)
+        shapes.setdefault((*image_size_of(model), model.num_classes), run)
+    (height, width, classes), run = next(iter(shapes.items()))
+    if len(shapes) > 1 or height != width:
+        raise ValueError(f'The bases must be of one square size and have the same classes, got {list(shapes)}.')
+    if height not in args.sizes:
+        raise ValueError(f'--sizes must contain {height}, the size that {run.label} was trained at.')
+    return {
+        'images': images, 'own_size': height, 'classes': classes, 'sizes': sorted(set(args.sizes)),
+        'num_images': args.num_images, 'choose_images': args.choose_images, 'epochs': args.epochs, 'lr': args.lr}
+
+
+def read_lines(path):
+    """The models that were tested. A last line that was cut off is left out, so its model is tested again."""
+    text = path.read_text() if path.exists() else ''
+    try:
+        return list(map(json.loads, text[:text.rfind('\n') + 1].splitlines()))
+    except ValueError as e:
+        raise ValueError(f'{path} has a damaged line ({e}); remove it, and its model is tested again') from e
+
+
+def refuse_begun_otherwise(lines, settings, checkpoints, output):
+    """Raise ValueError if a line was measured with other settings, images or weights."""
+    for line in lines:
+        key = line['base'], line['seed']
+        for what, old, new in (
+                *((what, line['settings'].get(what), value) for what, value in settings.items()),
+                ('checkpoint', line['checkpoint'], checkpoints.get(key, line['checkpoint']))):
+            if old != new:
+                raise ValueError(
+                    f'{output} was begun otherwise: {key[0]}, seed {key[1]}, {line["model"]} has {what} {old}, now it '
+                    f'is {new}. Use the former, or name another --output.')
+
+
+@contextmanager
+def alone(output):
+    """Wait until no other process writes to the folder."""
+    while (held := lock(output / '.locks' / 'output')) is None:
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def work(args, trained, seeds, settings, checkpoints):
+    """Train and test what is missing; write all files after each model."""
+    path = args.output / 'retrofit.jsonl'
+    waiting = [
+        *((run, ALONE) for run in trained),
+        *((run, name) for run in trained if run.seed in seeds for name in (UNCHANGED, *args.encodings))]
+
+    def update(new=()):
+        with alone(args.output):
+            lines = [*read_lines(path), *new]
+            refuse_begun_otherwise(lines, settings, checkpoints, args.output)
+            write_text(path, ''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
+            if lines:
+                write_tables(lines, settings, args)
+
+    update()
+    told = False
+    while waiting:
+        for run, name in list(waiting):
+            held = lock(args.output / '.locks' / f'{run.checkpoint.parents[1].name}-seed{run.seed}-{name}')
+            if held is None:
+                continue
+            try:
+                done = {(line['base'], line['seed'], line['model']) for line in read_lines(path)}
+                if (run.label, run.seed, name) not in done:
+                    update([{
+                        'base': run.label, 'seed': run.seed, 'model': name, 'settings': settings,
+                        'checkpoint': checkpoints[run.label, run.seed], 'measured_on': about(torch.device('cpu')),
+                        **measure(run, name, args, settings['own_size']),
+                    }])
+                    print(f'{run.label}, seed {run.seed}, {name}: done', file=sys.stderr, flush=True)
+            finally:
+                os.close(held)
+            waiting.remove((run, name))
+        if waiting:
+            if not told:
+                told = True
+                print('waiting for another start of this command', file=sys.stderr, flush=True)
+            time.sleep(1)
+
+
+def rows_of(lines, chance):
+    """A row for each test, with the accuracy above chance that is left, in percent, where the base has any."""
+    own = {
+        (line['base'], line['seed'], row['split'], row['size']): row['own_top1'] - chance
+        for line in lines if line['model'] == ALONE for row in line['rows']}
+    rows = []
+    for line in lines:
+        for row in line['rows']:
+            above = own.get((line['base'], line['seed'], row['split'], row['size']), 0)
+            kept = round(100 * (row['top1'] - chance) / above, 3) if above > 0 else None
+            rows.append({**{key: line[key] for key in ('base', 'seed', 'model')}, **row, 'kept': kept})
+    return rows
+
+
+def by_seed(rows, column, **where):
+    return {
+        row['seed']: row[column] for row in rows
+        if row[column] is not None and all(row[key] == value for key, value in where.items())}
+
+
+def compared(values, others, cells):
+    """Cells of a difference. It is shown if both intervals, corrected for the cells of the table, exclude 0."""
+    columns = 'difference', 'corrected, pairs', 'corrected, not paired', 'shown'
+    pairs = [value - others[seed] for seed, value in values.items() if seed in others]
+    if len(pairs) < 2:
+        return dict(zip(columns, (f'{pairs[0]:+.1f}' if pairs else '', '', '', '')))
+    gain, *intervals = corrected_intervals(values, others, cells)
+    wide = [high - low > 1e-9 for low, high in intervals]  # equal values tell nothing of how other seeds differ
+    shown = all(each and (low > 0 or high < 0) for each, (low, high) in zip(wide, intervals))
+    texts = ('[{:+.1f}, {:+.1f}]'.format(*ends) if each else 'no spread' for each, ends in zip(wide, intervals))
+    return dict(zip(columns, (f'{gain:+.1f}', *texts, 'yes' if shown else 'no')))
+
+
+def counted(rules):
+    """Names of rules; of several with the number of seeds that chose each."""
+    counts = Counter(rules)
+    return '; '.join(counts) if len(counts) == 1 else '; '.join(f'{rule} {n}' for rule, n in counts.most_common())
+
+
+def compare(column, names, against, sizes, find):
+    """Rows of a table of differences at each size. `find` gives a column by seed, of a size and name."""
+    others = [name for name in names if name != against]
     table = []
-    for base, lines in bases.items():
-        best = {size: best_rule(lines, 'not fine-tuned', size) for size in sizes}
-        top1 = {(size, rule): spread([
-            row['top1'] for row in rows
-            if (row['base'], row['model'], row['size'], row['rule']) == (base, 'not fine-tuned', size, rule)
-        ], 1) for size, (rule, _) in best.items()}
-        table.append({'base, by its best rule': base, **{
-            f'{size} px': f'{rule}: {top1[size, rule]} ({spread(list(shares.values()), 1)})'
-            for size, (rule, shares) in best.items()}})
+    for name in others:
+        for size in sizes:
+            rules, rules_against = find('rule', size, name), find('rule', size, against)
+            both = sorted(rules.keys() & rules_against.keys())
+            table.append({
+                'model': name, 'size': f'{size} px', 'seeds': len(both), 'rule': counted(rules[seed] for seed in both),
+                f'rule of {against}': counted(rules_against[seed] for seed in both),
+                **compared(find(column, size, name), find(column, size, against), len(others) * len(sizes)),
+            })
+    return table
+
+
+def show(lines, settings, args):
+    """Tables for people: the bases, then for each base all rules, the grafts, and what these have learned."""
+    chance, own_size, sizes = 100 / settings['classes'], settings['own_size'], settings['sizes']
+    rows = rows_of(lines, chance)
+    bases = list(dict.fromkeys([*args.bases, *(line['base'] for line in lines)]))
+
+    def on_test(column, size, base, model=ALONE):
+        return by_seed(rows, column, split='test', size=size, base=base, model=model)
+
+    def cell(base, size):
+        top1, kept = (spread(list(on_test(column, size, base).values()), 1) for column in ('top1', 'kept'))
+        return f'{top1} ({kept or "no base above chance"}) {counted(on_test("rule", size, base).values())}'
+
     text = [
-        'Top-1 of the bases, not fine-tuned, and in brackets the share of the accuracy above chance that is left, in '
-        'percent:', '', markdown(table), '',
-        'Below are these shares, with every rule: mean ± standard deviation over seeds.', '']
-    for base, lines in bases.items():
-        text += [f'## {base}', '', markdown([
-            {'model': model, 'rule': rule, **{f'{size} px': spread(list(line[size].values()), 1) for size in sizes}}
-            for (model, rule), line in lines.items()]), '']
-        table = []
-        for model in dict.fromkeys(name for name, _ in lines):
-            line = {'model, by its best rule': model}
-            for size in sizes:
-                rule, own = best_rule(lines, model, size)
-                _, others = best_rule(lines, 'unchanged', size)
-                pairs = [own[seed] - others[seed] for seed in own if seed in others]
-                line[f'{size} px'] = f'{rule}: {difference(pairs, 1)}' if model != 'unchanged' else rule
-            table.append(line)
-        text += ['Minus the base fine-tuned unchanged, at the same seed, with 95 % intervals:', '', markdown(table), '']
+        'Top-1 of the bases, not fine-tuned, on test images; in brackets the share of the accuracy above chance that '
+        'is left, in percent; and the rule, chosen on held-out images for each seed.', '',
+        markdown([{'base': base, **{
+            f'{size} px': cell(base, size) if on_test('top1', size, base) else '' for size in sizes}}
+            for base in bases]), '']
+    if AGAINST in bases and len(bases) > 1:
+        text += [
+            f'Top-1 of the bases minus that of {AGAINST} at the same seed, each by its rule. {SHOWN}', '',
+            markdown(compare('top1', bases, AGAINST, sizes, on_test)), '']
+    text += ['Below is the accuracy above chance that is left, in percent of that of the base at its own size.', '']
+    for base in bases:
+        planned = args.encodings if base in args.bases else ()
+        names = list(dict.fromkeys(
+            [ALONE, UNCHANGED, *planned, *(line['model'] for line in lines if line['base'] == base)]))
+        text += [f'## {base}', '', 'Every rule, on the held-out images that the rule is chosen on:', '']
+        rules = list(dict.fromkeys(
+            (row['model'], row['rule']) for row in rows if row['base'] == base and row['size'] != own_size))
+        text += [markdown([{'model': model, 'rule': rule, **{f'{size} px': spread(list(by_seed(
+            rows, 'kept', split='held_out', base=base, model=model, size=size,
+            **({} if size == own_size else {'rule': rule})).values()), 1) for size in sizes}}
+            for model, rule in rules or [('', '')]]), '']
+        text += [
+            f'On test images, minus the base fine-tuned unchanged, at the same seed, each by its rule. {SHOWN}', '',
+            markdown(compare(
+                'kept', names, UNCHANGED, sizes, lambda column, size, name: on_test(column, size, base, name))), '']
+        learned = [line for line in lines if line['base'] == base and line['layers']]
+        if learned:
+            depth = len(learned[0]['layers'])
+            text += [
+                'Gates after fine-tuning, and in brackets the standard deviation of what the encoding adds to the '
+                'logits of a patch. Where the class is read from the class token, the gate of the last layer cannot '
+                'act: these encodings have no bias in the row of that token, and no other row is read.', '',
+                markdown([{'encoding': name, **{f'layer {i}': '{} ({})'.format(*(
+                    spread([line['layers'][i][key] for line in learned if line['model'] == name]) or 'none'
+                    for key in ('gate', 'spread'))) for i in range(depth)}}
+                    for name in names if any(line['model'] == name for line in learned)]), '']
     return '\n'.join(text)
 
 
-def draw(rows, chance, own_size, path):
+def draw(rows, own_size, path):
     """A panel for each base, not fine-tuned: what is left by each rule. Bands go from the worst to the best seed."""
-    bases = kept_by(rows, chance, own_size)
-    figure = new_figure(4.2 * len(bases), 4)
-    rules = list(dict.fromkeys(
-        rule.removesuffix('+log') for lines in bases.values() for model, rule in lines if model == 'not fine-tuned'))
-    for axes, (base, lines) in zip(figure.subplots(1, len(bases), sharey=True, squeeze=False)[0], bases.items()):
-        for (model, rule), sizes in lines.items():
-            if model != 'not fine-tuned':
+    rows = [row for row in rows if row['model'] == ALONE and row['split'] == 'held_out' and row['kept'] is not None]
+    bases = list(dict.fromkeys(row['base'] for row in rows))
+    rules = list(dict.fromkeys(row['rule'] for row in rows if row['size'] != own_size))
+    colors = list(dict.fromkeys(rule.removesuffix('+log') for rule in rules))
+    sizes = sorted({row['size'] for row in rows})
+    figure = new_figure(4.2 * max(1, len(bases)), 4)
+    for axes, base in zip(figure.subplots(1, max(1, len(bases)), sharey=True, squeeze=False)[0], bases):
+        for rule in rules:
+            shares = [list(by_seed(
+                rows, 'kept', base=base, size=size, **({} if size == own_size else {'rule': rule})).values())
+                for size in sizes]
+            if not all(shares):
                 continue
-            x, shares = sorted(sizes), [list(sizes[size].values()) for size in sorted(sizes)]
-            color, log = f'C{rules.index(rule.removesuffix("+log"))}', rule.endswith('+log')
-            axes.fill_between(x, list(map(min, shares)), list(map(max, shares)), color=color, alpha=0.1, linewidth=0)
+            color, log = f'C{colors.index(rule.removesuffix("+log"))}', rule.endswith('+log')
+            axes.fill_between(
+                sizes, list(map(min, shares)), list(map(max, shares)), color=color, alpha=0.1, linewidth=0)
             axes.plot(
-                x, list(map(mean, shares)), '--' if log else '-', color=color, marker='o', markersize=4, label=rule)
-        axes.set_xticks(x)
+                sizes, list(map(mean, shares)), '--' if log else '-', color=color, marker='o', markersize=4, label=rule)
+        axes.set_xticks(sizes)
         axes.set(title=base, xlabel='image size (px)')
         axes.grid(alpha=0.3)
         axes.legend(fontsize='small')
@@ -223,37 +442,53 @@ def draw(rows, chance, own_size, path):
     figure.savefig(path, dpi=120)
 
 
+def write_tables(lines, settings, args):
+    numbers = {
+        split: ', '.join(f'{n} at {size} px' for n, size in dict.fromkeys(
+            (row['num_images'], row['size']) for row in lines[0]['rows'] if row['split'] == split))
+        for split in SPLITS[1:]}
+    machines = '; '.join(dict.fromkeys(line['measured_on'] for line in lines))
+    notes = (
+        f'{settings["epochs"]} epochs at {settings["lr"]:g}; images of held_out/: {numbers["held_out"]}; of test/: '
+        f'{numbers["test"]}; {machines}')
+    write_csv(rows_of(lines, 100 / settings['classes']), args.output / 'retrofit.csv', notes)
+    write_text(
+        args.output / 'retrofit.md',
+        f'# Rules and grafts for other sizes\n\n{show(lines, settings, args)}\n{notes}\n')
+    draw(rows_of(lines, 100 / settings['classes']), settings['own_size'], args.output / 'retrofit.png')
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('runs', type=Path, help='folder of an experiment, with checkpoints')
-    parser.add_argument('--data-dir', required=True, help='has train and test')
+    parser.add_argument('--data-dir', required=True, help='has train, held_out and test')
     parser.add_argument('--output', type=Path, required=True, help='folder; may be new')
     parser.add_argument('--bases', nargs='+', default=list(BASES), help='labels of models (default: %(default)s)')
-    parser.add_argument('--seeds', nargs='+', type=int, help='(default: all)')
+    parser.add_argument(
+        '--seeds', nargs='+', type=int, help='seeds to fine-tune (default: all); bases are tested with all in any case')
     parser.add_argument('--encodings', nargs='*', default=list(ENCODINGS), help='to graft (default: %(default)s)')
     parser.add_argument('--epochs', type=int, default=3, help='of fine-tuning')
     parser.add_argument('--lr', type=float, default=5e-4, help='of fine-tuning (default: %(default)s)')
-    parser.add_argument('--sizes', type=int, nargs='+', default=[32, 48, 64, 96, 128], help='pixels, own size first')
-    parser.add_argument('--num-images', type=int, default=1000, help='test images (default: %(default)s)')
+    parser.add_argument(
+        '--sizes', type=int, nargs='+', default=[32, 48, 64, 96, 128], help='pixels, own size among them')
+    parser.add_argument(
+        '--choose-images', type=int, default=500, help='held-out images that choose a rule (default: %(default)s)')
+    parser.add_argument('--num-images', type=int, default=4000, help='test images (default: %(default)s)')
     args = parser.parse_args()
     try:
-        args.output.mkdir(parents=True, exist_ok=True)
         trained = trained_models(args.runs, args.bases)
-        seeds = sorted({run.seed for run in trained})
-        trained = [run for run in trained if args.seeds is None or run.seed in args.seeds]
-        if not trained:
-            raise ValueError(f'{args.runs} has no run with these seeds; it has {", ".join(map(str, seeds))}.')
-        chance = 100 / load_model(str(trained[0].checkpoint)).num_classes
-        rows = measure(args, trained)
+        there = sorted({run.seed for run in trained})
+        seeds = there if args.seeds is None else args.seeds
+        if not set(seeds) <= set(there):
+            raise ValueError(f'{args.runs} has no run with all of these seeds; it has {", ".join(map(str, there))}.')
+        settings = settings_of(args, trained)
+        args.output.mkdir(parents=True, exist_ok=True)
+        checkpoints = {
+            (run.label, run.seed): hashlib.sha256(run.checkpoint.read_bytes()).hexdigest()[:12] for run in trained}
+        work(args, trained, seeds, settings, checkpoints)
     except (ValueError, OSError) as e:
         parser.error(str(e))
-    notes = (
-        f'{args.epochs} epochs at {args.lr:g}, {args.num_images} test images; {about(torch.device("cpu"))}')
-    write_csv(rows, args.output / 'retrofit.csv', notes)
-    text = f'{show(rows, chance, args.sizes[0])}\n{notes}\n'
-    (args.output / 'retrofit.md').write_text(f'# Rules and grafts for other sizes\n\n{text}')
-    draw(rows, chance, args.sizes[0], args.output / 'retrofit.png')
-    print(text)
+    print((args.output / 'retrofit.md').read_text())
 
 
 if __name__ == '__main__':

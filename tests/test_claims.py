@@ -3,7 +3,6 @@ them on the models of an experiment."""
 import argparse
 import csv
 import importlib.util
-import itertools
 import json
 import math
 import subprocess
@@ -23,7 +22,7 @@ from timm.utils import random_seed
 
 from timm_sape.analysis import separation
 from timm_sape.lab import shifts as shifts_module
-from timm_sape.analysis.inputs import load_model, open_dataset
+from timm_sape.analysis.inputs import open_dataset
 from timm_sape.lab.shifts import shift_images, shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.cli import main
@@ -326,51 +325,6 @@ def test_what_the_reference_table_measures(digits, runs):
     moved, = shift_sweep([checkpoint], data, [4], progress=False)
     assert (found.pop('top1_shifted_4px'), found.pop('same_shifted_4px')) == (moved['top1'], moved['same'])
     assert 0 <= found.pop('pshap') <= 1 and not found
-
-
-@pytest.mark.parametrize('name', ['rpb', 'cope'])
-def test_an_encoding_is_added_to_a_base_without_changing_it(name, runs, tmp_path):
-    example = load('retrofit.py')
-    source = next(runs.glob('RoPE/seed1/last.pth.tar'))
-    state = torch.load(source, weights_only=False)
-    state['args'].mean = [0.1, 0.2, 0.3]  # not the default
-    torch.save(state, tmp_path / 'last.pth.tar')
-    (tmp_path / 'config.yaml').write_text((source.parent / 'config.yaml').read_text())
-
-    base, model = load_model(str(tmp_path / 'last.pth.tar')), example.add_encoding(tmp_path / 'last.pth.tar', name)
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(images), base(images), rtol=0, atol=1e-5)
-    assert set(model.pos_enc.split('+')) == {'rope2d', f'auto_{name}'}
-    # it is shown the same images
-    assert tuple(model.pretrained_cfg['mean']) == tuple(base.pretrained_cfg['mean']) == (0.1, 0.2, 0.3)
-
-
-@pytest.mark.full
-def test_retrofit_example(digits, runs, tmp_path):
-    command = [
-        EXAMPLES / 'retrofit.py', runs, '--data-dir', digits, '--output', tmp_path / 'new', '--bases', 'RoPE',
-        '--encodings', 'rpb', '--sizes', '32', '48', '--num-images', '30', '--epochs', '1']
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    path = tmp_path / 'new' / 'retrofit.jsonl'
-    before = path.read_text()
-    for change, message in ((('--epochs', '2'), "was begun with {'epochs': 1,"), (('--seeds', '9'), 'it has 1, 2')):
-        refused = run(*command, *change)
-        assert refused.returncode == 2 and message in refused.stderr and path.read_text() == before
-    rows = list(map(json.loads, before.splitlines()))
-    rules = {row['rule'] for row in rows}
-    assert {'extrapolate', 'rescale'} <= rules
-    assert sorted((row['seed'], row['model'], row['rule'], row['size']) for row in rows) == sorted(
-        itertools.product((1, 2), ('not fine-tuned', 'unchanged', 'rpb'), rules, (32, 48)))
-    own = {row['seed']: row['top1'] for row in rows if (row['model'], row['size']) == ('not fine-tuned', 32)}
-    tuned = [
-        100 * (row['top1'] - 10) / (own[row['seed']] - 10)
-        for row in rows if (row['model'], row['rule'], row['size']) == ('rpb', 'rescale', 48)]
-    assert (tmp_path / 'new' / 'retrofit.png').read_bytes().startswith(b'\x89PNG')
-    line = next(line for line in done.stdout.splitlines() if line.startswith('| rpb | rescale |'))
-    assert line.split(' | ')[3].rstrip(' |') == f'{np.mean(tuned):.1f} ± {np.std(tuned, ddof=1):.1f}'
-    assert run(*command).returncode == 0 and path.read_text() == before
 
 
 @pytest.mark.parametrize('command, text', [

@@ -1,9 +1,9 @@
 """Experiments: train models with several seeds by one recipe, through timm's train.py, and compare the results."""
 from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options, split_folder
-from .records import Trained, trained_models
+from .records import Trained, lock, trained_models, write_text
 from .report import notes_of, plot_curves, rows_of, summary_table
 from .results import archive_runs, read_results
-from .runner import Slot, make_slots, refuse_begun_otherwise, run_all
+from .runner import Slot, images_in, make_slots, refuse_begun_otherwise, refuse_other_images, run_all
 from .trial import estimate
 
 __all__ = [
@@ -16,16 +16,20 @@ __all__ = [
     'Trained',
     'archive_runs',
     'estimate',
+    'images_in',
     'load_plan',
+    'lock',
     'make_slots',
     'notes_of',
     'plot_curves',
     'read_results',
     'refuse_begun_otherwise',
+    'refuse_other_images',
     'rows_of',
     'run_all',
     'script_options',
     'split_folder',
     'summary_table',
     'trained_models',
+    'write_text',
 ]

@@ -27,7 +27,10 @@ from .plan import ARCHIVE, Run, split_folder
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text
 from .results import changed_option, read_archive, read_results
 
-__all__ = ['Slot', 'Training', 'make_slots', 'refuse_begun_otherwise', 'run_all', 'train_command', 'work']
+__all__ = [
+    'Slot', 'Training', 'images_in', 'make_slots', 'refuse_begun_otherwise', 'refuse_other_images', 'run_all',
+    'train_command', 'work',
+]
 
 POLL = 0.5  # seconds between checks of what is running
 GRACE = 10  # seconds that a process gets to end after SIGTERM
