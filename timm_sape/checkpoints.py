@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
+from timm.layers import resample_patch_embed, to_2tuple
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
@@ -27,6 +27,7 @@ from .encodings import (
     list_encodings,
     parse_pos_enc,
 )
+from .encodings.ape import resample_pos_embed
 from .encodings.registry import AUTO
 
 __all__ = [
@@ -159,7 +160,7 @@ def convert_to_naflex(
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
-        table = resample_abs_pos_embed(table.flatten(1, 2), new_size=new, old_size=old, num_prefix_tokens=0)
+        table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
 
@@ -267,13 +268,8 @@ def _resize_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) 
     grid = _grid_of_pos_embed(state_dict, model)
     if grid is None or model.patch_size == model.patch_embed.patch_size:
         return state_dict
-    pos_embed = resample_abs_pos_embed(
-        state_dict['pos_embed'],
-        new_size=model.patch_embed.grid_size,
-        old_size=grid,
-        num_prefix_tokens=num_prefix_rows(model),
-    )
-    return {**state_dict, 'pos_embed': pos_embed}
+    return {**state_dict, 'pos_embed': resample_pos_embed(
+        state_dict['pos_embed'], grid, model.patch_embed.grid_size, num_prefix_rows(model))}
 
 
 def _grid_of_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Optional[GridSize]:

@@ -202,7 +202,7 @@ def test_intermediates(pos_enc):
     assert torch.equal(out['patch_valid'], given['patch_valid'])
     p = model.num_prefix_tokens
     assert torch.equal(model.norm(out['image_intermediates'][-1]), features['patches'][:, p:])
-    assert out['image_intermediates_prefix'][0].shape == (5, p, 32)
+    assert out['image_intermediates_prefix'][0].shape == (len(SIZES), p, 32)
     with pytest.raises(ValueError, match="output_fmt='NLC'"):
         model.forward_intermediates(given)
     image = torch.randn(2, 3, 40, 48)
