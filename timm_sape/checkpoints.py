@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import torch
 import torch.nn as nn
 from timm.layers import resample_patch_embed, to_2tuple
+from timm.models import adapt_input_conv
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
@@ -35,6 +36,7 @@ __all__ = [
     'convert_to_naflex',
     'convert_to_plain',
     'filter_state_dict',
+    'fit_patch_embedding',
     'misfit',
     'reading_errors',
     'refuse_misfit',
@@ -92,9 +94,10 @@ def filter_state_dict(
     if model.logit_scaling == 'constant':
         state_dict.pop(LOGIT_SCALING + GRID, None)
 
-    # timm will adapt the heads to the number of classes, and this kernel to the number of channels.
+    # timm will adapt the heads to the number of classes, and the kernel of a plain ViT to the number of channels.
     heads = _names(model.pretrained_cfg['classifier'])
-    kernels = tuple(f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']))
+    kernels = tuple(
+        f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']) if not hasattr(model, 'embeds'))
     report = misfit(
         state_dict, model.state_dict(), ignore=tuple(f'{name}.' for name in heads), any_shape=kernels)
     if report:
@@ -150,19 +153,44 @@ def convert_to_naflex(
             out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
         for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
             out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
-    weight, size = out.get('embeds.proj.weight'), model.patch_size
-    if weight is not None and weight.ndim == 4:
-        if weight.shape[2:] != size:
-            weight = resample_patch_embed(weight, list(size))
-        if model.embeds.is_linear:
-            weight = weight.permute(*((0, 2, 3, 1) if model.embeds.channels_last else (0, 1, 2, 3))).flatten(1)
-        out['embeds.proj.weight'] = weight
+    if 'embeds.proj.weight' in out:
+        out['embeds.proj.weight'] = fit_patch_embedding(out['embeds.proj.weight'], model)
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
         table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
+
+
+def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Weights of a patch embedding for the patch size and the channels of a NaFlexVit.
+
+    timm adapts the number of channels of convolutions alone, and would start a linear layer from random weights.
+
+    Args:
+        weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer for the patch size of the model,
+            `[D, ph*pw*C]`. C is what the model's config declares for the checkpoint.
+        model: timm's NaFlexVit or ours.
+
+    Returns:
+        The weights in the form that the model has. With another number of channels than declared they stay as they are.
+    """
+    embeds, channels = model.embeds, (model.pretrained_cfg.get('input_size') or (3,))[0]
+    height, width = embeds.patch_size
+    if weight.ndim == 2 and weight.shape[1] == height * width * channels:
+        shape = (height, width, channels) if embeds.channels_last else (channels, height, width)
+        weight = weight.unflatten(1, shape)
+        weight = weight.permute(0, 3, 1, 2) if embeds.channels_last else weight
+    if weight.ndim != 4:
+        return weight
+    if weight.shape[2:] != embeds.patch_size:
+        weight = resample_patch_embed(weight, [height, width])
+    if weight.shape[1] == channels:
+        weight = adapt_input_conv(embeds.in_chans, weight, channels)
+    if embeds.is_linear:
+        weight = (weight.permute(0, 2, 3, 1) if embeds.channels_last else weight).flatten(1)
+    return weight
 
 
 def _grid_of_rows(entries: Mapping[str, torch.Tensor], num_prefix_tokens: int, model: nn.Module) -> GridSize:

@@ -118,7 +118,7 @@ def graft(
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if isinstance(model, str):
-        model = timm.create_model(model, **kwargs)
+        model = _build_base(partial(timm.create_model, model), **kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -170,6 +170,23 @@ def graft(
         if name in modules:
             modules[name].training = module.training
     return grafted
+
+
+def _build_base(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+    """Build a model of timm, with its pretrained weights for another number of channels too if it is a NaFlexVit.
+
+    There timm leaves the patch embedding random.
+    """
+    if not kwargs.get('pretrained') or kwargs.get('in_chans') is None:
+        return build(**kwargs)
+    model = build(**{**kwargs, 'pretrained': False})
+    if not isinstance(model, NaFlexVit):
+        return build(**kwargs)
+    with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
+        weights = build(**{key: value for key, value in kwargs.items() if key != 'in_chans'}).state_dict()
+    weights['embeds.proj.weight'] = checkpoints.fit_patch_embedding(weights['embeds.proj.weight'], model)
+    model.load_state_dict(weights)
+    return model
 
 
 def _is_ours(
@@ -450,15 +467,14 @@ class _Builder:
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
         if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
             arguments.setdefault('use_naflex', True)
-        build = partial(
-            model_entrypoint(self.base),
-            pretrained=pretrained,
-            pretrained_cfg=replace(cfg, architecture=self.base),
-            cache_dir=self.cache_dir,
-            **arguments,
-        )
         try:
-            model = build()
+            model = _build_base(
+                model_entrypoint(self.base),
+                pretrained=pretrained,
+                pretrained_cfg=replace(cfg, architecture=self.base),
+                cache_dir=self.cache_dir,
+                **arguments,
+            )
         except TypeError as e:
             if not arguments.get('use_naflex'):
                 raise

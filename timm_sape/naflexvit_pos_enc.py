@@ -125,6 +125,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         self.embeds.pos_embed_type = 'none'
         self.embeds.__class__ = PosEncEmbeds
         self.pos_drop, self.embeds.pos_drop = self.embeds.pos_drop, nn.Identity()
+        self._traits = {**self._traits, 'first_conv': None}  # timm cannot adapt its channels, convert_checkpoint does
 
     @property
     def grid_size(self) -> Tuple[int, int]:

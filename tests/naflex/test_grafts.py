@@ -4,6 +4,7 @@ import timm
 import torch
 from batches import PATCH, SIZES, batch, pictures
 from common import randomize
+from timm.models import save_for_hf
 
 import timm_sape
 from timm_sape import NaFlexVitPosEnc
@@ -86,6 +87,34 @@ def test_classic_base_and_its_checkpoint(name):
             timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **SHAPE, **source).eval()):
         assert isinstance(grafted, NaFlexVitPosEnc)
         torch.testing.assert_close(grafted(image), base(image), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', [
+    'naflexvit_base_patch16_gap', 'naflexvit_base_patch16_parfac_gap', 'vit_small_plus_patch16_dinov3',
+    'eva02_tiny_patch14_224', 'vit_base_patch16_clip_224'])
+def test_pretrained_with_one_channel(name, tmp_path, caplog):
+    """The patch embedding is adapted, by whatever way the weights come; timm's NaFlexVit would have random ones."""
+    torch.manual_seed(0)
+    flag = {'use_naflex': True} if name == 'vit_base_patch16_clip_224' else {}
+    base = timm.create_model(name, **SHAPE, **flag).eval()
+    weight = timm_sape.graft(base, 'sape2_k').embeds.proj.weight
+    expected = weight.unflatten(1, (PATCH, PATCH, 3)).sum(-1).flatten(1)
+    save_for_hf(base, tmp_path / 'base', safe_serialization=True)
+    torch.save(base.state_dict(), tmp_path / 'model.pth')
+    source = dict(pretrained=True, in_chans=1)
+    overlay = dict(pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth'), num_classes=3))
+    if name == 'vit_base_patch16_clip_224':  # timm loads a table that is not square into none
+        grafts = [timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **SHAPE, **flag, **source, **overlay)]
+    else:
+        grafts = [
+            timm_sape.graft(f'local-dir:{tmp_path / "base"}', 'sape2_k', **source),
+            timm_sape.graft(name, 'sape2_k', **SHAPE, **flag, **source, **overlay),
+            timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **SHAPE, **flag, **source, **overlay)]
+    for grafted in grafts:
+        torch.testing.assert_close(grafted.embeds.proj.weight, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(grafted.blocks[1].mlp.fc2.weight, base.blocks[1].mlp.fc2.weight)
+        assert grafted(torch.randn(1, 1, 40, 48)).isfinite().all()
+    assert not [record for record in caplog.records if 'random init' in record.message]
 
 
 @pytest.mark.parametrize('kwargs', [{'rope_jitter_coords': 1.5}, {'patch_drop_rate': 0.4}], ids=' '.join)

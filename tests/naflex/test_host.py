@@ -82,6 +82,30 @@ def test_checkpoint_of_another_patch_size_and_convolution():
     assert finer(image).isfinite().all()
 
 
+@pytest.mark.parametrize('in_chans', [1, 4])
+def test_checkpoint_of_other_channels(in_chans, tmp_path, caplog):
+    """As of a convolution: timm itself would drop the weights of a linear layer, and say so in the log only."""
+    saved = small('ape+sape2_k')
+    torch.save(saved.state_dict(), tmp_path / 'model.pth')
+    timm_sape.hub.save(saved, tmp_path / 'model')
+    source = dict(pretrained=True, in_chans=in_chans)
+    file = dict(file=str(tmp_path / 'model.pth'), num_classes=3)
+    for model in (
+            small('ape+sape2_k', pretrained_cfg_overlay=file, **source),
+            timm.create_model(f'local-dir:{tmp_path / "model"}', **source)):
+        weight = saved.embeds.proj.weight.unflatten(1, (PATCH, PATCH, 3))
+        expected = weight.sum(-1, keepdim=True) if in_chans == 1 else weight[..., [0, 1, 2, 0]] * 3 / 4
+        torch.testing.assert_close(model.embeds.proj.weight, expected.flatten(1), rtol=1e-5, atol=1e-6)
+        assert torch.equal(model.embeds.cls_token, saved.embeds.cls_token)
+    assert not [record for record in caplog.records if record.levelname == 'WARNING']
+
+
+def test_checkpoint_of_channels_that_are_not_declared():
+    overlay = dict(state_dict=small('rope2d', in_chans=2).state_dict(), num_classes=3)
+    with pytest.raises(ValueError, match=r'embeds.proj.weight \[32, 128\] instead of \[32, 64\]'):
+        small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay=overlay)
+
+
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
 def test_saved_and_loaded(tmp_path, pos_enc):
     model = small(pos_enc)
