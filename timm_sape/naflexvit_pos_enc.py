@@ -92,7 +92,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         cfg = cfg or NaFlexVitCfg(global_pool='token', class_token=True)
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         _refuse_position_of_timm(cfg, kwargs)
-        check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size))
+        check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size), pad='dynamic_img_pad=True')
         asked = {**vars(cfg), **kwargs}
         check_shape(*(
             asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))
@@ -172,11 +172,11 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
                 object_index=object_index)
         if patch_coord is None:
             return self._embed_images(x, keep_indices, object_index)
-        self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
             raise ValueError(
-                'A batch of patches cannot be traced: the trace would compute something else for other coordinates. '
-                'Trace or export the model with images.')
+                'A batch of patches cannot be traced or exported: the steps depend on the coordinates. Trace or export '
+                'the model with images.')
+        self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
         if patch_valid is None:
             patch_valid = torch.ones(patch_coord.shape[:2], dtype=torch.bool, device=x.device)
         patch_valid, patch_coord = patch_valid.bool(), patch_coord.long()
@@ -314,7 +314,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _check_patches(self, x, coord, valid, grid_size, object_index) -> None:
         """
         Raises:
-            ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch.
+            ValueError: If shapes or dtypes of NaFlex input are wrong, there is no image, or an image has no valid patch.
         """
         if isinstance(x, torch.fx.Proxy):
             raise ValueError(
@@ -325,6 +325,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             raise ValueError(
                 'With patch_coord= the input must be patches [B, K, patch height * patch width * C] of floating-point '
                 f'numbers, got {got}. For images leave patch_coord out.')
+        if 0 in x.shape[:2]:
+            raise ValueError(f'There must be at least one image and one patch, got patches {list(x.shape)}.')
         if not self.embeds.is_linear:
             raise ValueError(
                 "The patch embedding is a convolution, for images. For patches use embed_proj_type='linear'.")

@@ -403,6 +403,9 @@ def at(index, value):
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
     ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to'),
+    ({'patch_coord': at((1, slice(12, None)), 0), 'patch_valid': None}, r'\(0, 0\) twice .* patch_valid must be False there'),
+    ({name: lambda t: t[:0] for name in ('patches', 'patch_coord', 'patch_valid')}, r'at least one image .* \[0, 30,'),
+    ({**{name: lambda t: t[:, :0] for name in ('patches', 'patch_coord')}, 'patch_valid': None}, r'one patch.* \[2, 0,'),
 ])
 def test_wrong_input(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -426,7 +429,8 @@ def test_wrong_arguments():
             ({'pos_embed_ar_preserving': True}, 'pos_enc= decides'), ({'rope_temperature': 100.}, 'pos_enc= decides'),
             ({'pos_embed_interp_mode': 'bilinear'}, 'pos_enc= decides'),
             ({'cfg': NaFlexVitCfg(rope_type='axial')}, 'rope_type= .* pos_enc= decides'),
-            ({'pos_embed_grid_size': (3, 3)}, 'img_size= sets it'), ({'img_size': 41}, 'does not divide'),
+            ({'pos_embed_grid_size': (3, 3)}, 'img_size= sets it'),
+            ({'img_size': 41}, 'does not divide .* with that, dynamic_img_pad=True pads'),
             ({'patch_drop_rate': 1.5}, 'patch_drop_rate must be'), ({'depth': 0}, 'depth must be an integer'),
             ({'num_heads': 0}, 'num_heads must be an integer'), ({'num_heads': 5}, 'not divisible by num_heads=5'),
             ({'reg_tokens': -1}, 'reg_tokens must be'), ({'dynamic_img_pad': 'yes'}, 'must be True or False'),
@@ -441,13 +445,17 @@ def test_wrong_arguments():
 
 
 def test_trace_and_export():
-    """With images. A trace of patches would hold for their coordinates alone, without a word."""
+    """With images. A trace of patches would hold for their coordinates alone, and an export fails at their values."""
     model, images = small('ape+sape2_k').double(), torch.randn(2, 3, 40, 48, dtype=torch.float64)
     expected = model(images)
     for other in (torch.jit.trace(model, (images,)), torch.export.export(model, (images,)).module()):
         assert (other(images) - expected).abs().max() < 1e-10
-    with pytest.raises(ValueError, match='A batch of patches cannot be traced'):
-        torch.jit.trace(model, (batch(pictures(SIZES)),), strict=False)
+    given = batch(pictures(SIZES))
+    with pytest.raises(ValueError, match='A batch of patches cannot be traced or exported'):
+        torch.jit.trace(model, (given,), strict=False)
+    with pytest.raises(ValueError, match='A batch of patches cannot be traced or exported'):
+        torch.export.export(model, (given,))
+    assert model(images[:0]).shape == (0, 3)
 
 
 def sizes_of_all_results(model, given):
