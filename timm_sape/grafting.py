@@ -200,7 +200,7 @@ def _is_ours(
     # the new model would otherwise have the defaults of its name, and see images of another brightness
     seen = {key: cfg[key] for key in ('mean', 'std') if key in cfg}
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
-    parts = _merge(own, pos_enc, pos_enc_kwargs)
+    parts = _merge(own, pos_enc, pos_enc_kwargs, model.base_position)
     base = get_model_args(model).get('base')  # which `vit_graft` needs
     base = f'base={base!r}, ' if base else ''
     kwargs = {part: values for part, values in parts.items() if values}
@@ -324,8 +324,19 @@ def _base_position(model: nn.Module) -> str:
     return ' + '.join([*table[model.embeds.pos_embed_type], *rotation]) or 'none'
 
 
-def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Parts:
+def _merge(
+        own: Parts,
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
+        base_position: str,
+) -> Parts:
     """The encodings of a grafted model: those of the base, and the requested ones with gates.
+
+    Args:
+        own: Encodings of ours that the base has.
+        pos_enc: As for `graft`.
+        pos_enc_kwargs: As for `graft`.
+        base_position: What the base computes by timm's modules, as of `_base_position`.
 
     Raises:
         ValueError: If a part has no neutral form, contradicts the keywords of the base's own encoding of this name, or
@@ -349,7 +360,13 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
         if part.removeprefix(AUTO) in own and part not in own:
             raise ValueError(f'{name!r} cannot be grafted: the base already has {name.removeprefix(AUTO)!r}.')
         if part == 'auto_ape':
-            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base does not have.")
+            if base_position.startswith('learned'):
+                raise ValueError(
+                    f"'ape' cannot be grafted: the base already has a table of its own ({base_position}), which it "
+                    "keeps. Leave 'ape' out.")
+            raise ValueError(
+                "'ape' cannot be grafted: it is timm's own table, which this base does not have. Choose one with a "
+                "table of its own, such as 'ape2d'.")
         parts.setdefault(part, {} if get_encoding(name).gate_init == 1 else {'init': 0})
     seen = set()
     for name, keywords in plain_keywords(pos_enc_kwargs).items():
@@ -379,15 +396,17 @@ def _adopt(
     _check_kind(model)
     own = _own_encodings(model)
     vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuilt(model, kwargs)
-    parts = _merge(own, pos_enc, pos_enc_kwargs)
+    base_position = _base_position(vit) if isinstance(vit, NaFlexVit) else ''
+    parts = _merge(own, pos_enc, pos_enc_kwargs, base_position)
     vit.__class__ = OURS[type(vit)]
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):
-        vit.base_position = _base_position(vit)
+        vit.base_position = base_position
         rotations = [name for name in parts if 'q and k' in get_encoding(name).acts_on()]
         if vit.rope is not None and rotations:
             raise ValueError(
-                f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({vit.base_position}).')
+                f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({base_position}). Choose an '
+                "encoding that does not rotate, such as 'sape2_k'.")
     vit._set_encodings(
         parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'), logit_scaling=logit_scaling)
     if vit is not model:

@@ -314,7 +314,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _check_patches(self, x, coord, valid, grid_size, object_index) -> None:
         """
         Raises:
-            ValueError: If shapes or dtypes of NaFlex input are wrong, there is no image, or an image has no valid patch.
+            ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch, or there is none.
         """
         if isinstance(x, torch.fx.Proxy):
             raise ValueError(

@@ -138,3 +138,37 @@ def test_augmented_rotation_and_dropped_patches_in_training(kwargs):
     logits = run(grafted)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     logits.sum().backward()
+
+
+@pytest.mark.parametrize(('name', 'pos_enc', 'message'), [
+    ('naflexvit_base_patch16_gap', 'ape', r"already has a table of its own \(learned table\).* Leave 'ape' out"),
+    ('naflexvit_base_patch16_parfac_gap', 'auto_ape', r'table of its own \(learned tables of rows and columns\)'),
+    ('vit_small_plus_patch16_dinov3', 'ape', "which this base does not have. Choose .*'ape2d'"),
+    ('vit_small_plus_patch16_dinov3', 'rope2d', r"q and k by itself \(RotaryEmbeddingDinoV3\). Choose .*'sape2_k'"),
+])
+def test_refused(name, pos_enc, message):
+    with pytest.raises(ValueError, match=message):
+        timm_sape.graft(name, pos_enc, **SHAPE)
+
+
+def test_what_the_messages_advise():
+    grafted = timm_sape.graft('vit_small_plus_patch16_dinov3', 'ape2d+sape2_k', **SHAPE)
+    assert grafted.pos_enc == 'auto_ape2d+auto_sape2_k'
+
+
+@pytest.mark.parametrize(
+    'name', ['eva02_tiny_patch14_224', 'naflexvit_base_patch16_parfac_gap', 'naflexvit_base_patch16_radio_v3'])
+def test_patches_left_out(name):
+    """As in the base with those patches marked invalid; its own encoding goes by the order, so it needs all places."""
+    base, grafted = pair(name)
+    sizes = [(5, 6), (5, 6), (3, 8), (7, 1)]
+    images = pictures(sizes, torch.float32)
+    keep = [torch.randperm(h * w)[:h * w * 6 // 10] for h, w in sizes]
+    expected = []
+    for image, kept in zip(images, keep):
+        given = batch([image])
+        given['patch_valid'] = torch.zeros_like(given['patch_valid']).index_fill(1, kept, True)
+        expected.append(base(given))
+    expected = torch.cat(expected)
+    actual = grafted(batch(images, keep=keep, padding=3, permute=True))
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()

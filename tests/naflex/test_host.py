@@ -403,9 +403,9 @@ def at(index, value):
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
     ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to'),
-    ({'patch_coord': at((1, slice(12, None)), 0), 'patch_valid': None}, r'\(0, 0\) twice .* patch_valid must be False there'),
+    ({'patch_coord': at((1, slice(12, None)), 0), 'patch_valid': None}, r'\(0, 0\) twice .* patch_valid must be False'),
     ({name: lambda t: t[:0] for name in ('patches', 'patch_coord', 'patch_valid')}, r'at least one image .* \[0, 30,'),
-    ({**{name: lambda t: t[:, :0] for name in ('patches', 'patch_coord')}, 'patch_valid': None}, r'one patch.* \[2, 0,'),
+    ({**{name: lambda t: t[:, :0] for name in ('patches', 'patch_coord')}, 'patch_valid': None}, r'patch, .* \[2, 0'),
 ])
 def test_wrong_input(changes, message):
     with pytest.raises(ValueError, match=message):
