@@ -149,7 +149,7 @@ def of_ours(pos_enc):
     def reference(images, kept):
         return plain(torch.cat(images), keep_indices=kept)
 
-    return cells(twins.naflex(plain), drop, lambda given: drop._embed(given)[3], reference)
+    return cells(twins.naflex(plain), drop, lambda given: drop._embed(*given.values(), None, None, None)[3], reference)
 
 
 def main():
