@@ -405,10 +405,11 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     if not report:
         return
     arguments = _differing_arguments(state_dict, model)
-    shown = ', '.join(f'{name}={value!r}' for name, value in arguments.items())
+    is_silent = arguments.get('pos_enc') == 'nope'  # that is what a file without entries of encodings looks like
+    shown = ', '.join(f'{name}={value!r}' for name, value in arguments.items() if not (is_silent and name == 'pos_enc'))
     hint = f'; its entries show {shown}.' if shown else ' (pos_enc, pos_enc_kwargs, img_size, patch_size, ...).'
-    if arguments.get('pos_enc') == 'nope':
-        hint += " If it had an encoding without parameters, such as 'rope2d', name that instead: it leaves no entries."
+    if is_silent:
+        hint += " The file does not say which encoding it had: none, or one without parameters such as 'rope2d'."
     others = misfit(given, expected, ignore=tuple(f'{path}.' for path in of_other_grids))
     if not others and arguments.keys() <= {'img_size', 'num_classes'} and all(
             isinstance(encoding, ReferenceGridEncoding) for encoding, _ in of_other_grids.values()):
