@@ -24,6 +24,7 @@ STAGES = {
     'long tests': f'{PYTHON} -m pytest -q -n auto --full -m full',
     'kernels': f'{PYTHON} .ci/check_spills.py',
     'naflex parity': f'{PYTHON} .ci/naflex_parity.py > /dev/null',
+    'naflex grafts': f'{PYTHON} .ci/naflex_grafts.py > /dev/null',
     'fuzzer': f'{PYTHON} .ci/fuzz.py --inputs 10000',
     'scripts': f'{PYTHON} -m pytest -q -n auto .ci/test_timm_scripts.py .ci/test_naflex_scripts.py',
     'tests of each encoding': f'{PYTHON} .ci/count_tests.py',

@@ -66,8 +66,8 @@ largest logit: in float64, in brackets in float32, where 1e-5 is allowed.
 - (a) patches and coordinates of one grid; (b) permuted together with their coordinates; (c) with 30 % padding;
   (d) with 40 % of the patches left out, beside the plain model that keeps the same; (e) a batch of four aspect ratios,
   beside the images one by one.
-- `gradients`: of all parameters of encodings and of q, k and v, the largest difference of (a) to (e) in float64,
-  relative to the largest entry of that gradient; 1e-10 is allowed.
+- `gradients`: of all parameters, the largest difference of (a) to (e) in float64, relative to the largest entry of that
+  gradient; 1e-10 is allowed.
 """
 COMPOSITIONS = ('ape+sape2_k', 'ape+rope2d+rpb', 'auto_rope2d+auto_sape2_k', 'rope2d_mixed+ape+cope')
 
@@ -149,7 +149,7 @@ def of_ours(pos_enc):
     def reference(images, kept):
         return plain(torch.cat(images), keep_indices=kept)
 
-    return cells(twins.naflex(plain), drop, lambda given: drop._embed(given)[3], reference)
+    return cells(twins.naflex(plain), drop, lambda given: drop._embed(*given.values(), None, None, None)[3], reference)
 
 
 def main():

@@ -658,8 +658,10 @@ def test_refusal_without_entries_of_encodings(pos_enc, tmp_path):
     """They are all the same, so it must not sound as if there had been none."""
     path = str(save(tiny(pos_enc), tmp_path / 'w.pth'))
     message = refused(lambda: tiny('ape', checkpoint_path=path))
-    assert told(message) == {'pos_enc': 'nope'}
-    assert "If it had an encoding without parameters, such as 'rope2d', name that instead" in message
+    assert "does not say which encoding it had: none, or one without parameters such as 'rope2d'" in message
+    assert 'entries show' not in message
+    message = refused(lambda: tiny('ape', B, checkpoint_path=path, reg_tokens=4))
+    assert told(message) == {'reg_tokens': 0} and 'does not say which encoding it had' in message
     save(tiny('ape'), tmp_path / 'w.pth')
     assert 'without parameters' not in refused(lambda: tiny('ape', B, checkpoint_path=path))
 

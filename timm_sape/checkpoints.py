@@ -14,7 +14,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
+from timm.layers import resample_patch_embed, to_2tuple
+from timm.models import adapt_input_conv
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from .conversion import from_timm, num_prefix_rows
@@ -27,6 +28,7 @@ from .encodings import (
     list_encodings,
     parse_pos_enc,
 )
+from .encodings.ape import resample_pos_embed
 from .encodings.registry import AUTO
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     'convert_to_naflex',
     'convert_to_plain',
     'filter_state_dict',
+    'fit_patch_embedding',
     'misfit',
     'reading_errors',
     'refuse_misfit',
@@ -91,9 +94,10 @@ def filter_state_dict(
     if model.logit_scaling == 'constant':
         state_dict.pop(LOGIT_SCALING + GRID, None)
 
-    # timm will adapt the heads to the number of classes, and this kernel to the number of channels.
+    # timm will adapt the heads to the number of classes, and the kernel of a plain ViT to the number of channels.
     heads = _names(model.pretrained_cfg['classifier'])
-    kernels = tuple(f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']))
+    kernels = tuple(
+        f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']) if not hasattr(model, 'embeds'))
     report = misfit(
         state_dict, model.state_dict(), ignore=tuple(f'{name}.' for name in heads), any_shape=kernels)
     if report:
@@ -149,19 +153,44 @@ def convert_to_naflex(
             out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
         for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
             out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
-    weight, size = out.get('embeds.proj.weight'), model.patch_size
-    if weight is not None and weight.ndim == 4:
-        if weight.shape[2:] != size:
-            weight = resample_patch_embed(weight, list(size))
-        if model.embeds.is_linear:
-            weight = weight.permute(*((0, 2, 3, 1) if model.embeds.channels_last else (0, 1, 2, 3))).flatten(1)
-        out['embeds.proj.weight'] = weight
+    if 'embeds.proj.weight' in out:
+        out['embeds.proj.weight'] = fit_patch_embedding(out['embeds.proj.weight'], model)
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
-        table = resample_abs_pos_embed(table.flatten(1, 2), new_size=new, old_size=old, num_prefix_tokens=0)
+        table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
+
+
+def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Weights of a patch embedding for the patch size and the channels of a NaFlexVit.
+
+    timm adapts the number of channels of convolutions alone, and would start a linear layer from random weights.
+
+    Args:
+        weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer for the patch size of the model,
+            `[D, ph*pw*C]`. C is what the model's config declares for the checkpoint.
+        model: timm's NaFlexVit or ours.
+
+    Returns:
+        The weights in the form that the model has. With another number of channels than declared they stay as they are.
+    """
+    embeds, channels = model.embeds, (model.pretrained_cfg.get('input_size') or (3,))[0]
+    height, width = embeds.patch_size
+    if weight.ndim == 2 and weight.shape[1] == height * width * channels:
+        shape = (height, width, channels) if embeds.channels_last else (channels, height, width)
+        weight = weight.unflatten(1, shape)
+        weight = weight.permute(0, 3, 1, 2) if embeds.channels_last else weight
+    if weight.ndim != 4:
+        return weight
+    if weight.shape[2:] != embeds.patch_size:
+        weight = resample_patch_embed(weight, [height, width])
+    if weight.shape[1] == channels:
+        weight = adapt_input_conv(embeds.in_chans, weight, channels)
+    if embeds.is_linear:
+        weight = (weight.permute(0, 2, 3, 1) if embeds.channels_last else weight).flatten(1)
+    return weight
 
 
 def _grid_of_rows(entries: Mapping[str, torch.Tensor], num_prefix_tokens: int, model: nn.Module) -> GridSize:
@@ -267,13 +296,8 @@ def _resize_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) 
     grid = _grid_of_pos_embed(state_dict, model)
     if grid is None or model.patch_size == model.patch_embed.patch_size:
         return state_dict
-    pos_embed = resample_abs_pos_embed(
-        state_dict['pos_embed'],
-        new_size=model.patch_embed.grid_size,
-        old_size=grid,
-        num_prefix_tokens=num_prefix_rows(model),
-    )
-    return {**state_dict, 'pos_embed': pos_embed}
+    return {**state_dict, 'pos_embed': resample_pos_embed(
+        state_dict['pos_embed'], grid, model.patch_embed.grid_size, num_prefix_rows(model))}
 
 
 def _grid_of_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Optional[GridSize]:
@@ -381,10 +405,11 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     if not report:
         return
     arguments = _differing_arguments(state_dict, model)
-    shown = ', '.join(f'{name}={value!r}' for name, value in arguments.items())
+    is_silent = arguments.get('pos_enc') == 'nope'  # that is what a file without entries of encodings looks like
+    shown = ', '.join(f'{name}={value!r}' for name, value in arguments.items() if not (is_silent and name == 'pos_enc'))
     hint = f'; its entries show {shown}.' if shown else ' (pos_enc, pos_enc_kwargs, img_size, patch_size, ...).'
-    if arguments.get('pos_enc') == 'nope':
-        hint += " If it had an encoding without parameters, such as 'rope2d', name that instead: it leaves no entries."
+    if is_silent:
+        hint += " The file does not say which encoding it had: none, or one without parameters such as 'rope2d'."
     others = misfit(given, expected, ignore=tuple(f'{path}.' for path in of_other_grids))
     if not others and arguments.keys() <= {'img_size', 'num_classes'} and all(
             isinstance(encoding, ReferenceGridEncoding) for encoding, _ in of_other_grids.values()):

@@ -118,7 +118,7 @@ def graft(
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if isinstance(model, str):
-        model = timm.create_model(model, **kwargs)
+        model = _build_base(partial(timm.create_model, model), **kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -172,6 +172,23 @@ def graft(
     return grafted
 
 
+def _build_base(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+    """Build a model of timm, with its pretrained weights for another number of channels too if it is a NaFlexVit.
+
+    There timm leaves the patch embedding random.
+    """
+    if not kwargs.get('pretrained') or kwargs.get('in_chans') is None:
+        return build(**kwargs)
+    model = build(**{**kwargs, 'pretrained': False})
+    if not isinstance(model, NaFlexVit):
+        return build(**kwargs)
+    with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
+        weights = build(**{key: value for key, value in kwargs.items() if key != 'in_chans'}).state_dict()
+    weights['embeds.proj.weight'] = checkpoints.fit_patch_embedding(weights['embeds.proj.weight'], model)
+    model.load_state_dict(weights)
+    return model
+
+
 def _is_ours(
         model: PosEncModel,
         pos_enc: str,
@@ -183,7 +200,7 @@ def _is_ours(
     # the new model would otherwise have the defaults of its name, and see images of another brightness
     seen = {key: cfg[key] for key in ('mean', 'std') if key in cfg}
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
-    parts = _merge(own, pos_enc, pos_enc_kwargs)
+    parts = _merge(own, pos_enc, pos_enc_kwargs, model.base_position)
     base = get_model_args(model).get('base')  # which `vit_graft` needs
     base = f'base={base!r}, ' if base else ''
     kwargs = {part: values for part, values in parts.items() if values}
@@ -307,8 +324,19 @@ def _base_position(model: nn.Module) -> str:
     return ' + '.join([*table[model.embeds.pos_embed_type], *rotation]) or 'none'
 
 
-def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]) -> Parts:
+def _merge(
+        own: Parts,
+        pos_enc: str,
+        pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
+        base_position: str,
+) -> Parts:
     """The encodings of a grafted model: those of the base, and the requested ones with gates.
+
+    Args:
+        own: Encodings of ours that the base has.
+        pos_enc: As for `graft`.
+        pos_enc_kwargs: As for `graft`.
+        base_position: What the base computes by timm's modules, as of `_base_position`.
 
     Raises:
         ValueError: If a part has no neutral form, contradicts the keywords of the base's own encoding of this name, or
@@ -332,7 +360,13 @@ def _merge(own: Parts, pos_enc: str, pos_enc_kwargs: Optional[Mapping[str, Mappi
         if part.removeprefix(AUTO) in own and part not in own:
             raise ValueError(f'{name!r} cannot be grafted: the base already has {name.removeprefix(AUTO)!r}.')
         if part == 'auto_ape':
-            raise ValueError("'ape' cannot be grafted: it is timm's own table, which this base does not have.")
+            if base_position.startswith('learned'):
+                raise ValueError(
+                    f"'ape' cannot be grafted: the base already has a table of its own ({base_position}), which it "
+                    "keeps. Leave 'ape' out.")
+            raise ValueError(
+                "'ape' cannot be grafted: it is timm's own table, which this base does not have. Choose one with a "
+                "table of its own, such as 'ape2d'.")
         parts.setdefault(part, {} if get_encoding(name).gate_init == 1 else {'init': 0})
     seen = set()
     for name, keywords in plain_keywords(pos_enc_kwargs).items():
@@ -362,15 +396,17 @@ def _adopt(
     _check_kind(model)
     own = _own_encodings(model)
     vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuilt(model, kwargs)
-    parts = _merge(own, pos_enc, pos_enc_kwargs)
+    base_position = _base_position(vit) if isinstance(vit, NaFlexVit) else ''
+    parts = _merge(own, pos_enc, pos_enc_kwargs, base_position)
     vit.__class__ = OURS[type(vit)]
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):
-        vit.base_position = _base_position(vit)
+        vit.base_position = base_position
         rotations = [name for name in parts if 'q and k' in get_encoding(name).acts_on()]
         if vit.rope is not None and rotations:
             raise ValueError(
-                f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({vit.base_position}).')
+                f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({base_position}). Choose an '
+                "encoding that does not rotate, such as 'sape2_k'.")
     vit._set_encodings(
         parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'), logit_scaling=logit_scaling)
     if vit is not model:
@@ -450,15 +486,14 @@ class _Builder:
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
         if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
             arguments.setdefault('use_naflex', True)
-        build = partial(
-            model_entrypoint(self.base),
-            pretrained=pretrained,
-            pretrained_cfg=replace(cfg, architecture=self.base),
-            cache_dir=self.cache_dir,
-            **arguments,
-        )
         try:
-            model = build()
+            model = _build_base(
+                model_entrypoint(self.base),
+                pretrained=pretrained,
+                pretrained_cfg=replace(cfg, architecture=self.base),
+                cache_dir=self.cache_dir,
+                **arguments,
+            )
         except TypeError as e:
             if not arguments.get('use_naflex'):
                 raise

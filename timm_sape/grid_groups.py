@@ -104,7 +104,9 @@ def group_by_grid(
     if repeated.any():
         sample, i = (int(index[0]) for index in repeated.nonzero(as_tuple=True))
         y, x = divmod(int(place[sample, i]), int(sizes[sample, 1]))
-        raise ValueError(f'patch_coord has ({y}, {x}) twice in image {sample} of the batch. Give each patch once.')
+        raise ValueError(
+            f'patch_coord has ({y}, {x}) twice in image {sample} of the batch. Give each patch once. If one is '
+            'padding, patch_valid must be False there.')
 
     members: Dict[Tuple[int, int, int], List[int]] = {}
     for sample, key in enumerate(zip(*sizes.T.tolist(), valid.sum(dim=1).tolist())):

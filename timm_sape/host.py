@@ -306,8 +306,13 @@ def as_pair(size: Any) -> Tuple[Any, ...]:
     return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
 
 
-def check_sizes(img_size, patch_size) -> None:
+def check_sizes(img_size, patch_size, pad: str = 'dynamic_img_size=True, dynamic_img_pad=True') -> None:
     """Check that patches tile an image; both sizes are int or (height, width).
+
+    Args:
+        img_size: Image size.
+        patch_size: Patch size.
+        pad: Arguments of the model by which it pads images, for the message.
 
     Raises:
         ValueError: If a size is not a positive integer, the patches do not tile the image, or there are too many.
@@ -320,7 +325,7 @@ def check_sizes(img_size, patch_size) -> None:
     if fit != img_size:
         raise ValueError(
             f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
-            'patch_size; with that, dynamic_img_size=True, dynamic_img_pad=True pads images of any other size.')
+            f'patch_size; with that, {pad} pads images of any other size.')
     height, width = (i // p for i, p in zip(img_size, patch_size))
     if max(height, width) >= MOST_PATCHES or height * width > 2 ** 22:
         raise ValueError(

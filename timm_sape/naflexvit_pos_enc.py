@@ -36,17 +36,17 @@ from .position import AnyPosition, MixedPosition, Position
 
 __all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this
 
-Patches = Union[torch.Tensor, Mapping[str, torch.Tensor]]
+ImagesOrPatches = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class PosEncEmbeds(NaFlexEmbeds):
-    """timm's embedding of patches, whose table can be had without tokens."""
+    """timm's embedding of patches, which can also be called for its table alone."""
 
     def forward(self, patches, *args, of_table: Optional[Callable[[NaFlexEmbeds], torch.Tensor]] = None, **kwargs):
-        """As timm's; or, with `of_table`, what that makes of this module's table.
+        """As timm's; with `of_table` the result is `of_table(self)`, and no tokens are computed.
 
-        The table is read during a call of this module, so that libraries which load its weights for a call have done
-        so.
+        Code outside cannot read the table directly: FSDP and accelerate move the parameters of a module to the device
+        only while it is called.
         """
         return super().forward(patches, *args, **kwargs) if of_table is None else of_table(self)
 
@@ -56,6 +56,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
     Its state dict is timm's, plus the encodings' own entries, as in `VisionTransformerPosEnc`. `ape` is timm's
     `embeds.pos_embed`. A checkpoint of `VisionTransformerPosEnc` loads with `pretrained=True`.
+
+    It takes images of any size as it is. So, like timm's NaFlexVit, it has no `set_input_size`.
     """
     def __init__(
             self,
@@ -92,7 +94,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         cfg = cfg or NaFlexVitCfg(global_pool='token', class_token=True)
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         _refuse_position_of_timm(cfg, kwargs)
-        check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size))
+        check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size), pad='dynamic_img_pad=True')
         asked = {**vars(cfg), **kwargs}
         check_shape(*(
             asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))
@@ -125,6 +127,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         self.embeds.pos_embed_type = 'none'
         self.embeds.__class__ = PosEncEmbeds
         self.pos_drop, self.embeds.pos_drop = self.embeds.pos_drop, nn.Identity()
+        self._traits = {**self._traits, 'first_conv': None}  # timm cannot adapt its channels, convert_checkpoint does
 
     @property
     def grid_size(self) -> Tuple[int, int]:
@@ -141,11 +144,24 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return checkpoints.convert_to_naflex(state_dict, self)
 
-    def embed(self, x: Patches, *args, **kwargs) -> Tuple[torch.Tensor, AnyPosition]:
+    def embed(
+            self,
+            x: ImagesOrPatches,
+            patch_coord: Optional[torch.Tensor] = None,
+            patch_valid: Optional[torch.Tensor] = None,
+            grid_size: Optional[torch.Tensor] = None,
+            keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, AnyPosition]:
         """Everything before the blocks, for code that runs the blocks one by one.
 
         Args:
-            x: Images or patches, and all other arguments, as for `forward`, but for `attn_mask`.
+            x: Images or patches, as for `forward`.
+            patch_coord: As for `forward`.
+            patch_valid: As for `forward`.
+            grid_size: As for `forward`.
+            keep_indices: As for `forward`.
+            object_index: As for `forward`.
 
         Returns:
             Tokens `[B, N, D]`, and what the blocks need to know: `block(tokens, position=position)`.
@@ -153,29 +169,28 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         Raises:
             ValueError: As `forward`.
         """
-        return self._embed(x, *args, **kwargs)[:2]
+        x, arguments = _from_dict(
+            x, patch_coord=patch_coord, patch_valid=patch_valid, grid_size=grid_size, keep_indices=keep_indices,
+            object_index=object_index)
+        return self._embed(x, **arguments)[:2]
 
     def _embed(
             self,
-            x: Patches,
-            patch_coord: Optional[torch.Tensor] = None,
-            patch_valid: Optional[torch.Tensor] = None,
-            grid_size: Optional[torch.Tensor] = None,
-            keep_indices: Optional[torch.Tensor] = None,
-            object_index: Optional[torch.Tensor] = None,
+            x: torch.Tensor,
+            patch_coord: Optional[torch.Tensor],
+            patch_valid: Optional[torch.Tensor],
+            grid_size: Optional[torch.Tensor],
+            keep_indices: Optional[torch.Tensor],
+            object_index: Optional[torch.Tensor],
     ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
         """As `embed`, plus the `patch_valid` of the patches that are left, and their indices in the input, `[B, K]`."""
-        if isinstance(x, Mapping):
-            x, patch_coord, patch_valid, grid_size, keep_indices, object_index = _from_dict(
-                x, patch_coord=patch_coord, patch_valid=patch_valid, grid_size=grid_size, keep_indices=keep_indices,
-                object_index=object_index)
         if patch_coord is None:
             return self._embed_images(x, keep_indices, object_index)
-        self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
             raise ValueError(
-                'A batch of patches cannot be traced: the trace would compute something else for other coordinates. '
-                'Trace or export the model with images.')
+                'A batch of patches cannot be traced or exported: the steps depend on the coordinates. Trace or export '
+                'the model with images.')
+        self._check_patches(x, patch_coord, patch_valid, grid_size, object_index)
         if patch_valid is None:
             patch_valid = torch.ones(patch_coord.shape[:2], dtype=torch.bool, device=x.device)
         patch_valid, patch_coord = patch_valid.bool(), patch_coord.long()
@@ -276,7 +291,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _given(self, x: torch.Tensor) -> Dict[str, Any]:
         table = None
         if not self.base_position and self.embeds.pos_embed is not None:
-            # a copy, since the table may be gone after the call
+            # a copy, because FSDP and accelerate move the parameter away after the call
             table = self.embeds(x, of_table=lambda embeds: embeds.pos_embed.flatten(1, 2).clone())
         return {'pos_embed': table, 'patch_size': self.patch_size}
 
@@ -313,7 +328,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _check_patches(self, x, coord, valid, grid_size, object_index) -> None:
         """
         Raises:
-            ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch.
+            ValueError: If shapes or dtypes of NaFlex input are wrong, or an image has no valid patch, or there is none.
         """
         if isinstance(x, torch.fx.Proxy):
             raise ValueError(
@@ -324,6 +339,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             raise ValueError(
                 'With patch_coord= the input must be patches [B, K, patch height * patch width * C] of floating-point '
                 f'numbers, got {got}. For images leave patch_coord out.')
+        if 0 in x.shape[:2]:
+            raise ValueError(f'There must be at least one image and one patch, got patches {list(x.shape)}.')
         if not self.embeds.is_linear:
             raise ValueError(
                 "The patch embedding is a convolution, for images. For patches use embed_proj_type='linear'.")
@@ -353,7 +370,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
     def forward(
             self,
-            x: Patches,
+            x: ImagesOrPatches,
             patch_coord: Optional[torch.Tensor] = None,
             patch_valid: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
@@ -391,7 +408,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
     def forward_features(
             self,
-            patches: Patches,
+            patches: ImagesOrPatches,
             patch_coord: Optional[torch.Tensor] = None,
             patch_valid: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
@@ -409,7 +426,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
     def forward_intermediates(
             self,
-            x: Patches,
+            x: ImagesOrPatches,
             indices: Optional[Union[int, List[int]]] = None,
             return_prefix_tokens: bool = False,
             norm: bool = False,
@@ -452,17 +469,17 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
     def _start(
             self,
-            x: Patches,
+            x: ImagesOrPatches,
             patch_coord: Optional[torch.Tensor],
             patch_valid: Optional[torch.Tensor],
             attn_mask: Optional[torch.Tensor],
             given: Dict[str, Optional[torch.Tensor]],
     ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
         """Tokens, their position, the validity of the patches that are left, and the mask for them."""
-        patches = x['patches'] if isinstance(x, Mapping) and 'patches' in x else x
-        if isinstance(x, Mapping) and x.get('attn_mask') is not None:
-            attn_mask = x['attn_mask']
-        x, position, valid, kept = self._embed(x, patch_coord, patch_valid, **given)
+        patches, arguments = _from_dict(
+            x, patch_coord=patch_coord, patch_valid=patch_valid, attn_mask=attn_mask, **given)
+        attn_mask = arguments.pop('attn_mask')
+        x, position, valid, kept = self._embed(patches, **arguments)
         if attn_mask is None:
             return x, position, valid, None
         num_patches = patches.shape[1] if isinstance(position, MixedPosition) else position.grid.num_patches
@@ -488,15 +505,24 @@ def _refuse_position_of_timm(cfg: NaFlexVitCfg, kwargs: Mapping[str, Any]) -> No
             raise ValueError(f'{name}= cannot be chosen here: {instead}.')
 
 
-def _from_dict(x: Mapping[str, torch.Tensor], **arguments: Optional[torch.Tensor]) -> Tuple:
-    """The patches and the other arguments out of a dict, which has precedence."""
+def _from_dict(
+        x: ImagesOrPatches,
+        **arguments: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, Dict[str, Optional[torch.Tensor]]]:
+    """The images or patches, and the other arguments. If x is a dict, what it has replaces them.
+
+    Raises:
+        ValueError: If x is a dict that lacks patches or coordinates.
+    """
+    if not isinstance(x, Mapping):
+        return x, arguments
     for name in ('patches', 'patch_coord'):
         if x.get(name) is None and arguments.get(name) is None:
             has = ', '.join(key if value is not None else f'{key}=None' for key, value in x.items())
             raise ValueError(
                 f'The dict lacks {name!r}, it has {has}. NaFlex input must have patches [B, K, ...], patch_coord '
                 '[B, K, 2] and patch_valid [B, K], as create_naflex_loader of timm.data makes it.')
-    return x['patches'], *(x[name] if x.get(name) is not None else given for name, given in arguments.items())
+    return x['patches'], {name: given if x.get(name) is None else x[name] for name, given in arguments.items()}
 
 
 def _check_shape(

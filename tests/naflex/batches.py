@@ -7,7 +7,8 @@ import timm_sape
 from timm_sape import checkpoints
 
 GRID = 5, 6
-SIZES = [(5, 6), (2, 8), (8, 2), (5, 6), (3, 4)]  # four aspect ratios, one of them twice
+# Four aspect ratios. GRID is there twice, and so is a grid whose tables are resampled.
+SIZES = [(5, 6), (2, 8), (8, 2), (5, 6), (3, 4), (2, 8)]
 
 
 class Twins(Maker):

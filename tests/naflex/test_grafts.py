@@ -4,6 +4,7 @@ import timm
 import torch
 from batches import PATCH, SIZES, batch, pictures
 from common import randomize
+from timm.models import save_for_hf
 
 import timm_sape
 from timm_sape import NaFlexVitPosEnc
@@ -64,7 +65,7 @@ def test_training_and_saving(name, tmp_path):
     optimizer = torch.optim.SGD(grafted.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(grafted(given), torch.arange(5) % 3).backward()
+        torch.nn.functional.cross_entropy(grafted(given), torch.arange(len(SIZES)) % 3).backward()
         optimizer.step()
     assert not [key for key, p in new.items() if torch.equal(p, before[key])]
 
@@ -88,6 +89,34 @@ def test_classic_base_and_its_checkpoint(name):
         torch.testing.assert_close(grafted(image), base(image), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('name', [
+    'naflexvit_base_patch16_gap', 'naflexvit_base_patch16_parfac_gap', 'vit_small_plus_patch16_dinov3',
+    'eva02_tiny_patch14_224', 'vit_base_patch16_clip_224'])
+def test_pretrained_with_one_channel(name, tmp_path, caplog):
+    """The patch embedding is adapted, by whatever way the weights come; timm's NaFlexVit would have random ones."""
+    torch.manual_seed(0)
+    flag = {'use_naflex': True} if name == 'vit_base_patch16_clip_224' else {}
+    base = timm.create_model(name, **SHAPE, **flag).eval()
+    weight = timm_sape.graft(base, 'sape2_k').embeds.proj.weight
+    expected = weight.unflatten(1, (PATCH, PATCH, 3)).sum(-1).flatten(1)
+    save_for_hf(base, tmp_path / 'base', safe_serialization=True)
+    torch.save(base.state_dict(), tmp_path / 'model.pth')
+    source = dict(pretrained=True, in_chans=1)
+    overlay = dict(pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth'), num_classes=3))
+    if name == 'vit_base_patch16_clip_224':  # timm loads a table that is not square into none
+        grafts = [timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **SHAPE, **flag, **source, **overlay)]
+    else:
+        grafts = [
+            timm_sape.graft(f'local-dir:{tmp_path / "base"}', 'sape2_k', **source),
+            timm_sape.graft(name, 'sape2_k', **SHAPE, **flag, **source, **overlay),
+            timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **SHAPE, **flag, **source, **overlay)]
+    for grafted in grafts:
+        torch.testing.assert_close(grafted.embeds.proj.weight, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(grafted.blocks[1].mlp.fc2.weight, base.blocks[1].mlp.fc2.weight)
+        assert grafted(torch.randn(1, 1, 40, 48)).isfinite().all()
+    assert not [record for record in caplog.records if 'random init' in record.message]
+
+
 @pytest.mark.parametrize('kwargs', [{'rope_jitter_coords': 1.5}, {'patch_drop_rate': 0.4}], ids=' '.join)
 def test_augmented_rotation_and_dropped_patches_in_training(kwargs):
     """The base's rotation is augmented as timm does it, and follows the patches that are left."""
@@ -109,3 +138,37 @@ def test_augmented_rotation_and_dropped_patches_in_training(kwargs):
     logits = run(grafted)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     logits.sum().backward()
+
+
+@pytest.mark.parametrize(('name', 'pos_enc', 'message'), [
+    ('naflexvit_base_patch16_gap', 'ape', r"already has a table of its own \(learned table\).* Leave 'ape' out"),
+    ('naflexvit_base_patch16_parfac_gap', 'auto_ape', r'table of its own \(learned tables of rows and columns\)'),
+    ('vit_small_plus_patch16_dinov3', 'ape', "which this base does not have. Choose .*'ape2d'"),
+    ('vit_small_plus_patch16_dinov3', 'rope2d', r"q and k by itself \(RotaryEmbeddingDinoV3\). Choose .*'sape2_k'"),
+])
+def test_refused(name, pos_enc, message):
+    with pytest.raises(ValueError, match=message):
+        timm_sape.graft(name, pos_enc, **SHAPE)
+
+
+def test_what_the_messages_advise():
+    grafted = timm_sape.graft('vit_small_plus_patch16_dinov3', 'ape2d+sape2_k', **SHAPE)
+    assert grafted.pos_enc == 'auto_ape2d+auto_sape2_k'
+
+
+@pytest.mark.parametrize(
+    'name', ['eva02_tiny_patch14_224', 'naflexvit_base_patch16_parfac_gap', 'naflexvit_base_patch16_radio_v3'])
+def test_patches_left_out(name):
+    """As in the base with those patches marked invalid; its own encoding goes by the order, so it needs all places."""
+    base, grafted = pair(name)
+    sizes = [(5, 6), (5, 6), (3, 8), (7, 1)]
+    images = pictures(sizes, torch.float32)
+    keep = [torch.randperm(h * w)[:h * w * 6 // 10] for h, w in sizes]
+    expected = []
+    for image, kept in zip(images, keep):
+        given = batch([image])
+        given['patch_valid'] = torch.zeros_like(given['patch_valid']).index_fill(1, kept, True)
+        expected.append(base(given))
+    expected = torch.cat(expected)
+    actual = grafted(batch(images, keep=keep, padding=3, permute=True))
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()

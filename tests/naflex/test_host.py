@@ -82,6 +82,30 @@ def test_checkpoint_of_another_patch_size_and_convolution():
     assert finer(image).isfinite().all()
 
 
+@pytest.mark.parametrize('in_chans', [1, 4])
+def test_checkpoint_of_other_channels(in_chans, tmp_path, caplog):
+    """As of a convolution: timm itself would drop the weights of a linear layer, and say so in the log only."""
+    saved = small('ape+sape2_k')
+    torch.save(saved.state_dict(), tmp_path / 'model.pth')
+    timm_sape.hub.save(saved, tmp_path / 'model')
+    source = dict(pretrained=True, in_chans=in_chans)
+    file = dict(file=str(tmp_path / 'model.pth'), num_classes=3)
+    for model in (
+            small('ape+sape2_k', pretrained_cfg_overlay=file, **source),
+            timm.create_model(f'local-dir:{tmp_path / "model"}', **source)):
+        weight = saved.embeds.proj.weight.unflatten(1, (PATCH, PATCH, 3))
+        expected = weight.sum(-1, keepdim=True) if in_chans == 1 else weight[..., [0, 1, 2, 0]] * 3 / 4
+        torch.testing.assert_close(model.embeds.proj.weight, expected.flatten(1), rtol=1e-5, atol=1e-6)
+        assert torch.equal(model.embeds.cls_token, saved.embeds.cls_token)
+    assert not [record for record in caplog.records if record.levelname == 'WARNING']
+
+
+def test_checkpoint_of_channels_that_are_not_declared():
+    overlay = dict(state_dict=small('rope2d', in_chans=2).state_dict(), num_classes=3)
+    with pytest.raises(ValueError, match=r'embeds.proj.weight \[32, 128\] instead of \[32, 64\]'):
+        small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay=overlay)
+
+
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
 def test_saved_and_loaded(tmp_path, pos_enc):
     model = small(pos_enc)
@@ -202,7 +226,7 @@ def test_intermediates(pos_enc):
     assert torch.equal(out['patch_valid'], given['patch_valid'])
     p = model.num_prefix_tokens
     assert torch.equal(model.norm(out['image_intermediates'][-1]), features['patches'][:, p:])
-    assert out['image_intermediates_prefix'][0].shape == (5, p, 32)
+    assert out['image_intermediates_prefix'][0].shape == (len(SIZES), p, 32)
     with pytest.raises(ValueError, match="output_fmt='NLC'"):
         model.forward_intermediates(given)
     image = torch.randn(2, 3, 40, 48)
@@ -379,6 +403,9 @@ def at(index, value):
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
     ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to'),
+    ({'patch_coord': at((1, slice(12, None)), 0), 'patch_valid': None}, r'\(0, 0\) twice .* patch_valid must be False'),
+    ({name: lambda t: t[:0] for name in ('patches', 'patch_coord', 'patch_valid')}, r'at least one image .* \[0, 30,'),
+    ({**{name: lambda t: t[:, :0] for name in ('patches', 'patch_coord')}, 'patch_valid': None}, r'patch, .* \[2, 0'),
 ])
 def test_wrong_input(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -402,7 +429,8 @@ def test_wrong_arguments():
             ({'pos_embed_ar_preserving': True}, 'pos_enc= decides'), ({'rope_temperature': 100.}, 'pos_enc= decides'),
             ({'pos_embed_interp_mode': 'bilinear'}, 'pos_enc= decides'),
             ({'cfg': NaFlexVitCfg(rope_type='axial')}, 'rope_type= .* pos_enc= decides'),
-            ({'pos_embed_grid_size': (3, 3)}, 'img_size= sets it'), ({'img_size': 41}, 'does not divide'),
+            ({'pos_embed_grid_size': (3, 3)}, 'img_size= sets it'),
+            ({'img_size': 41}, 'does not divide .* with that, dynamic_img_pad=True pads'),
             ({'patch_drop_rate': 1.5}, 'patch_drop_rate must be'), ({'depth': 0}, 'depth must be an integer'),
             ({'num_heads': 0}, 'num_heads must be an integer'), ({'num_heads': 5}, 'not divisible by num_heads=5'),
             ({'reg_tokens': -1}, 'reg_tokens must be'), ({'dynamic_img_pad': 'yes'}, 'must be True or False'),
@@ -417,13 +445,17 @@ def test_wrong_arguments():
 
 
 def test_trace_and_export():
-    """With images. A trace of patches would hold for their coordinates alone, without a word."""
+    """With images. A trace of patches would hold for their coordinates alone, and an export fails at their values."""
     model, images = small('ape+sape2_k').double(), torch.randn(2, 3, 40, 48, dtype=torch.float64)
     expected = model(images)
     for other in (torch.jit.trace(model, (images,)), torch.export.export(model, (images,)).module()):
         assert (other(images) - expected).abs().max() < 1e-10
-    with pytest.raises(ValueError, match='A batch of patches cannot be traced'):
-        torch.jit.trace(model, (batch(pictures(SIZES)),), strict=False)
+    given = batch(pictures(SIZES))
+    with pytest.raises(ValueError, match='A batch of patches cannot be traced or exported'):
+        torch.jit.trace(model, (given,), strict=False)
+    with pytest.raises(ValueError, match='A batch of patches cannot be traced or exported'):
+        torch.export.export(model, (given,))
+    assert model(images[:0]).shape == (0, 3)
 
 
 def sizes_of_all_results(model, given):

@@ -2,10 +2,12 @@
 
 A learned vector is added to each token. Only the resampling of its table is 2-D. It is timm's default.
 """
+from typing import Tuple
+
 import torch
 import torch.nn.functional as F
-from timm.layers import resample_abs_pos_embed
 
+from .. import ops
 from ..grid import Grid
 from .base import PositionEncoding
 from .registry import register_encoding
@@ -28,11 +30,33 @@ class AbsolutePositionEncoding(PositionEncoding):
     def embed(self, x: torch.Tensor, grid: Grid, pos_embed: torch.Tensor) -> torch.Tensor:
         num_prefix_rows = pos_embed.shape[1] - self.grid_size[0] * self.grid_size[1]
         if not grid.matches(self.grid_size):
-            pos_embed = resample_abs_pos_embed(
-                pos_embed,
-                new_size=grid.size,
-                old_size=self.grid_size,
-                num_prefix_tokens=num_prefix_rows,
-            )
+            pos_embed = resample_pos_embed(pos_embed, self.grid_size, grid.size, num_prefix_rows)
         pos_embed = F.pad(pos_embed, (0, 0, grid.num_prefix_tokens - num_prefix_rows, 0))  # [1, P+H*W, D]
         return grid.keep_tokens(pos_embed)
+
+
+def resample_pos_embed(
+        table: torch.Tensor,
+        old_size: Tuple[int, int],
+        new_size: Tuple[int, int],
+        num_prefix_rows: int = 0,
+) -> torch.Tensor:
+    """A learned table for another grid: what timm's `resample_abs_pos_embed` does, which always computes in float32.
+
+    Args:
+        table: `[1, n+H*W, D]` for n prefix rows, which stay as they are.
+        old_size: (H, W).
+        new_size: (H, W) of the grid to resample for.
+        num_prefix_rows: n.
+
+    Returns:
+        The table for `new_size`, computed in float64 if it is in float64, else in float32.
+    """
+    if not torch.compiler.is_exporting() and new_size == old_size:  # in an export this would hold for one size only
+        return table
+    prefix, patches = table[:, :num_prefix_rows], table[:, num_prefix_rows:]
+    (wide,) = ops.upcast(patches)
+    wide = wide.reshape(1, *old_size, -1).permute(0, 3, 1, 2)  # [1, D, H, W]
+    wide = F.interpolate(wide, size=new_size, mode='bicubic', antialias=True)
+    patches = wide.permute(0, 2, 3, 1).reshape(1, -1, table.shape[-1]).to(table.dtype)
+    return torch.cat([prefix, patches], dim=1) if num_prefix_rows else patches

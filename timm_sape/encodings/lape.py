@@ -9,9 +9,9 @@ from typing import Tuple
 
 import torch
 import torch.nn as nn
-from timm.layers import resample_abs_pos_embed
 
 from ..grid import Grid
+from .ape import resample_pos_embed
 from .base import ResizedEncoding, fill_trunc_normal
 from .layers import WideLayerNorm
 from .registry import register_encoding
@@ -66,7 +66,7 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
                 f"The table of 'lape' has {table.shape[1]} rows, not {p} for the prefix tokens of the model plus "
                 f'{height}x{width} for the grid. Create the model with the prefix tokens of the checkpoint '
                 '(class_token, reg_tokens).')
-        return resample_abs_pos_embed(table, new_size=new_size, old_size=old_size, num_prefix_tokens=p)
+        return resample_pos_embed(table, old_size, new_size, p)
 
     def layer_embed(self, grid: Grid) -> torch.Tensor:
         table, terms = self.resized('table', grid), []
