@@ -18,6 +18,9 @@ import torch.nn.functional as F
 
 __all__ = ['MOST_PATCHES', 'Grid', 'check_keep_indices', 'check_kept_patches', 'is_grid_size']
 
+#: Few patches of a large grid are refused where an encoding needs the whole grid. Not with MOST_SPARSE patches or less,
+#: nor where at least one patch in MOST_DROPPED is kept.
+MOST_SPARSE, MOST_DROPPED = 2 ** 12, 16
 MOST_PATCHES = 2 ** 14  # fewer are along a side, so that no damaged file or slip of a finger asks for huge tables
 
 
@@ -81,6 +84,8 @@ class Grid:
     def between_tokens(self, bias: torch.Tensor) -> torch.Tensor:
         """From a bias between all patches of the grid to one between the tokens in the sequence, by the prefix rule.
 
+        That bias is large where few patches are kept; see `kept_offsets`.
+
         Args:
             bias: `[H*W, H*W]`, `[h, H*W, H*W]` or `[B, h, H*W, H*W]`.
 
@@ -88,6 +93,30 @@ class Grid:
             `[(h,) N, N]`, or `[B, h|1, N, N]` if patches were dropped.
         """
         return self.keep_pairs(self.pad_prefix(bias))
+
+    def kept_offsets(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """dy and dx of patch j from patch i, both in the sequence, int64 `[B, K, K]`, if patches were dropped."""
+        y, x = self.keep_indices // self.width, self.keep_indices % self.width  # [B, K]
+        return y[:, None] - y[:, :, None], x[:, None] - x[:, :, None]
+
+    def check_density(self, name: str) -> None:
+        """Check that computing with all H*W patches does not take far more memory than the N x N of the tokens.
+
+        Args:
+            name: Of the encoding, for the message.
+
+        Raises:
+            ValueError: If there are more than `MOST_SPARSE` patches, and more than `MOST_DROPPED` for each that is kept.
+        """
+        kept = None if self.keep_indices is None else self.keep_indices.shape[1]
+        if type(kept) is not int or type(self.num_patches) is not int:
+            return
+        if self.num_patches > max(MOST_SPARSE, MOST_DROPPED * kept):
+            raise ValueError(
+                f'{name!r} computes with all {self.height}x{self.width} = {self.num_patches} patches of the grid, of '
+                f'which the sequence has {kept}. Beyond {MOST_SPARSE} patches, one in {MOST_DROPPED} must be kept. '
+                'Check patch_coord, drop fewer patches, or use an encoding that computes with the kept ones alone, '
+                "such as 'rope2d' or 'rpb'.")
 
     def keep_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Rows of the patches in the sequence: `[(h,) H*W, C]` unchanged, or `[B, h|1, K, C]` if some were dropped."""

@@ -102,6 +102,18 @@ def keep_indices(make):
             model(x, keep_indices=wrong)
 
 
+@contracts.add(grids=GRIDS[:1])
+def no_patch_left(make):
+    """Prefix tokens attend to each other if no patch is kept, and without them nothing is left, as in timm."""
+    x, nothing = make.images(), torch.zeros(2, 0, dtype=torch.int64)
+    for prefix in ({}, dict(class_token=False, reg_tokens=0)):
+        model = make(num_classes=0, **prefix)
+        features = model.forward_features(x, keep_indices=nothing)
+        assert features.shape == (2, model.num_prefix_tokens, 32) and features.isfinite().all()
+        gradients(model, features.square().sum())
+        assert model(x, keep_indices=nothing).isnan().all(), 'the mean of no patch'
+
+
 @contracts.add(grids=GRIDS[:2])
 def patch_dropout_mask(make):
     """A mask is for the whole grid; entries of dropped patches are left out."""

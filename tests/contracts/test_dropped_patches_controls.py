@@ -40,6 +40,11 @@ def keeps_the_next_patch(patch):
     patch.setattr(vit_pos_enc, 'keep_patches', keep_patches)
 
 
+@controls.broken_code('no_patch_left', 'no gradient for .*rpb.table', pos_enc='rpb')
+def fused_without_tokens(patch):
+    patch.setattr('timm_sape.ops.attention.is_empty', lambda x: False)
+
+
 @controls.broken_code('patch_dropout_mask', 'mask .* under patch dropout: differs', pos_enc='ape')
 def mask_stays(patch):
     patch.setattr(Grid, 'keep_pairs', lambda self, logits: logits)

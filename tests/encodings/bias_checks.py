@@ -288,10 +288,10 @@ def pad_behind(self, bias):
 
 def in_raster_order(function):
     """A method of `Grid` that takes the kept patches as if they were in raster order."""
-    def mutant(self, tensor):
+    def mutant(self, *args):
         if self.keep_indices is None:
-            return function(self, tensor)
-        return function(Grid(*self.size, self.num_prefix_tokens, self.keep_indices.sort().values), tensor)
+            return function(self, *args)
+        return function(Grid(*self.size, self.num_prefix_tokens, self.keep_indices.sort().values), *args)
     return mutant
 
 
@@ -303,6 +303,6 @@ def transposed(values, grid, between_patches=between_patches):
 ONE_AXIS_ALONE = OffsetBiasEncoding, 'offsets', rows_alike
 FROM_THE_OTHER = OffsetBiasEncoding, 'spread', staticmethod(towards_the_other)
 PREFIX_BEHIND = Grid, 'pad_prefix', pad_behind
-PAIRS_IN_RASTER_ORDER = Grid, 'keep_pairs', in_raster_order(Grid.keep_pairs)
+PAIRS_IN_RASTER_ORDER = Grid, 'kept_offsets', in_raster_order(Grid.kept_offsets)
 ROWS_IN_RASTER_ORDER = Grid, 'keep_rows', in_raster_order(Grid.keep_rows)
 AXES_SWAPPED = Grid, 'coordinates', swap_axes

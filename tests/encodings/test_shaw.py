@@ -74,7 +74,7 @@ MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
     'not scaled': (((3, 5), 0), (shaw.RelativePositionRepresentations, '_along', not_scaled)),
     'x and y swapped': (((4, 4), 0), bias_checks.AXES_SWAPPED),
     'prefix behind': (((3, 5), 1), bias_checks.PREFIX_BEHIND),
-    'rows of kept patches in raster order': (((3, 5), 1, 8), bias_checks.ROWS_IN_RASTER_ORDER),
+    'kept patches in raster order': (((3, 5), 1, 8), bias_checks.PAIRS_IN_RASTER_ORDER),
 }
 
 

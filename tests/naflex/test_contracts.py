@@ -19,7 +19,7 @@ from timm_sape import NaFlexVitPosEnc
 CONTRACTS = {
     test_block_arguments: (
         'qk_norm', 'position_dropout', 'attention_dropout', 'projection_dropout', 'drop_path', 'layer_scale'),
-    test_dropped_patches: ('patch_dropout_mask',),
+    test_dropped_patches: ('no_patch_left', 'patch_dropout_mask'),
     test_features_and_heads: (
         'forward_features', 'forward_intermediates', 'prune_intermediate_layers', 'reset_classifier'),
     test_hooks_and_calls: ('own_call',),

@@ -458,7 +458,7 @@ def test_trace_and_export():
     assert model(images[:0]).shape == (0, 3)
 
 
-def sizes_of_all_results(model, given):
+def sizes_of_all_results(model, *args, **kwargs):
     """Numbers of entries of every tensor that a forward and a backward pass compute."""
     sizes = []
 
@@ -469,23 +469,73 @@ def sizes_of_all_results(model, given):
             return out
 
     with Sizes():
-        model(given).square().sum().backward()
+        model(*args, **kwargs).square().sum().backward()
     return sizes
 
 
-@pytest.mark.parametrize('pos_enc', ['ape', 'rope2d_mixed', 'ape+sape2_k', 'sape2sq_k', 'rpb'])
-def test_nothing_is_larger_than_the_logits(pos_enc):
-    """A batch of eight shapes: no tensor has more than B*h*N*N entries, and SaPE2 keeps its operators."""
+def draw_patches(batch_size, num_patches, keep):
+    return torch.rand(batch_size, num_patches, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :keep]
+
+
+@pytest.mark.parametrize('missing', [False, True])
+@pytest.mark.parametrize('pos_enc', [
+    'ape', 'rope2d_mixed', 'ape+sape2_k', 'sape2sq_k', 'rpb', 'cope', 'alibi2d', 'fire', 't5', 'shaw', 'irpe_k'])
+def test_nothing_is_larger_than_the_logits(pos_enc, missing):
+    """A batch of four shapes, with three quarters of the patches missing or none.
+
+    No tensor has more than B*h*N*N entries, and SaPE2 keeps its operators.
+    """
     model = small(pos_enc, embed_dim=64, num_heads=2).train()
-    shapes = [(16, 16), (8, 32), (32, 8), (12, 20)]
-    given = batch(pictures(shapes, torch.float32))
-    num_tokens = model.num_prefix_tokens + 256
+    if missing:
+        shapes, num_patches = [(24, 24), (12, 48), (48, 12), (18, 32)], 144
+        given = batch(pictures(shapes, torch.float32), keep=draw_patches(4, 576, num_patches))
+    else:
+        shapes, num_patches = [(16, 16), (8, 32), (32, 8), (12, 20)], 256
+        given = batch(pictures(shapes, torch.float32))
+    num_tokens = model.num_prefix_tokens + num_patches
     assert max(sizes_of_all_results(model, given)) <= len(shapes) * 2 * num_tokens ** 2
-    if pos_enc in ('ape+sape2_k', 'sape2sq_k'):
+    if not missing and pos_enc in ('ape+sape2_k', 'sape2sq_k'):
         with using_backend('torch'), torch.profiler.profile() as found:  # raises where the operator cannot be used
             model(given)
         names = {event.key for event in found.key_averages()}
         assert 'timm_sape::axis_codes' in names
+
+
+@pytest.mark.parametrize('pos_enc', ['rpb', 'cope', 'alibi2d', 'fire', 't5', 'shaw', 'irpe_k'])
+def test_nothing_is_larger_in_the_plain_host_with_patch_dropout(pos_enc):
+    model = timm.create_model(
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=192, patch_size=8, embed_dim=64, depth=2, num_heads=8,
+        patch_drop_rate=0.75).train()
+    assert max(sizes_of_all_results(model, torch.randn(2, 3, 192, 192))) <= 2 * 8 * (1 + 144) ** 2
+
+
+CORNERS = torch.tensor([[[0, 0], [255, 255]]])
+
+
+@pytest.mark.parametrize('pos_enc', ['rope2d', 'rpb', 'cope', 'alibi2d', 'lookhere', 'fire', 't5', 'shaw', 'irpe_qkv'])
+def test_few_patches_of_a_large_grid(pos_enc):
+    """What takes the kept patches alone needs no more than some numbers for each of the others, not for each pair."""
+    model = small(pos_enc, num_heads=4)
+    assert max(sizes_of_all_results(model, torch.randn(1, 2, 192), CORNERS)) < 2 ** 24
+
+
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'sape2sq_k', 'cpb', 'liere', 'toy_shared'])
+def test_few_patches_of_a_large_grid_are_refused(pos_enc):
+    """Where an encoding computes with the whole grid: it would take gigabytes."""
+    model = small(pos_enc, num_heads=4)
+    with pytest.raises(ValueError, match=rf"'{pos_enc}' .* 256x256 = 65536 .* the sequence has 2\. .* patch_coord"):
+        model(torch.randn(1, 2, 192), CORNERS)
+
+
+@pytest.mark.parametrize('height, width, keep, fits', [
+    (64, 64, 410, True), (64, 64, 1, True), (256, 256, 6554, True), (65, 64, 260, True), (65, 64, 259, False)])
+def test_ordinary_patch_dropout_is_not_refused(height, width, keep, fits):
+    grid = timm_sape.Grid(height, width, keep_indices=torch.zeros(2, keep, dtype=torch.int64))
+    if fits:
+        grid.check_density('yours')
+    else:
+        with pytest.raises(ValueError, match="'yours' computes with all 65x64 = 4160 patches"):
+            grid.check_density('yours')
 
 
 def test_parameter_groups():

@@ -19,6 +19,7 @@ from timm_sape.functional import sape2_attention
 from timm_sape.ops import backend as selection
 from timm_sape.ops import build_cpp, cpp_build
 from timm_sape.ops.backend import choose_backend
+from timm_sape.ops.cpp_operators import cpp_distance_attention
 
 ROOT = Path(timm_sape.__file__).parents[1]
 
@@ -43,6 +44,16 @@ def test_blocks(grid, num_prefix_tokens, dtype):
     assert_near(found, expected, tolerance)
     for a, b in zip(grads, expected_grads):
         assert_near(a, b, tolerance)
+
+
+@pytest.mark.cpp
+def test_no_tokens():
+    """The operator itself, which a compiled graph may call, does not divide by their number."""
+    q, k, v, codes = (torch.randn(2, 3, 0, 16, requires_grad=True) for _ in range(4))
+    gain = torch.ones(3, requires_grad=True)
+    out = cpp_distance_attention(q, k, v, codes, codes, gain, 0.25)
+    out.sum().backward()
+    assert out.shape == q.shape and q.grad.shape == q.shape and not gain.grad.any()
 
 
 @pytest.mark.cpp

@@ -37,6 +37,21 @@ def test_dropped_patches(backend):
     check(backend, inputs, (3, 5), 1, keep_indices=keep)
 
 
+@pytest.mark.parametrize('batch, heads, num_patches', [(2, 2, 0), (0, 2, 15), (2, 0, 15)])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_nothing_to_attend_to(backend, batch, heads, num_patches):
+    """Without patches, images or heads the output is empty and all gradients are zero."""
+    keep = torch.arange(num_patches).expand(batch, -1) if num_patches == 0 else None
+    inputs = make_inputs((3, 5), 0, batch=2)
+    inputs[:3] = [t[:batch, :heads, :num_patches] for t in inputs[:3]]
+    inputs[5] = inputs[5][:heads]
+    out, grads = run(sape2_attention, inputs, device=device_of(backend), backend=backend, grid_size=(3, 5),
+                     keep_indices=keep)
+    assert out.shape == inputs[2].shape
+    for grad, given in zip(grads, inputs):
+        assert grad.shape == given.shape and not grad.any()
+
+
 @pytest.mark.parametrize('backend', FAST)
 def test_scales(backend):
     check(backend, make_inputs((3, 4), heads=3, dim=6), (3, 4), 1, scale=0.7, gate_scale=1.3)

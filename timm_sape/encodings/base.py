@@ -146,6 +146,9 @@ class PositionEncoding(nn.Module):
     #: Keywords that change nothing on the trained grid, so that they may be chosen anew when a saved model is loaded.
     rule_keywords: Tuple[str, ...] = ()
     turns_alike: bool = False  #: Whether `turn` does the same to all tokens, on every grid.
+    #: Whether computing it for few patches of a large grid costs little, because it does so for the kept ones alone, or
+    #: makes at most a row for each patch. If not, such patches are refused by `Grid.check_density`.
+    skips_dropped: bool = False
     scales_logits: bool = False  #: Whether `logit_factor` is called.
     paper: str = ''  #: Link to the source.
 
@@ -201,8 +204,11 @@ class PositionEncoding(nn.Module):
             What the hook returns, gated.
 
         Raises:
-            ValueError: If a bias does not broadcast to `[B, h, N, N]`.
+            ValueError: If a bias does not broadcast to `[B, h, N, N]`, or it needs the whole of a large grid for a few
+                patches.
         """
+        if hook in ('turn', 'position_bias', 'content_bias', 'channels', 'attend') and not self.skips_dropped:
+            given['grid'].check_density(self.name)
         if hook in ('rotation', 'position_bias', 'layer_embed', 'logit_factor'):
             found = getattr(self, hook)(**given)
         else:

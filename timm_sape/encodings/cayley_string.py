@@ -31,6 +31,7 @@ class CayleyRotaryEncoding(MixedRotaryEncoding):
         ValueError: If the head dim is not a multiple of 4.
     """
     turns_alike = True
+    skips_dropped = True
     adds = 'L * D * (d + 1) / 2'
     paper = 'https://arxiv.org/abs/2502.02562'
 

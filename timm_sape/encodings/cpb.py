@@ -97,7 +97,7 @@ class ContinuousPositionBias(ReferenceGridEncoding):
             values = self.mlp(offsets)  # [(2H-1)*(2W-1), h]
             if self.mode == 'swin':
                 values = 16 * values.sigmoid()
-        return grid.between_tokens(between_patches(values, grid))  # [(B,) h, N, N]
+        return grid.pad_prefix(between_patches(values, grid))  # [(B,) h, N, N]
 
     def _squeezed_offsets(self, grid: Grid, device: Optional[torch.device], dtype: torch.dtype) -> torch.Tensor:
         """f of each offset from (1-H, 1-W) to (H-1, W-1), row by row, `[(2H-1)*(2W-1), 2]`."""

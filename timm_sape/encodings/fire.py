@@ -53,6 +53,7 @@ class FunctionalInterpolation(PositionEncoding):
     sees_mirror = False
     adds = 'L * (65 + 33 * h)'
     resolution = 'larger distances are squeezed into the trained range'
+    skips_dropped = True
     paper = 'https://arxiv.org/abs/2310.04418'
 
     def __init__(
@@ -110,4 +111,4 @@ class FunctionalInterpolation(PositionEncoding):
             largest = torch.maximum(self.threshold.to(dtype), distances[0, 0])  # from corner to corner
             scaled = (log_scale * distances).log1p() / ((log_scale * largest).log1p() + EPSILON)
             values = self.mlp(scaled.flatten()[:, None])  # [(2H-1)*(2W-1), h]
-        return grid.between_tokens(between_patches(values, grid))  # [(B,) h, N, N]
+        return grid.pad_prefix(between_patches(values, grid))  # [(B,) h, N, N]

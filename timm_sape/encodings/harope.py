@@ -33,6 +33,7 @@ class HeadwiseRotaryEncoding(AxialRotaryEncoding):
     """
     per_layer = True
     turns_alike = True
+    skips_dropped = True
     adds = 'L * D * d'
     paper = 'https://arxiv.org/abs/2510.10489'
 

@@ -61,6 +61,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
     gate_init = 1.0
     prefix_rule = False
     resolution = 'further offsets share the last buckets'
+    skips_dropped = True
     paper = 'https://arxiv.org/abs/2107.14222'
 
     def __init__(
@@ -143,12 +144,15 @@ class ImageRelativePositionEncoding(PositionEncoding):
         Returns:
             int64 `[B|1, 1, N, N]` each.
         """
-        y, x = (torch.arange(size, device=device) for size in grid.size)
-        dy = (y[:, None] - y)[:, None, :, None]  # [H, 1, H, 1]
-        dx = (x[:, None] - x)[None, :, None, :]  # [1, W, 1, W]
+        if grid.keep_indices is None:
+            y, x = (torch.arange(size, device=device) for size in grid.size)
+            dy = (y[:, None] - y)[:, None, :, None]  # [H, 1, H, 1]
+            dx = (x[:, None] - x)[None, :, None, :]  # [1, W, 1, W]
+        else:
+            dy, dx = (-offset for offset in grid.kept_offsets())  # [B, K, K]
         last = len(self.thresholds)
         width = 2 * last + 1  # number of results of g for signed distances
-        square = dy.square() + dx.square()  # [H, W, H, W]
+        square = dy.square() + dx.square()  # [H, W, H, W] or [B, K, K]
         end = self.num_buckets - 1
         if self.method == 'product':
             maps = [((self._g(dy) + last) * width + self._g(dx) + last, end)]
@@ -161,9 +165,9 @@ class ImageRelativePositionEncoding(PositionEncoding):
         p, num_patches = grid.num_prefix_tokens, grid.num_patches
         buckets = []
         for bucket, prefix in maps:
-            bucket = bucket.expand(*grid.size, *grid.size).reshape(num_patches, num_patches)
-            bucket = grid.keep_pairs(F.pad(bucket, (p, 0, p, 0), value=prefix))
-            buckets.append(bucket[(None,) * (4 - bucket.ndim)])
+            if grid.keep_indices is None:
+                bucket = bucket.expand(*grid.size, *grid.size).reshape(1, num_patches, num_patches)
+            buckets.append(F.pad(bucket, (p, 0, p, 0), value=prefix)[:, None])
         return buckets
 
     def _g(self, distance: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
             for texts) and keeps directions the same at any aspect ratio.
     """
     relative = True
+    skips_dropped = True
     rules = ('extrapolate', 'rescale', 'slopes')
     resolution = 'distances extrapolate, or `rescale`, `slopes`'
 
@@ -48,14 +49,15 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
     @staticmethod
     def spread(table: torch.Tensor, grid: Grid) -> torch.Tensor:
         """From biases by offset `[h, 2H-1, 2W-1]` to biases between tokens `[(B,) h, N, N]`."""
-        if torch.jit.is_tracing():  # tracing would turn the strides into constants, even if sizes are dynamic
-            return grid.between_tokens(between_patches(table.flatten(1).T, grid).transpose(1, 2))
+        # Tracing would turn the strides into constants, even if sizes are dynamic.
+        if grid.keep_indices is not None or torch.jit.is_tracing():
+            return grid.pad_prefix(between_patches(table.flatten(1).T, grid).transpose(-2, -1))
         # The biases of the query at (y, x) are the H x W window that begins at offset (-y, -x), so the first window
         # belongs to the last patch. `unfold` would read better, but fails on symbolic sizes.
         head, row, column = table.stride()
         windows = table.as_strided((table.shape[0], *grid.size, *grid.size), (head, row, column, row, column))
         rows = windows.flip(1, 2)  # [h, H, W, H, W]
-        return grid.between_tokens(rows.flatten(3, 4).flatten(1, 2))  # [(B,) h, N, N]
+        return grid.pad_prefix(rows.flatten(3, 4).flatten(1, 2))  # [h, N, N]
 
 
 def per_head(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -35,6 +35,7 @@ class QuadraticForm(PositionEncoding, ABC):
     is computed from the rounded values: the forms then differ slightly from the exact ones, but their terms still
     cancel. And a value with more digits than the dtype holds is split over several channels.
     """
+    skips_dropped = True
 
     @abstractmethod
     def form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:

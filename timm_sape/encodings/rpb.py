@@ -30,6 +30,7 @@ class RelativePositionBias(ResizedEncoding):
     relative = True
     adds = 'L * (2 * H - 1) * (2 * W - 1) * h'
     resolution = 'the table is resampled (bicubic)'
+    skips_dropped = True
     paper = 'https://arxiv.org/abs/2103.14030'
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:
@@ -56,7 +57,7 @@ class RelativePositionBias(ResizedEncoding):
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
         (table,) = ops.upcast(self.resized('table', grid))
-        return grid.between_tokens(between_patches(table, grid))  # [(B,) h, N, N]
+        return grid.pad_prefix(between_patches(table, grid))  # [(B,) h, N, N]
 
 
 def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -64,11 +65,15 @@ def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
 
     Args:
         values: Value of each offset p_i - p_j, from (1-H, 1-W) to (H-1, W-1) row by row, `[(2H-1)*(2W-1), h]`.
-        grid: The grid; dropped patches are included.
+        grid: The grid.
 
     Returns:
-        `[h, H*W, H*W]`.
+        `[h, H*W, H*W]`, or `[B, h, K, K]` if patches were dropped.
     """
+    if grid.keep_indices is not None:
+        dy, dx = grid.kept_offsets()  # p_j - p_i, [B, K, K]
+        index = (grid.height - 1 - dy) * (2 * grid.width - 1) + grid.width - 1 - dx
+        return values.T.index_select(1, index.flatten()).reshape(-1, *index.shape).transpose(0, 1)
     y, x = (torch.arange(size, device=values.device) for size in grid.size)
     dy = y[:, None] - y + grid.height - 1  # [H, H]
     dx = x[:, None] - x + grid.width - 1  # [W, W]

@@ -36,6 +36,7 @@ class RelativePositionRepresentations(PositionEncoding):
     relative = True
     adds = 'L * 10 * d'
     resolution = 'further offsets are clipped'
+    skips_dropped = True
     paper = 'https://arxiv.org/abs/1803.02155'
 
     def __init__(self, *, clip: int = 2, distance: str = 'axis', device=None, dtype=None, **host) -> None:
@@ -56,34 +57,36 @@ class RelativePositionRepresentations(PositionEncoding):
 
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
         q = q[:, :, grid.num_prefix_tokens:]
-        place = grid.keep_rows(grid.coordinates(q.device))  # [(B, 1,) N-P, 2]
-        y, x = place[..., 0], place[..., 1]
         with ops.no_autocast(q):
-            if self.distance == 'raster':
-                bias = self._along(q, self.table, y * grid.width + x, grid.num_patches)
+            if grid.keep_indices is not None:
+                dy, dx = (offset[:, None] for offset in grid.kept_offsets())  # [B, 1, K, K]
+                if self.distance == 'raster':
+                    bias = self._along(q, self.table, dy * grid.width + dx)
+                else:
+                    bias = self._along(q, self.table_y, dy) + self._along(q, self.table_x, dx)
+            elif self.distance == 'raster':
+                place = torch.arange(grid.num_patches, device=q.device)
+                bias = self._along(q, self.table, place - place[:, None])
             else:
-                along_y = self._along(q, self.table_y, y, grid.height)[..., :, None]  # [B, h, N-P, H, 1]
-                along_x = self._along(q, self.table_x, x, grid.width)[..., None, :]  # [B, h, N-P, 1, W]
+                y, x = grid.coordinates(q.device).unbind(-1)  # [H*W]
+                rows, columns = (torch.arange(size, device=q.device) for size in grid.size)
+                along_y = self._along(q, self.table_y, rows - y[:, None])[..., :, None]  # [B, h, H*W, H, 1]
+                along_x = self._along(q, self.table_x, columns - x[:, None])[..., None, :]  # [B, h, H*W, 1, W]
                 bias = (along_y + along_x).flatten(-2)
-            if grid.keep_indices is not None:  # up to here, keys are all patches of the grid
-                kept = grid.keep_indices[:, None, None, :].expand(*bias.shape[:-1], -1)
-                bias = bias.gather(-1, kept)
             return grid.pad_prefix(bias)  # [B, h, N, N]
 
-    def _along(self, q: torch.Tensor, table: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
-        """The bias between each query and each of `size` places in a line.
+    def _along(self, q: torch.Tensor, table: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """The product of each query with the vectors of some offsets.
 
         Args:
             q: Queries of patches, `[B, h, N-P, d]`.
             table: `[2*clip+1, d]`.
-            place: Place of each query in the line, int64 `[(B, 1,) N-P]`.
-            size: Number of places.
+            offset: Of some places from that of the query, int64 `[(B, 1,) N-P, places]`.
 
         Returns:
-            `[B, h, N-P, size]`.
+            `[B, h, N-P, places]`.
         """
         q, table = ops.upcast(q, table)
         z = (q * self.head_dim ** -0.5) @ table.T  # [B, h, N-P, 2*clip+1]
-        offset = torch.arange(size, device=q.device) - place[..., None]  # [(B, 1,) N-P, size]
         index = offset.clamp(-self.clip, self.clip) + self.clip
-        return z.gather(-1, index.expand(*z.shape[:-1], -1))  # [B, h, N-P, size]
+        return z.gather(-1, index.expand(*z.shape[:-1], -1))  # [B, h, N-P, places]

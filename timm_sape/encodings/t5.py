@@ -5,6 +5,8 @@ its own, large ones share buckets. Ours is 2-D: it has a table for dy and one fo
 original is for sequences, which here means the raster. Costs one look-up of N x N numbers per head and forward pass.
 """
 import math
+import operator
+from functools import reduce
 
 import torch
 import torch.nn as nn
@@ -45,6 +47,7 @@ class BucketedRelativePositionBias(PositionEncoding):
     relative = True
     adds = '64 * h'
     resolution = 'further distances share the last buckets'
+    skips_dropped = True
     paper = 'https://arxiv.org/abs/1910.10683'
 
     def __init__(self, *, distance: str = 'axis', device=None, dtype=None, **host) -> None:
@@ -61,12 +64,22 @@ class BucketedRelativePositionBias(PositionEncoding):
             nn.init.normal_(table, std=self.dim ** -0.5)
 
     def position_bias(self, grid: Grid) -> torch.Tensor:
+        if grid.keep_indices is not None:
+            return grid.pad_prefix(self._between_kept(grid))  # [B, h, N, N]
         if self.distance == 'raster':
-            return grid.between_tokens(_along(self.table, grid.num_patches))  # [(B,) h, N, N]
+            return grid.pad_prefix(_along(self.table, grid.num_patches))  # [h, N, N]
         along_y = _along(self.table_y, grid.height)[:, :, None, :, None]  # [h, H, 1, H, 1]
         along_x = _along(self.table_x, grid.width)[:, None, :, None, :]  # [h, 1, W, 1, W]
         bias = (along_y + along_x).reshape(-1, grid.num_patches, grid.num_patches)
-        return grid.between_tokens(bias)  # [(B,) h, N, N]
+        return grid.pad_prefix(bias)  # [h, N, N]
+
+    def _between_kept(self, grid: Grid) -> torch.Tensor:
+        """The bias between the patches in the sequence, `[B, h, K, K]`."""
+        dy, dx = grid.kept_offsets()  # [B, K, K]
+        axes = {'table': dy * grid.width + dx} if self.distance == 'raster' else {'table_y': dy, 'table_x': dx}
+        tables = ops.upcast(*(getattr(self, name) for name in axes))
+        found = [table.T.index_select(1, bucket(d).flatten()) for table, d in zip(tables, axes.values())]
+        return reduce(operator.add, found).reshape(-1, *dy.shape).transpose(0, 1)
 
 
 def _along(table: torch.Tensor, size: int) -> torch.Tensor:

@@ -14,7 +14,7 @@
 | `matrices` | skew-symmetric and orthogonal matrices |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
-| `sizes` | logarithms of sizes that may be symbolic |
+| `sizes` | sizes that may be symbolic |
 """
 from .attention import attend, check_mask, merge_masks, probabilities
 from .backend import BACKENDS, using_backend

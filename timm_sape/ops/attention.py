@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .precision import no_autocast
+from .sizes import is_empty
 from .transforms import is_transformed
 
 __all__ = ['attend', 'check_mask', 'merge_masks', 'probabilities']
@@ -109,8 +110,9 @@ def attend(
         `[B, h, N, d]` in the dtype of v.
     """
     additive = mask is not None and mask.dtype != torch.bool
-    # Fused kernels have no forward mode. Under vmap they do not see that an additive mask needs a gradient.
-    if not fused or is_transformed():
+    # Fused kernels have no forward mode. Under vmap, and without any token, they do not see that an additive mask needs
+    # a gradient.
+    if not fused or is_transformed() or is_empty(q):
         attn = probabilities(q, k, mask, scale=scale)
         return (F.dropout(attn, dropout_p) if drop is None else drop(attn)).to(v.dtype) @ v
     if q.shape[-1] != v.shape[-1]:

@@ -9,6 +9,7 @@ from typing import Iterator, Mapping, Optional, Sequence, Tuple
 import torch
 
 from .cpp_build import build_cpp, find_cpp
+from .sizes import is_empty
 from .transforms import is_transformed
 from .triton_limits import LIMITS, MIN_CAPABILITY, limits_of, shared_memory
 
@@ -130,7 +131,8 @@ def choose_backend(
 ) -> str:
     """The argument decides, then the variable `TIMM_SAPE_BACKEND`, then what is fastest for device and shape.
 
-    Exported graphs must not contain our operators, so there it is the reference, whatever was requested.
+    Exported graphs must not contain our operators, so there it is the reference, whatever was requested. So it is
+    without tokens, whose number the kernels divide by.
 
     Args:
         requested: One of `BACKENDS`, None to choose.
@@ -141,7 +143,7 @@ def choose_backend(
     Raises:
         ValueError: If the backend is unknown, or requested and cannot be used.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or is_empty(q):
         return 'reference'
     only_reference = {**only_reference, 'torch.func and forward mode': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)

@@ -21,7 +21,7 @@ def chunks(batch: int, num_heads: int, size: int) -> Iterator[Tuple[slice, slice
         num_heads: h.
         size: Numbers in one head.
     """
-    count = max(1, chunk_size() // size)
+    count = max(1, chunk_size() // max(1, size))
     images, heads = max(1, count // num_heads), min(count, num_heads)
     for image in range(0, batch, images):
         for head in range(0, num_heads, heads):

@@ -1,9 +1,36 @@
 """Positions as sums of gates: the arithmetic that the PyTorch implementations of SaPE2 and CoPE share."""
-from typing import Tuple
+from typing import Callable, Tuple
 
 import torch
 
-__all__ = ['cells', 'gates_of', 'interpolate', 'suffix_sum']
+from ..grid import Grid
+
+__all__ = ['cells', 'gates_of', 'in_raster_order', 'interpolate', 'suffix_sum']
+
+
+def in_raster_order(
+        bias_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        grid: Grid,
+) -> torch.Tensor:
+    """A bias between tokens that is computed from the patches in the sequence in their raster order.
+
+    Args:
+        bias_of: Maps q and k of these patches, `[B, h, N-P, d]`, to a bias between them, `[B, h, N-P, N-P]`.
+        q: Queries, prefix tokens first, `[B, h, N, d]`.
+        k: Keys, `[B, h, N, d]`.
+        grid: The grid.
+
+    Returns:
+        `[B, h, N, N]`, zero for prefix tokens.
+    """
+    q, k = (t[:, :, grid.num_prefix_tokens:] for t in (q, k))
+    if grid.keep_indices is None:
+        return grid.pad_prefix(bias_of(q, k))
+    order = grid.keep_indices.argsort(dim=1)
+    there, back = (Grid(1, order.shape[1], keep_indices=index) for index in (order, order.argsort(dim=1)))
+    return grid.pad_prefix(back.keep_pairs(bias_of(there.gather(q), there.gather(k))))
 
 
 def suffix_sum(gates: torch.Tensor) -> torch.Tensor:

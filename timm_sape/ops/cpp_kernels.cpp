@@ -226,9 +226,9 @@ struct Codes {
 
 // ------------------------------------------------------------------------------------------------ attention
 
-// Queries in a block: four tiles of them take 1 MB at most.
+// Queries in a block: four tiles of them take 1 MB at most. Without any token there is no block, but a size.
 int64_t block_size(int64_t num_tokens) {
-  return std::clamp<int64_t>(65536 / num_tokens / 16, 1, 4) * 16;
+  return std::clamp<int64_t>(65536 / std::max<int64_t>(num_tokens, 1) / 16, 1, 4) * 16;
 }
 
 // A block of queries of one head.

@@ -7,7 +7,7 @@ from typing import Optional, Tuple, Union
 import torch
 
 from ..grid import Grid
-from .counting import interpolate, suffix_sum
+from .counting import in_raster_order, interpolate, suffix_sum
 from .precision import no_autocast, upcast
 from .transforms import is_forward_mode
 
@@ -37,24 +37,20 @@ def contextual_bias(
 
     Returns:
         `[B, h, N, N]` in the widest dtype of q, k and the table, float32 at least. Zero in rows and columns of prefix
-        tokens. A dropped patch has gate 0.
+        tokens. Dropped patches do not count.
     """
-    p = grid.num_prefix_tokens
-    with no_autocast(q):
-        q, k, table = upcast(q[:, :, p:], k[:, :, p:], table)
-        q, k = grid.scatter(q), grid.scatter(k)  # [B, h, H*W, d]
-        gates = torch.sigmoid(gate_scale * (q @ k.transpose(-2, -1)))  # [B, h, H*W, H*W]
-        if grid.keep_indices is not None:
-            gates = gates * _is_kept(grid, gates)[:, None, None, :]
+    def bias_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        gates = torch.sigmoid(gate_scale * (q @ k.transpose(-2, -1)))  # [B, h, N-P, N-P]
         pos = suffix_sum(gates)
         if between:
             pos = (pos - pos.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)).abs()
         if ref_num_patches is not None:
             pos = pos * (ref_num_patches / grid.num_patches)
-        bias = interpolate(q @ table.T, pos)  # [B, h, H*W, H*W]
-        if grid.keep_indices is not None:
-            bias = grid.gather(grid.gather(bias).transpose(-2, -1)).transpose(-2, -1)
-        return grid.pad_prefix(bias)
+        return interpolate(q @ table.T, pos)
+
+    with no_autocast(q):
+        q, k, table = upcast(q, k, table)
+        return in_raster_order(bias_of, q, k, grid)
 
 
 def _is_kept(grid: Grid, like: torch.Tensor) -> torch.Tensor:

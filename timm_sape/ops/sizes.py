@@ -1,10 +1,15 @@
-"""Logarithms of sizes, which are symbolic while a model is exported or traced."""
+"""Sizes, which are symbolic while a model is exported or traced."""
 import math
 from typing import Optional, Sequence, Union
 
 import torch
 
-__all__ = ['log_of_largest']
+__all__ = ['is_empty', 'log_of_largest']
+
+
+def is_empty(x: torch.Tensor) -> bool:
+    """Whether a tensor has no entries. One of symbolic sizes has some."""
+    return any(type(size) is int and size == 0 for size in x.shape)
 
 
 def log_of_largest(values: Sequence[float], device: Optional[torch.device] = None) -> Union[float, torch.Tensor]:
