@@ -106,7 +106,8 @@ class Grid:
             name: Of the encoding, for the message.
 
         Raises:
-            ValueError: If there are more than `MOST_SPARSE` patches, and more than `MOST_DROPPED` for each that is kept.
+            ValueError: If there are more than `MOST_SPARSE` patches, and more than `MOST_DROPPED` for each that is
+                kept.
         """
         kept = None if self.keep_indices is None else self.keep_indices.shape[1]
         if type(kept) is not int or type(self.num_patches) is not int:

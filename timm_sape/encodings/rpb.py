@@ -73,7 +73,7 @@ def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
     if grid.keep_indices is not None:
         dy, dx = grid.kept_offsets()  # p_j - p_i, [B, K, K]
         index = (grid.height - 1 - dy) * (2 * grid.width - 1) + grid.width - 1 - dx
-        return values.T.index_select(1, index.flatten()).reshape(-1, *index.shape).transpose(0, 1)
+        return values.T.index_select(1, index.flatten()).reshape(values.shape[1], *index.shape).transpose(0, 1)
     y, x = (torch.arange(size, device=values.device) for size in grid.size)
     dy = y[:, None] - y + grid.height - 1  # [H, H]
     dx = x[:, None] - x + grid.width - 1  # [W, W]

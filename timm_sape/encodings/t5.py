@@ -79,7 +79,7 @@ class BucketedRelativePositionBias(PositionEncoding):
         axes = {'table': dy * grid.width + dx} if self.distance == 'raster' else {'table_y': dy, 'table_x': dx}
         tables = ops.upcast(*(getattr(self, name) for name in axes))
         found = [table.T.index_select(1, bucket(d).flatten()) for table, d in zip(tables, axes.values())]
-        return reduce(operator.add, found).reshape(-1, *dy.shape).transpose(0, 1)
+        return reduce(operator.add, found).reshape(self.num_heads, *dy.shape).transpose(0, 1)
 
 
 def _along(table: torch.Tensor, size: int) -> torch.Tensor:
