@@ -232,6 +232,14 @@ def settings_of(args, trained):
         'num_images': args.num_images, 'choose_images': args.choose_images, 'epochs': args.epochs, 'lr': args.lr}
 
 
+def hash_of(checkpoint):
+    """A hash of the weights, which are the same if a training was repeated."""
+    digest = hashlib.sha256()
+    for name, tensor in load_model(str(checkpoint)).state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
 def read_lines(path):
     """The models that were tested. A last line that was cut off is left out, so its model is tested again."""
     text = path.read_text() if path.exists() else ''
@@ -241,13 +249,13 @@ def read_lines(path):
         raise ValueError(f'{path} has a damaged line ({e}); remove it, and its model is tested again') from e
 
 
-def refuse_begun_otherwise(lines, settings, checkpoints, output):
+def refuse_begun_otherwise(lines, settings, weights, output):
     """Raise ValueError if a line was measured with other settings, images or weights."""
     for line in lines:
         key = line['base'], line['seed']
         for what, old, new in (
                 *((what, line['settings'].get(what), value) for what, value in settings.items()),
-                ('checkpoint', line['checkpoint'], checkpoints.get(key, line['checkpoint']))):
+                ('weights', line['weights'], weights.get(key, line['weights']))):
             if old != new:
                 raise ValueError(
                     f'{output} was begun otherwise: {key[0]}, seed {key[1]}, {line["model"]} has {what} {old}, now it '
@@ -265,7 +273,7 @@ def alone(output):
         os.close(held)
 
 
-def work(args, trained, seeds, settings, checkpoints):
+def work(args, trained, seeds, settings, weights):
     """Train and test what is missing; write all files after each model."""
     path = args.output / 'retrofit.jsonl'
     waiting = [
@@ -275,7 +283,7 @@ def work(args, trained, seeds, settings, checkpoints):
     def update(new=()):
         with alone(args.output):
             lines = [*read_lines(path), *new]
-            refuse_begun_otherwise(lines, settings, checkpoints, args.output)
+            refuse_begun_otherwise(lines, settings, weights, args.output)
             write_text(path, ''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
             if lines:
                 write_tables(lines, settings, args)
@@ -292,7 +300,7 @@ def work(args, trained, seeds, settings, checkpoints):
                 if (run.label, run.seed, name) not in done:
                     update([{
                         'base': run.label, 'seed': run.seed, 'model': name, 'settings': settings,
-                        'checkpoint': checkpoints[run.label, run.seed], 'measured_on': about(torch.device('cpu')),
+                        'weights': weights[run.label, run.seed], 'measured_on': about(torch.device('cpu')),
                         **measure(run, name, args, settings['own_size']),
                     }])
                     print(f'{run.label}, seed {run.seed}, {name}: done', file=sys.stderr, flush=True)
@@ -483,9 +491,7 @@ def main():
             raise ValueError(f'{args.runs} has no run with all of these seeds; it has {", ".join(map(str, there))}.')
         settings = settings_of(args, trained)
         args.output.mkdir(parents=True, exist_ok=True)
-        checkpoints = {
-            (run.label, run.seed): hashlib.sha256(run.checkpoint.read_bytes()).hexdigest()[:12] for run in trained}
-        work(args, trained, seeds, settings, checkpoints)
+        work(args, trained, seeds, settings, {(run.label, run.seed): hash_of(run.checkpoint) for run in trained})
     except (ValueError, OSError) as e:
         parser.error(str(e))
     print((args.output / 'retrofit.md').read_text())
