@@ -30,6 +30,7 @@ from statistics import mean
 
 import timm
 import torch
+from scipy.stats import dunnett
 
 from timm_sape.analysis import position_shap
 from timm_sape.analysis.inputs import load_images, load_model, open_dataset, preprocessing
@@ -185,6 +186,7 @@ def table(args):
     top1 = {label: {row['seed']: row['top1'] for row in rows if row['model'] == label and row['top1'] is not None}
             for label in plan.labels}
     sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
+    intervals = _dunnett(top1, plan.baseline)
     beside = []
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, _), line in measures.items() if model == label]
@@ -194,6 +196,7 @@ def table(args):
             'learning rate': f'{rates[label]:g}',
             'top-1 (%)': spread(list(top1[label].values())),
             **_corrected(top1[label], {} if label == plan.baseline else top1[plan.baseline], comparisons),
+            'Dunnett': intervals.get(label, ''),
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
             'same class if shifted (%)': spread([line[f'same_shifted_{SHIFT}px'] for line in own], 1),
@@ -204,7 +207,8 @@ def table(args):
             for key in ('hardware', 'torch', 'timm', 'timm_sape', 'commit')}
     about_rows = (
         f'{len(plan.labels)} of {planned} rows so far. Intervals are corrected for {comparisons} comparisons with '
-        f'{plan.baseline}. {{hardware}}; torch {{torch}}, timm {{timm}}, timm-sape {{timm_sape}}, commit {{commit}}'
+        f'{plan.baseline}, those of Dunnett for {len(intervals)}. {{hardware}}; torch {{torch}}, timm {{timm}}, '
+        'timm-sape {timm_sape}, commit {commit}'
     ).format(**seen)
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), markdown(beside), about_rows]) + '\n'
@@ -220,6 +224,19 @@ def _corrected(values, others, comparisons):
         gain, *intervals = corrected_intervals(values, others, comparisons)
         found = f'{gain:+.2f}', *('[{:+.1f}, {:+.1f}]'.format(*ends) for ends in intervals)
     return dict(zip(('difference', 'corrected, pairs', 'corrected, not paired'), found))
+
+
+def _dunnett(top1, baseline):
+    """Simultaneous 95 % intervals of the differences from the baseline (Dunnett 1955), by label.
+
+    One standard deviation for all models is estimated from all runs. So they are narrower than those of each model by
+    itself, and wrong where models differ in it.
+    """
+    samples = {label: list(values.values()) for label, values in top1.items() if label != baseline and len(values) > 1}
+    if not samples or len(top1[baseline]) < 2:
+        return {}
+    found = dunnett(*samples.values(), control=list(top1[baseline].values()), rng=0).confidence_interval()
+    return {label: f'[{low:+.1f}, {high:+.1f}]' for label, low, high in zip(samples, found.low, found.high)}
 
 
 def _costs(pos_enc, path):

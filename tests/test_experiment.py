@@ -352,14 +352,16 @@ def test_reference_table(lab, reference, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith('| B ')][0].startswith('| B | 62.00 ± 2.83 | +11.00')
     # Three rows in the plan, so two differences to correct for, 97.5 % each. By hand: 10 and 12, mean 11, deviation
-    # sqrt(2), t 25.4517; of two samples, deviations sqrt(2) and sqrt(8), t 6.20535
-    half, unpaired = 25.4517 * math.sqrt(2 / 2), 6.20535 * math.sqrt((2 + 8) / 2)
+    # sqrt(2), t 25.4517; of two samples, deviations sqrt(2) and sqrt(8), t 6.20535. With one finished row besides the
+    # baseline Dunnett's is the common interval of two samples, t 4.30265.
+    half, unpaired, dunnett = (
+        25.4517 * math.sqrt(2 / 2), 6.20535 * math.sqrt((2 + 8) / 2), 4.30265 * math.sqrt((2 + 8) / 2))
     costs = next(
         row for row in csv.DictReader((CHECKOUT / 'results' / 'cost_cpu.csv').read_text().splitlines())
         if (row['setting'], row['pos_enc']) == ('224/16', 'rpb'))
     assert (
         f'| B | `rpb` | 0.0005 | 62.00 ± 2.83 | +11.00 | [{11 - half:+.1f}, {11 + half:+.1f}] | '
-        f'[{11 - unpaired:+.1f}, {11 + unpaired:+.1f}] | '
+        f'[{11 - unpaired:+.1f}, {11 + unpaired:+.1f}] | [{11 - dunnett:+.1f}, {11 + dunnett:+.1f}] | '
         '40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 | '
         f'{float(costs["step_ratio"]):.2f} | {float(costs["step_peak_ratio"]):.2f} |') in lines
     assert 'trial' not in (lab.output / 'plan.md').read_text()
