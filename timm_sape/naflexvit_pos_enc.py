@@ -210,7 +210,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             self._encode(part, grid, {**given, 'images': image, 'object_index': index}, is_naflex=True)
             for part, grid, image, index in zip(groups.split(tokens), groups.grids, images, objects)]
         tokens = groups.merge([part for part, _ in parts])
-        return tokens, MixedPosition.of(groups, [position for _, position in parts])
+        return tokens, MixedPosition.of(groups, [position for _, position in parts], tokens)
 
     def _embed_images(
             self,

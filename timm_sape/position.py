@@ -69,29 +69,35 @@ class Position:
 class MixedPosition:
     """What the layers share where the images of a batch have grids of their own.
 
+    torch.compile compiles anew for another number of parts wherever it sees `parts`. So code outside of
+    `torch.compiler.disable` looks at all other fields only.
+
     Args:
         groups: The groups of images of one grid.
         parts: The position of each group.
+        first: The first of them, which tells what all have.
         rotation: The tables of all groups' rotations as one, `[B, 1|h, N-P, 2*d]`; rows of padding are zero.
+        logit_factor: The factors of all groups as one, `[B, 1, N, 1]`. None if there are none.
     """
     groups: GridGroups
     parts: Tuple[Position, ...]
+    first: Position
     rotation: Optional[torch.Tensor] = None
+    logit_factor: Optional[torch.Tensor] = None
 
     @classmethod
-    def of(cls, groups: GridGroups, parts: Sequence[Position]) -> 'MixedPosition':
-        position = cls(groups, tuple(parts))
-        if parts[0].rotation is None:
-            return position
-        return replace(position, rotation=position.merge_rotations([part.rotation for part in parts]))
+    def of(cls, groups: GridGroups, parts: Sequence[Position], like: torch.Tensor) -> 'MixedPosition':
+        """Merge the positions of all groups; `like` is a tensor of the dtype and on the device of the tokens."""
+        position = cls(groups, tuple(parts), parts[0])
+        rotations = [part.rotation for part in parts]
+        return replace(
+            position,
+            rotation=None if rotations[0] is None else position.merge_rotations(rotations),
+            logit_factor=position.merge_factors([part.logit_factor for part in parts], like))
 
     @property
     def num_prefix_tokens(self) -> int:
-        return self.parts[0].num_prefix_tokens
-
-    @property
-    def has_bias(self) -> bool:
-        return self.parts[0].bias is not None
+        return self.first.num_prefix_tokens
 
     def merge_rotations(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """One table for the batch, `[B, 1|h, N-P, 2*d]`, out of one for each group, `[(b, 1|h,) n-P, 2*d]`."""
@@ -101,8 +107,14 @@ class MixedPosition:
             rows.append(grid.pad_tokens(table).transpose(1, 2))  # [b, n, 1|h, 2*d]
         return self.groups.merge(rows).transpose(1, 2)[:, :, self.num_prefix_tokens:]
 
-    def merge_factors(self, factors: Sequence[Union[None, float, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    def merge_factors(
+            self,
+            factors: Sequence[Union[None, float, torch.Tensor]],
+            like: torch.Tensor,
+    ) -> Optional[torch.Tensor]:
         """One factor for each query of the batch, `[B, 1, N, 1]`, out of one for each group. 0 for padding."""
+        if all(factor is None for factor in factors):
+            return None
         dtype = torch.promote_types(like.dtype, torch.float32)
         parts = [
             like.new_ones(shape, dtype=dtype) * (1. if factor is None else factor)
@@ -117,13 +129,13 @@ class MixedPosition:
         rotation, *rest = tensors
         size = len(rest) // len(self.parts)
         parts = tuple(part.with_tensors(*rest[i * size:(i + 1) * size]) for i, part in enumerate(self.parts))
-        return MixedPosition(self.groups, parts, rotation)
+        return replace(self, parts=parts, first=parts[0], rotation=rotation)
 
     def to(self, *args, **kwargs) -> 'MixedPosition':
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it for arguments of a module."""
-        rotation = None if self.rotation is None else self.rotation.to(*args, **kwargs)
+        rotation, factor = (None if t is None else t.to(*args, **kwargs) for t in (self.rotation, self.logit_factor))
         parts = tuple(part.to(*args, **kwargs) for part in self.parts)
-        return MixedPosition(self.groups.to(*args, **kwargs), parts, rotation)
+        return MixedPosition(self.groups.to(*args, **kwargs), parts, parts[0], rotation, factor)
 
 
 AnyPosition = Union[Position, MixedPosition]
@@ -381,7 +393,7 @@ class LayerEncodings(nn.ModuleDict):
         if is_causal:
             raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
         given = dict(dropout_p=dropout_p, drop=drop, fused=fused)
-        if position.has_bias or any(map(self.acting_on, LOGIT_HOOKS)):
+        if position.first.bias is not None or any(map(self.acting_on, LOGIT_HOOKS)):
             return self._attend_by_group(q, k, v, x, position, attn_mask, dict(given, scale=scale))
         # Rotations, factors and masks are cheap for the whole batch, padding included.
         q, scale = self._scaled(q, position, scale)
@@ -412,7 +424,7 @@ class LayerEncodings(nn.ModuleDict):
         if position is None:
             return x
         if isinstance(position, MixedPosition):
-            if position.parts[0].layer_terms is None:
+            if position.first.layer_terms is None:
                 return x
             return self._by_group(self._add_before, x, position)
         if position.layer_terms is None:
@@ -454,20 +466,24 @@ class LayerEncodings(nn.ModuleDict):
 
     def _scaled(self, q: torch.Tensor, position: AnyPosition, scale: float) -> Tuple[torch.Tensor, float]:
         """q and the scale, one of them times the factors that rules for other sizes have for q.k."""
-        if isinstance(position, MixedPosition):
-            factors = [self._factor(q, part) for part in position.parts]
-            factor = None if all(f is None for f in factors) else position.merge_factors(factors, q)
-        else:
-            factor = self._factor(q, position)
+        factor = position.logit_factor
+        if any(encoding.scales_logits for encoding in self.values()):
+            own = self._own_factor(q, position)
+            factor = own if factor is None else factor if own is None else own * factor
         if factor is None:
             return q, scale
         # Fused kernels take a number. A size that is symbolic, or not the same for all images, makes a tensor.
         return ((q * factor).to(q.dtype), scale) if isinstance(factor, torch.Tensor) else (q, scale * factor)
 
-    def _factor(self, q: torch.Tensor, position: Position) -> Union[None, float, torch.Tensor]:
-        own = _logit_factor(self.values(), q, position.grid)
-        shared = position.logit_factor
-        return shared if own is None else own if shared is None else own * shared
+    def _own_factor(self, q: torch.Tensor, position: AnyPosition) -> Union[None, float, torch.Tensor]:
+        """The factor of this layer's own encodings; for a batch of several sizes `[B, 1, N, 1]`."""
+        if isinstance(position, MixedPosition):
+            return self._own_factor_by_group(q, position)
+        return _logit_factor(self.values(), q, position.grid)
+
+    @torch.compiler.disable
+    def _own_factor_by_group(self, q: torch.Tensor, position: MixedPosition) -> Optional[torch.Tensor]:
+        return position.merge_factors([self._own_factor(q, part) for part in position.parts], q)
 
     def _rotated(
             self,
@@ -479,7 +495,7 @@ class LayerEncodings(nn.ModuleDict):
             if isinstance(position, MixedPosition) and not encoding.turns_alike:
                 q, k = self._turned_by_group(encoding, q, k, position)
             else:
-                grid = position.parts[0].grid if isinstance(position, MixedPosition) else position.grid
+                grid = position.first.grid if isinstance(position, MixedPosition) else position.grid
                 q, k = encoding(q, k, grid=grid, hook='turn')
         table = self._rotation(q, position)
         if table is None:
@@ -505,16 +521,19 @@ class LayerEncodings(nn.ModuleDict):
 
     def _rotation(self, q: torch.Tensor, position: AnyPosition) -> Optional[torch.Tensor]:
         """Table of the rotation in this layer, `[(B, 1|h,) N-P, 2*d]`."""
-        if isinstance(position, MixedPosition):
-            tables = [self._own_rotation(q, part) for part in position.parts]
-            return position.rotation if tables[0] is None else position.merge_rotations(tables)
-        own = self._own_rotation(q, position)
-        return position.rotation if own is None else own
+        mixed = isinstance(position, MixedPosition)
+        if not self.acting_on('rotation') and (position.first if mixed else position).layer_rotations is None:
+            return position.rotation
+        return self._own_rotation_by_group(q, position) if mixed else self._own_rotation(q, position)
 
-    def _own_rotation(self, q: torch.Tensor, position: Position) -> Optional[torch.Tensor]:
+    @torch.compiler.disable
+    def _own_rotation_by_group(self, q: torch.Tensor, position: MixedPosition) -> torch.Tensor:
+        return position.merge_rotations([self._own_rotation(q, part) for part in position.parts])
+
+    def _own_rotation(self, q: torch.Tensor, position: Position) -> torch.Tensor:
         for encoding in self.acting_on('rotation'):
             return encoding(q, grid=position.grid, hook='rotation')
-        return None if position.layer_rotations is None else position.layer_rotations[self.layer]
+        return position.layer_rotations[self.layer]
 
     def _check(self, position: Optional[AnyPosition]) -> None:
         """

@@ -1,5 +1,6 @@
 """NaFlexVitPosEnc as a timm model: saving, loading, training, intermediates, and what it refuses."""
 import copy
+import random
 
 import pytest
 import timm
@@ -294,6 +295,30 @@ def test_compiled(pos_enc):
     for sizes in (SIZES, SIZES[1:3]):
         given = batch(pictures(sizes, torch.float32))
         torch.testing.assert_close(compiled(given), model(given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('pos_enc, kwargs', [
+    ('rope2d', {'logit_scaling': 'log'}),
+    pytest.param('string', {}, marks=pytest.mark.full),
+    pytest.param('rope2d_mixed', {'depth': 12}, marks=pytest.mark.full),  # were they compiled one by one: 47 graphs
+])
+def test_compiled_once_for_batches_of_any_sizes(pos_enc, kwargs):
+    """Neither the number of groups nor their sizes make new graphs, nor does each layer."""
+    model, generator = small(pos_enc, **kwargs), random.Random(0)
+    graphs, counts = [], []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=count)
+    for _ in range(10):
+        sizes = [(generator.randint(2, 7), generator.randint(2, 7)) for _ in range(generator.randint(2, 6))]
+        given = batch(pictures(sizes, torch.float32), padding=generator.randint(0, 3))
+        torch.testing.assert_close(compiled(given), model(given))
+        counts.append(len(graphs))
+    assert counts[3] == counts[-1] < 40, counts
 
 
 def test_blocks_one_by_one():
