@@ -80,7 +80,7 @@ def group_by_grid(
 ) -> GridGroups:
     """Split a batch into groups.
 
-    Values are looked at, so a GPU waits once.
+    Values are copied to the CPU and looked at, so a GPU waits.
 
     Args:
         coord: (y, x) of each patch, integers, `[B, K, 2]`.

@@ -227,7 +227,7 @@ class PosEncModel(nn.Module):
         """The tokens after the first `num_blocks` blocks (all by default), and those after each block of `take`."""
         taken = []
         for i in range(len(self.blocks) if num_blocks is None else num_blocks):
-            x = self._run_block(i, x, position, attn_mask, is_causal)
+            x = self._run_block(self.blocks[i], x, position, attn_mask, is_causal)
             if i in take:
                 taken.append(x)
         return x, taken
@@ -260,8 +260,7 @@ class PosEncModel(nn.Module):
             maps = list(zip(maps, prefix))
         return maps if intermediates_only else (self.norm(x), maps)
 
-    def _run_block(self, i: int, x, position: AnyPosition, attn_mask, is_causal) -> torch.Tensor:
-        block = self.blocks[i]
+    def _run_block(self, block: nn.Module, x, position: AnyPosition, attn_mask, is_causal) -> torch.Tensor:
         if not self.grad_checkpointing:
             return block(x, attn_mask, is_causal, position)
 
