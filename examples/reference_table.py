@@ -47,6 +47,7 @@ from timm_sape.lab.experiment import (
     script_options,
     split_folder,
     summary_table,
+    trained_with,
 )
 from timm_sape.lab.intervals import corrected_intervals, spread
 from timm_sape.lab.machine import about
@@ -203,13 +204,9 @@ def table(args):
             'P-SHAP': spread([line['pshap'] for line in own], 3),
             **_costs(names[label], args.costs),
         })
-    seen = {key: '; '.join(dict.fromkeys(row[key] for row in rows if row[key]))
-            for key in ('hardware', 'torch', 'timm', 'timm_sape', 'commit')}
     about_rows = (
         f'{len(plan.labels)} of {planned} rows so far. Intervals are corrected for {comparisons} comparisons with '
-        f'{plan.baseline}, those of Dunnett for {len(intervals)}. {{hardware}}; torch {{torch}}, timm {{timm}}, '
-        'timm-sape {timm_sape}, commit {commit}'
-    ).format(**seen)
+        f'{plan.baseline}, those of Dunnett for {len(intervals)}. {trained_with(rows)}')
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), markdown(beside), about_rows]) + '\n'
     (args.output / f'{args.plan.stem}.md').write_text(text)

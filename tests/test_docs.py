@@ -145,9 +145,9 @@ def images(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def checkpoints(images):
-    """Also checkpoints, as the README's block for training leaves them."""
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory):
+    """A checkpoint as train.py leaves it, trained once for all pages."""
     torch.manual_seed(0)
     kwargs = {'img_size': 32, 'patch_size': 4, 'depth': 2}
     model = timm.create_model('vit_tiny_rope2d', num_classes=2, **kwargs)
@@ -160,10 +160,18 @@ def checkpoints(images):
         loss.backward()
         optimizer.step()
     args = argparse.Namespace(num_classes=2, model_kwargs=kwargs)
+    path = tmp_path_factory.mktemp('trained') / 'checkpoint.pth.tar'
+    torch.save({'arch': 'vit_tiny_rope2d', 'state_dict': model.state_dict(), 'args': args}, path)
+    return path
+
+
+@pytest.fixture
+def checkpoints(images, checkpoint):
+    """Also checkpoints, where the README's block for training leaves them."""
     for name in ('first/last', 'second/model_best'):
         path = images / 'output' / f'{name}.pth.tar'
         path.parent.mkdir(parents=True)
-        torch.save({'arch': 'vit_tiny_rope2d', 'state_dict': model.state_dict(), 'args': args}, path)
+        shutil.copy(checkpoint, path)
 
 
 @pytest.mark.parametrize('path', PAGES, ids=name_of)

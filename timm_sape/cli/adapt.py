@@ -9,7 +9,7 @@ from .data_options import (
     MODELS_HELP,
     add_data_options,
     add_rules_option,
-    check_sizes,
+    check_images_fit,
     loading,
     measured_on,
     readable,
@@ -64,7 +64,7 @@ def _adapt(args: argparse.Namespace) -> int:
 
     with readable():
         options = loading(args)
-        check_sizes(sizes, options)
+        check_images_fit(sizes, options)
         warn_untrained([args.model])
         with snapshot(args.model) as (spec, reason):
             if reason:

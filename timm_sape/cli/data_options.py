@@ -15,7 +15,7 @@ __all__ = [
     'add_pos_enc_option',
     'add_rules_option',
     'check_device',
-    'check_sizes',
+    'check_images_fit',
     'chosen_encoding',
     'image_size',
     'loading',
@@ -112,7 +112,7 @@ def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:
     return sides[0], sides[-1]
 
 
-def check_sizes(sizes: Sequence[Tuple[int, int]], options: Dict[str, Any]) -> None:
+def check_images_fit(sizes: Sequence[Tuple[int, int]], options: Dict[str, Any]) -> None:
     """Check that images of each size fit into memory, as many as are loaded at a time.
 
     Args:

@@ -151,8 +151,9 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
             try:
                 importlib.import_module(module)
             except ImportError as e:
-                raise CommandError(f'{run.label}: device_modules has {module}, which cannot be imported: {e}. If it is '
-                    'a file of yours, add its folder to PYTHONPATH') from e
+                raise CommandError(
+                    f'{run.label}: device_modules has {module}, which cannot be imported: {e}. If it is a file of '
+                    'yours, add its folder to PYTHONPATH') from e
         if ':' not in name and not timm.is_model(name):
             raise CommandError(f'{run.label}: there is no model {name!r}; see timm.list_models()')
         for option, split in run.splits.items():

@@ -6,7 +6,7 @@ from .data_options import (
     MODELS_HELP,
     add_data_options,
     add_rules_option,
-    check_sizes,
+    check_images_fit,
     loading,
     measured_on,
     readable,
@@ -58,7 +58,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
     with readable():
         options = loading(args)
-        check_sizes(args.sizes, options)
+        check_images_fit(args.sizes, options)
         warn_untrained(args.models)
         rows = sweep(
             args.models, sizes=args.sizes, crop_mode=args.crop_mode, native=args.native, rules=args.rules, **options)

@@ -1,7 +1,7 @@
 """Experiments: train models with several seeds by one recipe, through timm's train.py, and compare the results."""
 from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options, split_folder
 from .records import Trained, lock, trained_models, write_text
-from .report import notes_of, plot_curves, rows_of, summary_table
+from .report import notes_of, plot_curves, rows_of, summary_table, trained_with
 from .results import archive_runs, read_results
 from .runner import Slot, images_in, make_slots, refuse_begun_otherwise, refuse_other_images, run_all
 from .trial import estimate
@@ -31,5 +31,6 @@ __all__ = [
     'split_folder',
     'summary_table',
     'trained_models',
+    'trained_with',
     'write_text',
 ]

@@ -10,7 +10,7 @@ from ..tables import markdown
 from .plan import Plan
 from .results import read_results
 
-__all__ = ['notes_of', 'plot_curves', 'rows_of', 'summary_table']
+__all__ = ['notes_of', 'plot_curves', 'rows_of', 'summary_table', 'trained_with']
 
 
 def rows_of(plan: Plan, output: Path) -> List[Dict[str, Any]]:
@@ -115,16 +115,21 @@ def _seeds(rows: Sequence[Dict[str, Any]]) -> str:
 
 def notes_of(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
     """Say in one line what was measured and where."""
-    def seen(key: str) -> str:
-        return '; '.join(dict.fromkeys(row[key] for row in rows if row[key])) or 'unknown'
-
     others = len({row['model'] for row in rows}) - 1
     epochs = ' or '.join(str(planned) for planned in sorted({row['epochs_planned'] for row in rows}))
     return (
         f'recipe {rows[0]["recipe"]}, {epochs} epochs; after the last epoch, mean ± standard '
         f'deviation over seeds; differences in points at the same seed, with 95 % t intervals of the pairs, and of '
         f'runs treated as independent, each on its own (not corrected for {others} '
-        f'{"comparison" if others == 1 else "comparisons"} with {baseline}); '
+        f'{"comparison" if others == 1 else "comparisons"} with {baseline}); {trained_with(rows)}')
+
+
+def trained_with(rows: Sequence[Dict[str, Any]]) -> str:
+    """The hardware, versions and commits of rows of `rows_of`."""
+    def seen(key: str) -> str:
+        return '; '.join(dict.fromkeys(row[key] for row in rows if row[key])) or 'unknown'
+
+    return (
         f'{seen("hardware")}; torch {seen("torch")}, timm {seen("timm")}, timm-sape {seen("timm_sape")}, commit '
         f'{seen("commit")}')
 
