@@ -1,4 +1,4 @@
-"""Graft encodings onto every architecture of timm's Eva class and onto every NaFlexVit of timm's own.
+"""Graft encodings onto all that timm builds as NaFlexVit: its own, those of its Eva class, and its plain ViTs.
 
     python .ci/naflex_grafts.py [PATTERN ...] > results/naflex_grafts.md
 
@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from batches import GRID, PATCH, SIZES, batch, pictures  # noqa: E402
 from common import randomize  # noqa: E402
 from timm.models import is_model_in_modules  # noqa: E402
-from timm.models.eva import Eva  # noqa: E402
+from timm.models.vision_transformer import VisionTransformer  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import timm_sape  # noqa: E402
@@ -24,25 +24,32 @@ from timm_sape.lab.machine import about  # noqa: E402
 
 ENCODINGS = ('sape2_k', 'cope', 'irpe_qkv')
 TOLERANCE = 1e-5
-REFUSED = ('eva02_enormous_patch14_clip_224',)  # all others can be grafted
+MODULES = 'naflexvit', 'eva', 'vision_transformer'
+REFUSED = (  # all others can be grafted
+    'eva02_enormous_patch14_clip_224', 'vit_*_patch16_18x2_224', 'vit_*_xp_224', 'vit_pwee_*', 'vit_dpwee_*',
+    'vit_dwee_*', 'vit_dlittle_*')
 LARGEST_WIDTH = 384  # that of ViT-S; beyond it a model keeps 4 heads
 SIZE = GRID[0] * PATCH, GRID[1] * PATCH
-SHAPE = dict(
-    depth=2, num_classes=3, img_size=SIZE, patch_size=PATCH,
-    pretrained_cfg_overlay=dict(input_size=(3, *SIZE)))  # saving tries an image of this size
+SQUARE = SIZE[0], SIZE[0]  # timm loads a table of a plain ViT into NaFlexVit only if it is square
 ABOUT = """\
-# Grafts onto all of timm's Eva and NaFlexVit models
+# Grafts onto all that timm builds as NaFlexVit
 
 `python .ci/naflex_grafts.py > results/naflex_grafts.md`; {about}
 
-{grafted} of {tried} architectures can be grafted; with each of {encodings}, all is right in {right}. Weights are
-large random numbers; depth is cut to 2, patches to 8 x 8 pixels, and widths beyond ViT-S's 384 to 4 heads of as many
-channels as before (column `width`).
+These are timm's own NaFlexVits, its Eva class, and the plain ViTs of vision_transformer.py with `use_naflex=True`.
+
+| module | architectures | can be grafted | all right with each of {encodings} |
+| --- | --- | --- | --- |
+{counts}
+
+Weights are large random numbers; depth is cut to 2, patches to 8 x 8 pixels, and widths beyond ViT-S's 384 to 4 heads
+(6 in ViT-g of DINOv2 and TIPSv2) of as many channels as before (column `width`).
 
 - Differences of logits at the start are relative to the largest logit; the largest of the three grafts counts, and
-  1e-5 is allowed (float32). `classic`: images, beside the model that timm makes by default. `images`: beside timm's
-  NaFlexVit. `patches`: a padded batch of four aspect ratios in raster order, where timm is right. `permuted`: the same
-  patches in a random order, beside timm in raster order.
+  1e-5 is allowed (float32). `classic`: images, beside the model that timm makes by default; the weights of a plain ViT
+  are loaded as a checkpoint, and its images are square. `images`: beside timm's NaFlexVit. `patches`: a padded batch
+  of four aspect ratios in raster order, where timm is right. `permuted`: the same patches in a random order, beside
+  timm in raster order.
 - `moved`: new parameters that had moved after the second step of SGD on that batch. Where the class token is pooled
   (`token`), 13 of 18 is right: the bias of `sape2_k` and `cope` is zero in that token's row, so their gate and tables
   in the last layer (3 and 2 parameters) get no gradient. `irpe_qkv` has a bucket for such pairs.
@@ -50,17 +57,43 @@ channels as before (column `width`).
 """
 
 
-def shape_of(name):
+def shape_of(name, size=SIZE):
     """Arguments of a small model of the same kind."""
+    shape = dict(
+        depth=2, num_classes=3, img_size=size, patch_size=PATCH,
+        pretrained_cfg_overlay=dict(input_size=(3, *size), num_classes=3))  # saving tries an image of this size
     model = timm.create_model(name, device='meta')
     blocks = model.blocks[0], model.blocks[len(model.blocks) // 2]
+    if not hasattr(blocks[0], 'attn'):  # cannot be grafted
+        return shape
     heads = blocks[0].attn.num_heads
-    shape = dict(SHAPE)
     if model.embed_dim > LARGEST_WIDTH:
-        shape.update(embed_dim=4 * blocks[0].attn.head_dim, num_heads=4)
+        kept = 6 if name.endswith(('dinov2', 'tipsv2')) else 4  # the SwiGLU of ViT-g would have an odd width
+        shape.update(embed_dim=kept * blocks[0].attn.head_dim, num_heads=kept)
     if 'sapiens2' in name:  # the large ones have fewer keys, in the middle blocks
         shape['num_kv_heads'] = [shape.get('num_heads', heads) * b.attn.num_kv_heads // heads for b in blocks]
     return shape
+
+
+def make_bases(name, flag):
+    """timm's models, with large random weights: its NaFlexVit, and what it makes without `use_naflex=True`."""
+    bases = {'images': timm.create_model(name, **shape_of(name), **flag)}
+    if flag:
+        size = SIZE if is_model_in_modules(name, ('eva',)) else SQUARE
+        bases['classic'] = timm.create_model(name, **shape_of(name, size))
+    return {what: randomize(base.eval()) for what, base in bases.items()}
+
+
+def make_graft(name, base, pos_enc):
+    """The graft of a base, as NaFlexVit: of a plain ViT by way of its weights."""
+    if not isinstance(base, VisionTransformer):
+        return timm_sape.graft(base, pos_enc)
+    shape = shape_of(name, SQUARE)
+    shape['pretrained_cfg_overlay']['state_dict'] = base.state_dict()
+    if 'radio' in name:
+        shape['pos_embed_grid_size'] = base.patch_embed.grid_size  # by default RADIO's NaFlexVit keeps 128 x 128
+    return timm.create_model(
+        'vit_graft', base=name, pos_enc=pos_enc, use_naflex=True, pretrained=True, **shape).eval()
 
 
 def difference(actual, expected):
@@ -92,16 +125,19 @@ def differences(bases, grafts):
     images = torch.cat(pictures([GRID] * 2, torch.float32))
     mixed = pictures(SIZES, torch.float32)
     patches = batch(mixed, padding=3)
-    found = {what: difference(grafts[what](images), bases[what](images)) for what in bases}
+    found = {}
+    for what, base in bases.items():
+        given = images[..., :SQUARE[0], :SQUARE[1]] if isinstance(base, VisionTransformer) else images
+        found[what] = difference(grafts[what](given), base(given))
     expected = bases['images'](patches)
     for what, given in (('patches', patches), ('permuted', batch(mixed, padding=3, permute=True))):
         found[what] = difference(grafts['images'](given), expected)
     return found
 
 
-def check(bases, pos_enc):
+def check(name, bases, pos_enc):
     """What one encoding does on the bases: differences, numbers of parameters, whether loading is exact."""
-    grafts = {what: timm_sape.graft(base, pos_enc) for what, base in bases.items()}
+    grafts = {what: make_graft(name, base, pos_enc) for what, base in bases.items()}
     found = differences(bases, grafts)
     grafted = grafts['images']
     given = batch(pictures(SIZES, torch.float32), padding=3)
@@ -118,40 +154,42 @@ def check(bases, pos_enc):
 
 def row(name):
     """A line of the table, and whether it is right."""
-    shape = shape_of(name)
-    bases = {'images': timm.create_model(name, **shape).eval()}
+    refused = any(fnmatch.fnmatch(name, pattern) for pattern in REFUSED)
+    flag = {} if is_model_in_modules(name, ('naflexvit',)) else {'use_naflex': True}
     try:
-        timm_sape.graft(bases['images'], 'nope')
+        timm_sape.graft(name, 'nope', **shape_of(name), **flag)
     except ValueError as e:
-        return (name, *[''] * 8, f'refused: {e}'), name in REFUSED
-    if isinstance(bases['images'], Eva):
-        bases = {'classic': bases['images'], 'images': timm.create_model(name, **shape, use_naflex=True).eval()}
-    for base in bases.values():
-        randomize(base)
-    found = [check(bases, pos_enc) for pos_enc in ENCODINGS]
+        return (name, *[''] * 8, f'refused: {e}'), refused
+    bases = make_bases(name, flag)
+    found = [check(name, bases, pos_enc) for pos_enc in ENCODINGS]
     columns = [
         f'{max(each[what] for each in found):.1e}' if what in found[0] else ''
         for what in ('classic', 'images', 'patches', 'permuted')]
     moved = f'{sum(each["moved"] for each in found)} of {sum(each["new"] for each in found)}'
     loaded = 'exact' if all(each['loaded'] for each in found) else 'no'
-    right = name not in REFUSED and all(each['right'] for each in found)
+    right = not refused and all(each['right'] for each in found)
     base = bases['images']
     position = f'{found[0]["position"]}; {base.global_pool}'
     return (name, base.embed_dim, position, *columns, moved, loaded, '' if right else 'WRONG'), right
 
 
+def count(module, names, rows):
+    """How many architectures of a module there are, can be grafted, and are right."""
+    last = [line[-1] for name, line in zip(names, rows) if is_model_in_modules(name, (module,))]
+    grafted = [what for what in last if 'refused' not in what]
+    return f'| `{module}` | {len(last)} | {len(grafted)} | {grafted.count("")} |'
+
+
 def main():
     patterns = sys.argv[1:] or ['*']
     names = [
-        name for name in timm.list_models() if is_model_in_modules(name, ('eva', 'naflexvit'))
-        and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+        name for module in MODULES for name in timm.list_models(module=module)
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     where = about(torch.device('cpu'))  # before anyone edits the checkout
     rows, right = zip(*map(row, tqdm(names)))
-    grafted = sum('refused' not in line[-1] for line in rows)
-    wrong = sum('WRONG' in line[-1] for line in rows)
     print(ABOUT.format(
-        about=where, grafted=grafted, right=grafted - wrong, tried=len(names),
-        encodings=', '.join(f'`{name}`' for name in ENCODINGS)))
+        about=where, encodings=', '.join(f'`{name}`' for name in ENCODINGS),
+        counts='\n'.join(count(module, names, rows) for module in MODULES)))
     header = 'base', 'width', 'position; pooling', 'classic', 'images', 'patches', 'permuted', 'moved', 'loaded', ''
     for line in (header, ['---'] * len(header), *rows):
         print('|', ' | '.join(map(str, line)), '|')

@@ -221,11 +221,15 @@ def position_bias():
         for row in rows])
 
 
+def measured_with(rows):
+    """The settings, machine and versions of a table that was measured in one run."""
+    notes, = {row['notes'].split('; SaPE2 by')[0] for row in rows}
+    return notes
+
+
 def cost():
     rows = read_csv(RESULTS / 'cost_cpu.csv')
-    return (
-        f'{cost_table(rows)}\n\nViT-S with only the encoding named, as ratios to `ape`, batch 4, float32, medians of 5 '
-        '(9 where said\nbelow), AMD EPYC, 2 threads.')
+    return f'{cost_table(rows)}\n\n{measured_with(rows)}'
 
 
 SAPE2_FILES = (

@@ -429,7 +429,8 @@ def draw(rows, own_size, path):
     rules = list(dict.fromkeys(row['rule'] for row in rows if row['size'] != own_size))
     colors = list(dict.fromkeys(rule.removesuffix('+log') for rule in rules))
     sizes = sorted({row['size'] for row in rows})
-    figure = new_figure(4.2 * max(1, len(bases)), 4)
+    figure = new_figure(4.2 * max(1, len(bases)), 4.6)
+    drawn = {}  # one legend for all panels
     for axes, base in zip(figure.subplots(1, max(1, len(bases)), sharey=True, squeeze=False)[0], bases):
         for rule in rules:
             shares = [list(by_seed(
@@ -440,12 +441,13 @@ def draw(rows, own_size, path):
             color, log = f'C{colors.index(rule.removesuffix("+log"))}', rule.endswith('+log')
             axes.fill_between(
                 sizes, list(map(min, shares)), list(map(max, shares)), color=color, alpha=0.1, linewidth=0)
-            axes.plot(
-                sizes, list(map(mean, shares)), '--' if log else '-', color=color, marker='o', markersize=4, label=rule)
+            drawn[rule], = axes.plot(
+                sizes, list(map(mean, shares)), '--' if log else '-', color=color, marker='o', markersize=4)
         axes.set_xticks(sizes)
         axes.set(title=base, xlabel='image size (px)')
         axes.grid(alpha=0.3)
-        axes.legend(fontsize='small')
+    figure.legend(
+        list(drawn.values()), list(drawn), loc='outside lower center', ncols=3 * max(1, len(bases)), fontsize='small')
     figure.axes[0].set_ylabel('accuracy above chance that is left (%)')
     figure.savefig(path, dpi=120)
 

@@ -20,9 +20,10 @@ import difflib
 import inspect
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Type, Union
 
 import timm
 import torch
@@ -118,7 +119,8 @@ def graft(
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if isinstance(model, str):
-        model = _build_base(partial(timm.create_model, model), **kwargs)
+        with _known_to_naflex(model, **kwargs):
+            model = _build_base(partial(timm.create_model, model), **kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -170,6 +172,17 @@ def graft(
         if name in modules:
             modules[name].training = module.training
     return grafted
+
+
+@contextmanager
+def _known_to_naflex(name: str, use_naflex: bool = False, **_) -> Iterator[None]:
+    """Turn the TypeError of a model that timm does not build as NaFlexVit, if it is told to, into a readable one."""
+    try:
+        yield
+    except TypeError as e:
+        if not use_naflex:
+            raise
+        raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
 
 
 def _build_base(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
@@ -486,7 +499,7 @@ class _Builder:
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
         if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
             arguments.setdefault('use_naflex', True)
-        try:
+        with _known_to_naflex(self.base, **arguments):
             model = _build_base(
                 model_entrypoint(self.base),
                 pretrained=pretrained,
@@ -494,10 +507,6 @@ class _Builder:
                 cache_dir=self.cache_dir,
                 **arguments,
             )
-        except TypeError as e:
-            if not arguments.get('use_naflex'):
-                raise
-            raise ValueError(f'{self.base!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
         if self.is_eva and isinstance(model, NaFlexVit) and model.attn_pool is not None:
             model.pool_include_prefix = True  # as in Eva; NaFlexVit's attention pool would leave the class token out
         return model

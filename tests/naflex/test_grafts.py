@@ -151,6 +151,16 @@ def test_refused(name, pos_enc, message):
         timm_sape.graft(name, pos_enc, **SHAPE)
 
 
+@pytest.mark.parametrize(('name', 'cause'), [
+    ('eva02_enormous_patch14_clip_224', 'use_post_norm'), ('deit_tiny_distilled_patch16_224', 'use_naflex')])
+def test_what_timm_does_not_build(name, cause):
+    for create in (
+            lambda **kwargs: timm_sape.graft(name, 'sape2_k', **kwargs),
+            lambda **kwargs: timm.create_model('vit_graft', base=name, pos_enc='sape2_k', **kwargs)):
+        with pytest.raises(ValueError, match=f'{name}.* cannot be grafted: timm does not build it .*{cause}'):
+            create(**SHAPE, use_naflex=True)
+
+
 def test_what_the_messages_advise():
     grafted = timm_sape.graft('vit_small_plus_patch16_dinov3', 'ape2d+sape2_k', **SHAPE)
     assert grafted.pos_enc == 'auto_ape2d+auto_sape2_k'
