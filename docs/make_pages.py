@@ -227,9 +227,13 @@ def measured_with(rows):
     return notes
 
 
-def cost():
-    rows = read_csv(RESULTS / 'cost_cpu.csv')
+def cost(name='cost_cpu'):
+    rows = read_csv(RESULTS / f'{name}.csv')
     return f'{cost_table(rows)}\n\n{measured_with(rows)}'
+
+
+def cost_liere():
+    return cost('cost_liere')
 
 
 SAPE2_FILES = (
@@ -437,8 +441,8 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, choosing, reference, encodings, rules, sizes, finetune, position_bias, cost, timms, naflex, sape2,
-        sape2_models, sape2_compiled, kernels)}
+        results, choosing, reference, encodings, rules, sizes, finetune, position_bias, cost, cost_liere, timms, naflex,
+        sape2, sape2_models, sape2_compiled, kernels)}
 PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
 
 

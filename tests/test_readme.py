@@ -479,6 +479,13 @@ def test_figures_in_docs():
     top1 = {name: [float(row['top1']) for row in grafts if row['graft'] == name] for name in ('none', 'rope2d')}
     assert not any(verdicts(top1['rope2d'], top1['none']))
 
+    counts = dict(re.findall(r'\| `(\w+)` \| (\d+ \| \d+ \| \d+) \|', (RESULTS / 'naflex_grafts.md').read_text()))
+    naflex, eva, plain = (counts[name].split(' | ') for name in ('naflexvit', 'eva', 'vision_transformer'))
+    assert all(grafted == right for _, grafted, right in (naflex, eva, plain)) and naflex[0] == naflex[1]
+    text = f'all {naflex[0]} NaFlexVit models of timm, {eva[1]} of {eva[0]} of its Eva models'
+    assert text in prose(DOCS / 'grafting.md')
+    assert f'{plain[1]} of {plain[0]} of its plain ViTs with `use_naflex=True`' in prose(DOCS / 'grafting.md')
+
     probes = read_csv(RESULTS / 'probe.csv')
     predicted = [row['verdict'] for row in probes if row['verdict']]
     encodings = {row['model'] for row in probes} - {'ape+sape2_k'}
