@@ -404,10 +404,11 @@ def show(lines, settings, args):
             rows, 'kept', split='held_out', base=base, model=model, size=size,
             **({} if size == own_size else {'rule': rule})).values()), 1) for size in sizes}}
             for model, rule in rules or [('', '')]]), '']
-        text += [
-            f'On test images, minus the base fine-tuned unchanged, at the same seed, each by its rule. {SHOWN}', '',
-            markdown(compare(
-                'kept', names, UNCHANGED, sizes, lambda column, size, name: on_test(column, size, base, name))), '']
+        if any(line['base'] == base and line['model'] == UNCHANGED for line in lines):
+            text += [
+                f'On test images, minus the base fine-tuned unchanged, at the same seed, each by its rule. {SHOWN}', '',
+                markdown(compare(
+                    'kept', names, UNCHANGED, sizes, lambda column, size, name: on_test(column, size, base, name))), '']
         learned = [line for line in lines if line['base'] == base and line['layers']]
         if learned:
             depth = len(learned[0]['layers'])

@@ -464,6 +464,29 @@ def test_advice_is_that_of_the_results():
     assert text.format(*top1) in README.read_text()
 
 
+def test_what_is_left_at_other_sizes():
+    """The table of results/README.md, the rule that extrapolates, and the difference of CPB."""
+    rows = [row for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')
+            if row['model'] == 'not fine-tuned']
+
+    def kept(base, size, split='test', **where):
+        return [float(row['kept']) for row in rows if {
+            'base': base, 'size': size, 'split': split, **where}.items() <= row.items()]
+
+    for base in ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed', 'CPB'):
+        found = [kept(base, size) for size in ('64', '96', '128')]
+        assert {len(values) for values in found} == {5}
+        cells = (f'{statistics.mean(v):.1f} ± {statistics.stdev(v):.1f}' for v in found)
+        assert f'| {base} | {" | ".join(cells)} |' in ANSWERS.read_text()
+    extrapolated = statistics.mean(kept('RoPE-2D', '64', 'held_out', rule='extrapolate'))
+    assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)
+    table = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.md').read_text()
+    cells = re.search(r'^\| CPB \| 96 px \| 5 \|.*\| (\S+) \| (\[.*?\]) \| (\[.*?\]) \| yes \|$', table, re.MULTILINE)
+    assert f'top-1 {cells[1]} with intervals {cells[2]} and {cells[3]}' in prose(ANSWERS)
+    chosen = [row['rule'] for row in rows if row['split'] == 'test' and int(row['size']) >= 96]
+    assert sum(rule.endswith('+log') for rule in chosen) > len(chosen) / 2
+
+
 def test_figures_in_docs():
     sape2 = [row for row in read_csv(RESULTS / 'sape2_cpu.csv') if row['n'] == '4096']
     memory = {row['backend']: float(row['peak_mb']) for row in sape2}
