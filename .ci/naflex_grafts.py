@@ -8,6 +8,7 @@ with a line for each architecture. Exits with 1 if something is wrong.
 import fnmatch
 import sys
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ('', 'tests', 'tests/naflex')]
@@ -57,22 +58,28 @@ Weights are large random numbers; depth is cut to 2, patches to 8 x 8 pixels, an
 """
 
 
-def shape_of(name, size=SIZE):
-    """Arguments of a small model of the same kind."""
-    shape = dict(
-        depth=2, num_classes=3, img_size=size, patch_size=PATCH,
-        pretrained_cfg_overlay=dict(input_size=(3, *size), num_classes=3))  # saving tries an image of this size
+@lru_cache(maxsize=1)  # the models of an architecture follow each other
+def width_of(name):
+    """Arguments of a model of the same kind that is not wide."""
     model = timm.create_model(name, device='meta')
     blocks = model.blocks[0], model.blocks[len(model.blocks) // 2]
     if not hasattr(blocks[0], 'attn'):  # cannot be grafted
-        return shape
+        return {}
     heads = blocks[0].attn.num_heads
+    width = {}
     if model.embed_dim > LARGEST_WIDTH:
         kept = 6 if name.endswith(('dinov2', 'tipsv2')) else 4  # the SwiGLU of ViT-g would have an odd width
-        shape.update(embed_dim=kept * blocks[0].attn.head_dim, num_heads=kept)
+        width.update(embed_dim=kept * blocks[0].attn.head_dim, num_heads=kept)
     if 'sapiens2' in name:  # the large ones have fewer keys, in the middle blocks
-        shape['num_kv_heads'] = [shape.get('num_heads', heads) * b.attn.num_kv_heads // heads for b in blocks]
-    return shape
+        width['num_kv_heads'] = [width.get('num_heads', heads) * b.attn.num_kv_heads // heads for b in blocks]
+    return width
+
+
+def shape_of(name, size=SIZE):
+    """Arguments of a small model of the same kind."""
+    return dict(
+        depth=2, num_classes=3, img_size=size, patch_size=PATCH, **width_of(name),
+        pretrained_cfg_overlay=dict(input_size=(3, *size), num_classes=3))  # saving tries an image of this size
 
 
 def make_bases(name, flag):

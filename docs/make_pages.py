@@ -188,6 +188,12 @@ def rules():
         [f"`'{rule}'`", text, ', '.join(having[rule])] for rule, text in RULES.items()])
 
 
+def measured_with(rows):
+    """The settings, machine and versions of a table that was measured in one run."""
+    notes, = {row['notes'] for row in rows}
+    return notes
+
+
 def sizes():
     rows = [row for row in read_csv(RESULTS / 'resolutions_cpu.csv') if row['height'] == row['width']]
     found, widths = [], sorted({int(row['height']) for row in rows})
@@ -196,7 +202,7 @@ def sizes():
         own = [row for row in rows if row['model'] == model and row['rule'] == rule]
         means = [spread([float(row['top1']) for row in own if int(row['height']) == width], 1) for width in widths]
         found.append([model if rule == 'own' else f'{model}, `{rule}`', *means])
-    return table(['top-1 (%)', *(f'{width} px' for width in widths)], found) + f'\n\n{rows[0]["notes"]}'
+    return table(['top-1 (%)', *(f'{width} px' for width in widths)], found) + f'\n\n{measured_with(rows)}'
 
 
 def finetune():
@@ -207,7 +213,7 @@ def finetune():
         cells = beside(values_of(rows, model), base)
         found.append([model if model == 'none' else f'`{model}`', *cells[:2]])
     return table(['grafted', 'top-1 (%)', 'difference from none'], found) + (
-        f'\n\n{len(base)} seeds, one base, 95 % intervals of the pairs; {rows[0]["notes"]}')
+        f'\n\n{len(base)} seeds, one base, 95 % intervals of the pairs; {measured_with(rows)}')
 
 
 def position_bias():
@@ -219,12 +225,6 @@ def position_bias():
             f'{float(row[f"P-SHAP, {kind}"]):.2f}'.removeprefix('0')
             for kind in ('position-dependent', 'independent')), row['p, one-sided'].replace('<', 'below ')]
         for row in rows])
-
-
-def measured_with(rows):
-    """The settings, machine and versions of a table that was measured in one run."""
-    notes, = {row['notes'].split('; SaPE2 by')[0] for row in rows}
-    return notes
 
 
 def cost(name='cost_cpu'):
@@ -315,7 +315,7 @@ def timms():
     return table(head, [
         [f'`{row["timm"]}`', f'`{row["pos_enc"]}`',
          *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step', 'step_peak'))]
-        for row in rows]) + f'\n\n{rows[0]["notes"]}'
+        for row in rows]) + f'\n\n{measured_with(rows)}'
 
 
 def naflex():
@@ -323,7 +323,7 @@ def naflex():
     head = ['encoding', "to timm's NaFlexVit", 'to the images one by one', "peak memory to timm's"]
     return table(head, [
         [f'`{row["pos_enc"]}`', *(f'{float(row[name]):.2f}' for name in ('to_timm', 'to_one_by_one', 'peak_to_timm'))]
-        for row in rows]) + f'\n\n{rows[0]["notes"]}'
+        for row in rows]) + f'\n\n{measured_with(rows)}'
 
 
 # pages of encodings

@@ -476,7 +476,7 @@ def test_what_is_left_at_other_sizes():
     for base in ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed', 'CPB'):
         found = [kept(base, size) for size in ('64', '96', '128')]
         assert {len(values) for values in found} == {5}
-        cells = (f'{statistics.mean(v):.1f} ± {statistics.stdev(v):.1f}' for v in found)
+        cells = (spread_of(values, 1) for values in found)
         assert f'| {base} | {" | ".join(cells)} |' in ANSWERS.read_text()
     extrapolated = statistics.mean(kept('RoPE-2D', '64', 'held_out', rule='extrapolate'))
     assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)

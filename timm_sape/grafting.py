@@ -20,10 +20,9 @@ import difflib
 import inspect
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
 
 import timm
 import torch
@@ -119,8 +118,7 @@ def graft(
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if isinstance(model, str):
-        with _known_to_naflex(model, **kwargs):
-            model = _build_base(partial(timm.create_model, model), **kwargs)
+        model = _build_base(model, partial(timm.create_model, model), **kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -174,18 +172,21 @@ def graft(
     return grafted
 
 
-@contextmanager
-def _known_to_naflex(name: str, use_naflex: bool = False, **_) -> Iterator[None]:
-    """Turn the TypeError of a model that timm does not build as NaFlexVit, if it is told to, into a readable one."""
+def _build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
+    """Build a model of timm.
+
+    Raises:
+        ValueError: If timm is told to build it as NaFlexVit, and does not.
+    """
     try:
-        yield
+        return _build_with_channels(build, **kwargs)
     except TypeError as e:
-        if not use_naflex:
+        if not kwargs.get('use_naflex'):
             raise
         raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
 
 
-def _build_base(build: Callable[..., nn.Module], **kwargs) -> nn.Module:
+def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
     """Build a model of timm, with its pretrained weights for another number of channels too if it is a NaFlexVit.
 
     There timm leaves the patch embedding random.
@@ -499,14 +500,14 @@ class _Builder:
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
         if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
             arguments.setdefault('use_naflex', True)
-        with _known_to_naflex(self.base, **arguments):
-            model = _build_base(
-                model_entrypoint(self.base),
-                pretrained=pretrained,
-                pretrained_cfg=replace(cfg, architecture=self.base),
-                cache_dir=self.cache_dir,
-                **arguments,
-            )
+        model = _build_base(
+            self.base,
+            model_entrypoint(self.base),
+            pretrained=pretrained,
+            pretrained_cfg=replace(cfg, architecture=self.base),
+            cache_dir=self.cache_dir,
+            **arguments,
+        )
         if self.is_eva and isinstance(model, NaFlexVit) and model.attn_pool is not None:
             model.pool_include_prefix = True  # as in Eva; NaFlexVit's attention pool would leave the class token out
         return model
