@@ -140,7 +140,7 @@ def tiles(args):
         return lambda *_: [BackwardLaunch(tiles, key_pass=p, **outputs) for p in (False, True)]
 
     backward = {'shipped': as_shipped[1]}
-    for tile in ((64, 16, 4, 1), (64, 16, 4, 2), (128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1)):
+    for tile in ((64, 32, 4, 1), (64, 32, 4, 2), (128, 32, 8, 1), (128, 32, 8, 2), (64, 16, 4, 1)):
         backward['one launch a pass, {} x {}, {} warps, {} stages'.format(*tile)] = one_launch(Tiles(*tile))
     rows = []
     dtype, repeats = HALF, 2 if CPU else 20

@@ -1,4 +1,4 @@
-"""The Triton kernels: rounding to tf32, and launches for every size that they take."""
+"""The Triton kernels: rounding to tf32 and fp16, and launches for every size that they take."""
 import itertools
 
 import pytest
@@ -8,33 +8,98 @@ import triton.language as tl
 
 from operators import DEVICE
 from timm_sape.ops.triton_common import padded
-from timm_sape.ops.triton_distances import _add_sums, backward_launches, forward_tiles
+from timm_sape.ops.triton_distances import _add_sums, backward_launches, forward_tiles, triton_distance_attention
 from timm_sape.ops.triton_limits import limits_of
+from timm_sape.ops.triton_prepare import PreparedCodes
 
 
 @triton.jit
-def _sums(R, W, ROW_SUM, RW, N: tl.constexpr):
+def _sums(R, W, LOW, ROW_SUM, RW, N: tl.constexpr):
     at = tl.arange(0, N)
     pairs = at[:, None] * N + at[None, :]
-    row_sum, rw = tl.zeros((N,), tl.float32), tl.zeros((N, N), tl.float32)
-    row_sum, rw = _add_sums(tl.load(R + pairs), tl.load(W + pairs), row_sum, rw, 'tf32')
-    tl.store(ROW_SUM + at, row_sum)
+    row_sum, rw = tl.zeros((N, 8), tl.float32), tl.zeros((N, N), tl.float32)
+    row_sum, rw = _add_sums(tl.load(R + pairs), tl.load(W + pairs), tl.load(LOW + pairs), row_sum, rw, True)
+    tl.store(ROW_SUM + at, tl.sum(row_sum, 1))
     tl.store(RW + pairs, rw)
 
 
-@pytest.mark.parametrize('bits', [0x7fffffff, 0xffffffff, 0x7fc00000, 0x7f800001])
+@pytest.mark.parametrize('bits', [0x7fffffff, 0xffffffff, 0x7fc00000])
 @pytest.mark.parametrize('where', ['r', 'w'])
 def test_nan_survives_rounding_to_tf32(where, bits):
-    """Whatever its bits are; a GPU's arithmetic sets all."""
+    """Whatever of these its bits are; a GPU's arithmetic sets all."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     r, w = torch.randn(2, 16, 16, generator=generator, device=DEVICE)
     (r if where == 'r' else w)[3, 5] = torch.tensor(bits, dtype=torch.uint32).view(torch.float32)
+    high = w.half()
+    low = (w - high).half()
     row_sum, rw = torch.zeros(16, device=DEVICE), torch.zeros(16, 16, device=DEVICE)
-    _sums[(1,)](r, w, row_sum, rw, 16)
+    _sums[(1,)](r, high, low, row_sum, rw, 16)
     expected = r @ w
     assert torch.equal(row_sum.isnan(), r.sum(1).isnan()) and torch.equal(rw.isnan(), expected.isnan())
     finite = ~expected.isnan()
     assert finite.sum() == 240 and (rw - expected)[finite].abs().max() < 2e-2
+    if where == 'r':
+        return
+    cut_off = (r.view(torch.int32) & ~0x1fff).view(torch.float32)  # rounded alike in both
+    assert (rw - cut_off @ w)[finite].abs().max() < 1e-5 and (row_sum - cut_off.sum(1)).abs().max() < 1e-5
+
+
+def _codes(seed, width, num_patches=45):
+    return torch.randn(1, 2, num_patches, width, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def test_prepared_codes_have_22_bits():
+    """The two parts sum to the centred code in units of a power of two; the norms are those of the sum."""
+    codes = _codes(0, 9) + 3, 1e-3 * _codes(1, 5)
+    codes[0][:, 1] *= 1e-12
+    codes[1][:, 1] *= 1e12
+    found = PreparedCodes.of(*codes, 47, torch.float16)
+    mantissa, _ = torch.frexp(found.unit)
+    assert (mantissa == 0.5).all()
+    largest = torch.stack([w.abs().amax((1, 2)) for w in (found.wx, found.wy)]).amax(0)
+    assert (largest >= 2 ** 13).all() and (largest <= 2 ** 14).all()
+    for c, high, low, s in zip(codes, (found.wx, found.wy), (found.wx_low, found.wy_low), (found.sx, found.sy)):
+        w = (high.double() + low.double()) * found.unit.double()[:, None, None]
+        exact = c[0].double() - c[0].double().mean(1, keepdim=True)
+        error = (w[:, 2:, :c.shape[-1]] - exact).abs()
+        # 22 bits, the rounding of the mean, and half of fp16's smallest number
+        mean_error = 2 ** -22 * c[0].abs().amax((1, 2), keepdim=True)
+        allowed = 2 ** -22 * exact.abs() + mean_error + 2 ** -25 * found.unit[:, None, None]
+        assert (error <= allowed).all(), (error - allowed).max()
+        assert not w[:, :2].any() and not w[..., c.shape[-1]:].any()
+        norms = (high.double() + low.double()).square().sum(-1)
+        assert (s[:, :2] < -1e37).all() and ((s - norms)[:, 2:].abs() <= 1e-6 * norms[:, 2:]).all()
+
+
+@pytest.mark.parametrize('width', [3, 9])
+@pytest.mark.parametrize('exponent', [-60, 40])
+def test_size_of_codes_does_not_matter(exponent, width):
+    """With codes times a power of two and the gain divided by it, everything is the same to the last digit."""
+    q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
+    found = []
+    for factor in (1.0, 2.0 ** exponent):
+        inputs = [
+            q, k, v, *(factor * _codes(seed, width) for seed in (0, 1)),
+            torch.tensor([0.5, -0.3], device=DEVICE) / factor]
+        inputs = [t.clone().requires_grad_() for t in inputs]
+        out = triton_distance_attention(*inputs, 0.3)
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out).cumsum(-1))
+        found.append([out, *grads[:3], *(g * factor for g in grads[3:5]), grads[5] / factor])
+    for a, b in zip(*found):
+        assert a.isfinite().all() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float32])
+def test_tiny_codes(dtype):
+    """Their squares are no longer float32, so without a large gain they change nothing."""
+    q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
+    inputs = [q, k, v, *(1e-20 * _codes(seed, 9) for seed in (0, 1)), torch.ones(1, device=DEVICE)]
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    out = triton_distance_attention(*inputs, 0.3)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), scale=0.3)
+    assert (out - expected).abs().max() < (5e-3 if dtype == torch.float16 else 1e-5)
+    assert all(g.isfinite().all() for g in grads)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])

@@ -119,7 +119,8 @@ def _backward_values(
         dcode = tl.load(
             DOUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], mask=inside, other=0.0) * root
         for at in range(NPOS):
-            share = tl.where(cell == at, 1.0 - weight, tl.where(cell + 1 == at, weight, 0.0))
+            away = tl.abs(cell.to(DTYPE) - at + weight)
+            share = tl.maximum(1.0 - away, 0.0, propagate_nan=tl.PropagateNan.ALL)
             tl.store(DZ + source * z_source + patch * z_row + at, tl.sum(dcode * share, 1), mask=t < length)
 
 
@@ -178,7 +179,7 @@ def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
 
 def warps_for(length: int, itemsize: int) -> int:
     """Warps of a program, by the patches of a line and the bytes of a number of q."""
-    return {16: 4, 32: 4 if itemsize <= 2 else 8, 64: 8}[padded(length)]
+    return {16: 1, 32: 2 if itemsize <= 2 else 8, 64: 4}[padded(length)]
 
 
 def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Dict[str, object], Dict[str, object]]:

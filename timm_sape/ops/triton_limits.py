@@ -9,7 +9,7 @@ MIN_CAPABILITY = 8.0  # the least compute capability of an NVIDIA GPU that Trito
 
 
 class Limits(NamedTuple):
-    """The largest sizes for which no kernel spills registers."""
+    """The largest sizes that the kernels are compiled and checked for."""
     head_dim: int
     code: int  # channels of the codes
 

@@ -1,0 +1,157 @@
+"""Codes as the kernels of `triton_distances` read them: centred, as two numbers of 16 bits, with squared norms."""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .triton_common import padded
+
+__all__ = ['PreparedCodes']
+
+SIZES = ['num_tokens', 'num_prefix_tokens', 'width_x', 'width_y']  # new values of these do not compile a kernel anew
+NO_CODE = tl.constexpr(-1e38)  # in place of the squared norm of what has no code, so that no distance to it counts
+TILE = 32  # patches at a time
+
+# The parameters of the kernel:
+#   CODES_X, CODES_Y        [B*h, N-P, width], contiguous
+#   WX, WX_LOW, ..., UNIT   see `triton_distances`
+#   num_tokens N, num_prefix_tokens P, and width_x, width_y, the channels of the codes
+#   CX, CY                  channels, padded
+#   TILE                    patches at a time
+#   CENTRE                  whether the mean over the patches is subtracted, so that products lose fewer digits
+#   SPLIT                   whether a code is written as two numbers of 16 bits
+#   EPS                     of the dtype of the codes
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _prepare(
+        CODES_X, CODES_Y, WX, WX_LOW, WY, WY_LOW, SX, SY, UNIT,
+        num_tokens, num_prefix_tokens, width_x, width_y,
+        CX: tl.constexpr, CY: tl.constexpr, TILE: tl.constexpr,
+        CENTRE: tl.constexpr, SPLIT: tl.constexpr, EPS: tl.constexpr,
+):
+    """Prepare the codes of one head.
+
+    The unit is a power of two with which the largest entry of all codes is at least 2^13 and less than 2^14. So the
+    high part is in the range of fp16, and so is the low part of all entries that are not 2^17 times smaller. If the
+    largest entry is below 2^-113, the unit is as small as it can be.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    num_patches = num_tokens - num_prefix_tokens
+    codes_x, codes_y = CODES_X + head * num_patches * width_x, CODES_Y + head * num_patches * width_y
+    mean_x = _mean_code(codes_x, num_patches, width_x, CX, TILE, CENTRE)
+    mean_y = _mean_code(codes_y, num_patches, width_y, CY, TILE, CENTRE)
+    per_unit = 1.0
+    if SPLIT:
+        largest = tl.maximum(
+            _largest(codes_x, mean_x, num_patches, width_x, CX, TILE, CENTRE, EPS),
+            _largest(codes_y, mean_y, num_patches, width_y, CY, TILE, CENTRE, EPS))
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 13, 1)
+        tl.store(UNIT + head, (exponent << 23).to(tl.float32, bitcast=True))
+        per_unit = (254 - exponent << 23).to(tl.float32, bitcast=True)  # a division would not be exact
+    _write_codes(
+        codes_x, mean_x, per_unit, WX, WX_LOW, SX, head, num_tokens, num_prefix_tokens, width_x,
+        CX, TILE, CENTRE, SPLIT, EPS)
+    _write_codes(
+        codes_y, mean_y, per_unit, WY, WY_LOW, SY, head, num_tokens, num_prefix_tokens, width_y,
+        CY, TILE, CENTRE, SPLIT, EPS)
+
+
+@triton.jit
+def _mean_code(CODES, num_patches, width, C: tl.constexpr, TILE: tl.constexpr, CENTRE: tl.constexpr):
+    """The mean over the patches of a head, `[C]`; 0 without CENTRE."""
+    c = tl.arange(0, C)
+    total = tl.zeros([C], CODES.dtype.element_ty)
+    if CENTRE:
+        for start in range(0, num_patches, TILE):
+            n = start + tl.arange(0, TILE)
+            inside = (n[:, None] < num_patches) & (c[None, :] < width)
+            total += tl.sum(tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0), 0)
+    return total / num_patches
+
+
+@triton.jit
+def _centred(CODES, mean, n, num_patches, width, C: tl.constexpr, CENTRE: tl.constexpr, EPS: tl.constexpr):
+    """The codes of patches n minus the mean, `[tile, C]`; 0 where there is no patch.
+
+    A code that differs from the mean by rounding alone counts as the mean: if all codes are equal, all distances are 0.
+    """
+    c = tl.arange(0, C)
+    inside = ((n >= 0) & (n < num_patches))[:, None] & (c[None, :] < width)
+    w = tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0)
+    if CENTRE:
+        before = tl.sum(tl.abs(w), 1)
+        w = tl.where(inside, w - mean[None, :], 0.0)
+        is_apart = tl.sum(tl.abs(w), 1) > 64 * EPS * before
+        w = tl.where(is_apart[:, None], w, 0.0 * w)  # NaN and infinity become NaN
+    return w
+
+
+@triton.jit
+def _largest(
+        CODES, mean, num_patches, width, C: tl.constexpr, TILE: tl.constexpr, CENTRE: tl.constexpr, EPS: tl.constexpr,
+):
+    """The largest entry of all centred codes of a head."""
+    largest = tl.zeros([TILE], CODES.dtype.element_ty)
+    for start in range(0, num_patches, TILE):
+        w = _centred(CODES, mean, start + tl.arange(0, TILE), num_patches, width, C, CENTRE, EPS)
+        largest = tl.maximum(largest, tl.max(tl.abs(w), 1))
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _write_codes(
+        CODES, mean, per_unit, W, W_LOW, S, head, num_tokens, num_prefix_tokens, width,
+        C: tl.constexpr, TILE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr, EPS: tl.constexpr,
+):
+    """Write W, W_LOW and S of a head, see `_prepare`."""
+    c = tl.arange(0, C)
+    for start in range(0, num_tokens, TILE):
+        i = start + tl.arange(0, TILE)
+        row, in_i = head * num_tokens + i, i < num_tokens
+        at = row[:, None] * C + c[None, :]
+        w = _centred(CODES, mean, i - num_prefix_tokens, num_tokens - num_prefix_tokens, width, C, CENTRE, EPS)
+        if SPLIT:
+            w *= per_unit
+            high = w.to(tl.float16)
+            low = (w - high.to(tl.float32)).to(tl.float16)
+            tl.store(W + at, high, mask=in_i[:, None])
+            tl.store(W_LOW + at, low, mask=in_i[:, None])
+            w = high.to(tl.float32) + low.to(tl.float32)
+        else:
+            tl.store(W + at, w, mask=in_i[:, None])
+        w = w.to(S.dtype.element_ty)
+        s = tl.where(i >= num_prefix_tokens, tl.sum(w * w, 1), NO_CODE)
+        tl.store(S + row, s, mask=in_i)
+
+
+class PreparedCodes(NamedTuple):
+    """Codes as the kernels read them, in the order of their parameters."""
+    wx: torch.Tensor
+    wx_low: torch.Tensor
+    wy: torch.Tensor
+    wy_low: torch.Tensor
+    sx: torch.Tensor
+    sy: torch.Tensor
+    unit: torch.Tensor
+
+    @classmethod
+    def of(cls, codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> 'PreparedCodes':
+        """For codes `[B, h, N-P, C]` and q of a dtype."""
+        rows = codes_x.shape[0] * codes_x.shape[1]
+        codes = [c.contiguous() for c in (codes_x, codes_y)]
+        split, wide = dtype.itemsize <= 2, dtype == torch.float32
+        w, low, s = [], [], []
+        for c in codes:
+            shape = rows, num_tokens, padded(c.shape[-1])
+            w.append(c.new_empty(shape, dtype=torch.float16 if split else None))
+            low.append(torch.empty_like(w[-1]) if split else w[-1])
+            s.append(c.new_empty(shape[:2], dtype=torch.float64 if wide else None))
+        prepared = cls(w[0], low[0], w[1], low[1], *s, codes_x.new_ones(rows))
+        with torch.cuda.device_of(codes_x):
+            _prepare[(rows,)](
+                *codes, *prepared, num_tokens, num_tokens - codes_x.shape[-2], *(c.shape[-1] for c in codes),
+                CX=w[0].shape[-1], CY=w[1].shape[-1], TILE=TILE, CENTRE=not wide, SPLIT=split,
+                EPS=torch.finfo(codes_x.dtype).eps)
+        return prepared
