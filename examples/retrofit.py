@@ -476,7 +476,8 @@ def main():
     parser.add_argument('--output', type=Path, required=True, help='folder; may be new')
     parser.add_argument('--bases', nargs='+', default=list(BASES), help='labels of models (default: %(default)s)')
     parser.add_argument(
-        '--seeds', nargs='+', type=int, help='seeds to fine-tune (default: all); bases are tested with all in any case')
+        '--seeds', nargs='*', type=int,
+        help='seeds to fine-tune; none to test the bases only, which are tested with all in any case (default: all)')
     parser.add_argument('--encodings', nargs='*', default=list(ENCODINGS), help='to graft (default: %(default)s)')
     parser.add_argument('--epochs', type=int, default=3, help='of fine-tuning')
     parser.add_argument('--lr', type=float, default=5e-4, help='of fine-tuning (default: %(default)s)')

@@ -111,6 +111,8 @@ def test_it_continues_and_refuses_what_does_not_fit(example, start, runs, data, 
         return measure(run, name, *rest)
 
     monkeypatch.setattr(example, 'measure', interrupted)
+    start('--seeds')  # none: the bases only
+    assert len(path.read_text().splitlines()) == 3
     with pytest.raises(KeyboardInterrupt):
         start()
     before = path.read_text().splitlines()
