@@ -87,10 +87,10 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
 
 class Gpu:
     """What `choose_backend` looks at of q on a GPU."""
-    device, dtype = torch.device('cuda:1'), torch.bfloat16
+    device = torch.device('cuda:1')
 
-    def __init__(self, head_dim):
-        self.shape = 1, 2, 16, head_dim
+    def __init__(self, head_dim, dtype=torch.bfloat16):
+        self.shape, self.dtype = (1, 2, 16, head_dim), dtype
 
 
 @pytest.mark.parametrize('capability, memory, head_dim, width, text', [
@@ -136,6 +136,20 @@ def test_kernels_that_no_gpu_has_run_must_be_asked_for(monkeypatch, caplog, test
     assert chosen('triton', q=Gpu(64)) == 'triton'
     with using_backend('triton'):
         assert chosen(q=Gpu(64)) == 'triton'
+
+
+@pytest.mark.parametrize('capability, dtype, expected', [
+    ((9, 0), torch.float32, 'triton'),
+    ((8, 9), torch.float32, 'torch'),
+    ((12, 0), torch.float32, 'torch'),
+    ((8, 9), torch.float16, 'triton'),
+])
+def test_float32_where_float64_is_slow(monkeypatch, capability, dtype, expected):
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', 'this GPU')
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', 99))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
+    assert chosen(q=Gpu(64, dtype)) == expected
+    assert chosen('triton', q=Gpu(64, dtype)) == 'triton'
 
 
 def test_one_line_in_the_log(caplog, monkeypatch):

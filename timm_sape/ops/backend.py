@@ -11,7 +11,7 @@ import torch
 from .cpp_build import build_cpp, find_cpp
 from .sizes import is_empty
 from .transforms import is_transformed
-from .triton_limits import LIMITS, MIN_CAPABILITY, limits_of, shared_memory
+from .triton_limits import FAST_FLOAT64, LIMITS, MIN_CAPABILITY, limits_of, shared_memory
 
 __all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
@@ -80,6 +80,11 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
     return (
         'its kernels do not run on this device: they need an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
         'Python starts'), 0
+
+
+@torch.compiler.assume_constant_result
+def _float64_is_slow(index: Optional[int]) -> bool:
+    return torch.cuda.get_device_capability(index) not in FAST_FLOAT64
 
 
 @torch.compiler.assume_constant_result
@@ -160,10 +165,12 @@ def choose_backend(
     elif needs_reference:
         backend, why = 'reference', f'only it supports {needs_reference}'
     elif q.device.type == 'cuda' and not _refusal('triton', q, code_widths, ''):
-        if TRITON_TESTED_ON:
+        backend = 'torch'
+        if q.dtype == torch.float32 and _float64_is_slow(q.device.index):
+            why = 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
+        elif TRITON_TESTED_ON:
             backend, why = 'triton', 'the fastest on an NVIDIA GPU'
         else:
-            backend = 'torch'
             why = f'no GPU has run the tests of the Triton kernels yet; {VARIABLE}=triton selects them'
     elif q.device.type == 'cpu':
         why = _cpp_on('cpu', build=False)

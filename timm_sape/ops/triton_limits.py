@@ -3,9 +3,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ['LIMITS', 'MIN_CAPABILITY', 'Limits', 'limits_of', 'shared_memory']
+__all__ = ['FAST_FLOAT64', 'LIMITS', 'MIN_CAPABILITY', 'Limits', 'limits_of', 'shared_memory']
 
 MIN_CAPABILITY = 8.0  # the least compute capability of an NVIDIA GPU that Triton supports
+# Of GPUs that compute float64 half as fast as float32 (A100, H100, B200). Others take 32 times as long, or 64.
+FAST_FLOAT64 = (8, 0), (9, 0), (10, 0)
 
 
 class Limits(NamedTuple):
