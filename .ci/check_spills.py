@@ -29,7 +29,7 @@ from timm_sape.ops.triton_limits import limits_of, shared_memory
 
 NUM_HEADS, BATCH_SIZE = 6, 2
 # Bytes of registers that a thread may spill. Storing and loading them are instructions of the loop. For some shapes
-# there are fewer of them all the same than with smaller tiles, or in several launches.
+# there are fewer of them all the same than with smaller tiles, or in several launches. Triton 3.6 spills more in some.
 MAX_SPILL = 160
 SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
     (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 32), (64, 14, 64), (64, 64, 1),

@@ -153,11 +153,13 @@ def _distance(
 ):
     """Distances between two tiles of codes along one axis, and their inverses.
 
-    Both are 0 where the distance is no larger than its rounding error, and where one of the tokens has no code.
+    Both are 0 where the distance is no larger than its rounding error, and where one of the tokens has no code, unless
+    the other's is NaN.
     """
     if (SHORT > 0) & (s_i.dtype == DTYPE):  # a product of such short codes is not precise enough
         square = tl.minimum(s_i, 0.0)[:, None] + tl.minimum(s_j, 0.0)[None, :]
-        floor = 0.0
+        floor = tl.maximum(s_i, 0.0)[:, None] + tl.maximum(s_j, 0.0)[None, :]
+        floor *= 8 * TOLERANCE * TOLERANCE  # the codes have been rounded, their product is not
         for c in tl.static_range(SHORT):
             x_i = tl.load(W + row_i * WIDTH + c, mask=in_i, other=0.0).to(DTYPE)
             x_j = tl.load(W + row_j * WIDTH + c, mask=in_j, other=0.0).to(DTYPE)
@@ -176,9 +178,11 @@ def _distance(
         else:
             w_i, w_j = w_i.to(s_i.dtype), w_j.to(s_i.dtype)
             square -= 2 * tl.dot(w_i, tl.trans(w_j), input_precision='ieee', out_dtype=s_i.dtype)
-            floor = tl.maximum(floor, 1e-30)  # float32 has no inverse of less
     is_zero = square <= floor  # NaN stays NaN
     square = square.to(DTYPE)
+    if not SPLIT:
+        is_zero |= square < 1.2e-38  # about the smallest float32 that a GPU does not take for 0
+        square = tl.where(is_zero, 0.0, square)  # it may be -infinity
     inverse = tl.rsqrt(tl.where(is_zero, float('inf'), square))
     return square * inverse, inverse
 
@@ -455,7 +459,7 @@ def _constants(
         'SHORT_X': short_x,
         'SHORT_Y': short_y,
         'SPLIT': q.element_size() <= 2,
-        # for float32 as in the reference: (64 eps)^2 times the norm of the longer code
+        # for float32 (64 eps)^2 times the mean of the two norms; the reference has the larger one
         'TOLERANCE': (64 * eps) ** 2 / 2 if q.dtype == torch.float32 else 16 * eps,
         'PRECISION': 'ieee' if is_double else 'tf32x3',
         'DTYPE': tl.float64 if is_double else tl.float32,
@@ -485,7 +489,7 @@ def triton_distance_attention_forward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and, for the backward pass, the largest logit of each row (to base 2) and the sum over it.
 
-    Only for q of 16 bits are these merged into one logarithm. Next to a logit of 10^4, it loses digits of the sum.
+    Only for q of 16 bits are these merged into one logarithm: next to a logit of 10^4, digits of the sum are lost.
     """
     batch, num_heads, num_tokens, _ = q.shape
     q, k, v = dense_rows(q, k, v)

@@ -1,4 +1,7 @@
-"""Codes as the kernels of `triton_distances` read them: centred, as two numbers of 16 bits, with squared norms."""
+"""Codes as the kernels of `triton_distances` read them, padded, with their squared norms.
+
+For q of 16 bits they are centred, and each is the sum of two fp16 numbers.
+"""
 from typing import NamedTuple
 
 import torch
@@ -10,7 +13,8 @@ from .triton_common import padded
 __all__ = ['PreparedCodes']
 
 SIZES = ['num_tokens', 'num_prefix_tokens', 'width_x', 'width_y']  # new values of these do not compile a kernel anew
-NO_CODE = tl.constexpr(-1e38)  # in place of the squared norm of what has no code, so that no distance to it counts
+# In place of the squared norm of what has no code, so that no distance to it counts; for norms in float32 and float64.
+NO_CODE, NO_CODE_WIDE = tl.constexpr(-1e38), tl.constexpr(-1e300)
 TILE = 32  # patches at a time
 
 # The parameters of the kernel:
@@ -33,9 +37,9 @@ def _prepare(
 ):
     """Prepare the codes of one head.
 
-    The unit is a power of two with which the largest entry of all codes is at least 2^13 and less than 2^14. So the
-    high part is in the range of fp16, and so is the low part of all entries that are not 2^17 times smaller. If the
-    largest entry is below 2^-113, the unit is as small as it can be.
+    With SPLIT the unit is a power of two with which the largest entry of all codes is at least 2^13 and less than 2^14.
+    So all fit into fp16, and entries up to 2^16 times smaller keep 22 bits. If the largest entry is below 2^-113, the
+    unit is as small as it can be.
     """
     head = tl.program_id(0).to(tl.int64)
     num_patches = num_tokens - num_prefix_tokens
@@ -62,13 +66,14 @@ def _prepare(
 def _mean_code(CODES, num_patches, width, C: tl.constexpr, TILE: tl.constexpr, CENTRE: tl.constexpr):
     """The mean over the patches of a head, `[C]`; 0 without CENTRE."""
     c = tl.arange(0, C)
-    total = tl.zeros([C], CODES.dtype.element_ty)
+    mean = tl.zeros([C], CODES.dtype.element_ty)
     if CENTRE:
         for start in range(0, num_patches, TILE):
             n = start + tl.arange(0, TILE)
             inside = (n[:, None] < num_patches) & (c[None, :] < width)
-            total += tl.sum(tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0), 0)
-    return total / num_patches
+            w = tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0)
+            mean += tl.sum(w / num_patches, 0)
+    return mean
 
 
 @triton.jit
@@ -81,9 +86,9 @@ def _centred(CODES, mean, n, num_patches, width, C: tl.constexpr, CENTRE: tl.con
     inside = ((n >= 0) & (n < num_patches))[:, None] & (c[None, :] < width)
     w = tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0)
     if CENTRE:
-        before = tl.sum(tl.abs(w), 1)
+        rounding = tl.sum(64 * EPS * tl.abs(w), 1)
         w = tl.where(inside, w - mean[None, :], 0.0)
-        is_apart = tl.sum(tl.abs(w), 1) > 64 * EPS * before
+        is_apart = tl.sum(tl.abs(w), 1) > rounding
         w = tl.where(is_apart[:, None], w, 0.0 * w)  # NaN and infinity become NaN
     return w
 
@@ -122,7 +127,8 @@ def _write_codes(
         else:
             tl.store(W + at, w, mask=in_i[:, None])
         w = w.to(S.dtype.element_ty)
-        s = tl.where(i >= num_prefix_tokens, tl.sum(w * w, 1), NO_CODE)
+        s = tl.where(
+            i >= num_prefix_tokens, tl.sum(w * w, 1), NO_CODE if S.dtype.element_ty == tl.float32 else NO_CODE_WIDE)
         tl.store(S + row, s, mask=in_i)
 
 
