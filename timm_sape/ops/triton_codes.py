@@ -1,9 +1,10 @@
 """`torch_codes` as Triton kernels: a program computes gates, suffix sums and look-ups of one line of patches.
 
 A line is a row of the grid, for the codes along x, or a column, for those along y. Its C x C gates, positions and
-weights stay in registers; the backward pass computes them again. The values at integer positions, which are products of
-the sources with the tables, `[N, npos]` per head, and their gradients are computed by plain matrix products outside the
-kernels. No two lines share a patch, so nothing is added atomically.
+weights stay in registers; the backward pass computes them again. Only there are the positions stored: a second kernel
+sums from them the gradients of the values at integer positions, for some patches at a time. The values, `[N, npos]` per
+head, are products of the sources with the tables, and plain matrix products outside the kernels. No two programs share
+a patch, so nothing is added atomically.
 """
 from typing import Dict, List, Tuple
 
@@ -19,13 +20,15 @@ __all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
 
 # New values of these do not compile a kernel anew. For Z that costs little: its rows are seldom a multiple of 16 bytes,
 # so it could hardly be loaded in vectors anyway.
-SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length', 'z_row', 'z_source', 'Z', 'DZ']
+SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length', 'z_row', 'z_source', 'Z']
 # Whether q has more than 16 bits: precision of products, and dtype of the sums of gates. Distances between the codes of
 # neighbours multiply what is lost here.
 PRECISIONS = {
     False: {'PRECISION': 'tf32x3', 'SUM': tl.float32},
     True: {'PRECISION': 'ieee', 'SUM': tl.float64},
 }
+
+ROWS = 32
 
 # The parameters of the kernels, by groups. A name with D in front is the gradient of what follows.
 #
@@ -34,8 +37,9 @@ PRECISIONS = {
 #   Z, DZ                   values at integer positions, one block for each source, [S, B*h, H*W, NPOS]
 #   OUT, DOUT               codes, [B*h, H*W, S*length], contiguous
 #   DQ, DK                  [B*h, H*W, d], contiguous
+#   POS                     positions, [B*h, H*W, length], contiguous
 # Strides: sq_b, sq_h, sq_n, sk_b, sk_h, sk_n of q and k along batch, heads and patches; z_row and z_source of Z
-# Sizes: num_heads h, num_patches H*W
+# Sizes: num_heads h, num_patches H*W; num_rows B*h*H*W, of which a program of `_backward_values` takes ROWS
 # Lines, see `_axes`:
 #   lines                   how many there are in a head
 #   line_step               from the first patch of a line to that of the next one
@@ -98,42 +102,15 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _backward_values(
-        Q, K, DOUT, DZ,
-        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
-        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
-        SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """Gradient of Z: each position receives the gradients of the codes that were looked up there."""
-    line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
-    b, h = head // num_heads, head % num_heads
-    first = line * line_step
-    _, _, _, _, cell, weight = _gates_and_positions(
-        Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
-        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, SUM, DTYPE)
-    t = tl.arange(0, C)
-    patch = head * num_patches + first + t * step
-    inside = (t[:, None] < length) & (t[None, :] < length)
-    for source in tl.static_range(SOURCES):
-        dcode = tl.load(
-            DOUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], mask=inside, other=0.0) * root
-        for at in range(NPOS):
-            away = tl.abs(cell.to(DTYPE) - at + weight)
-            share = tl.maximum(1.0 - away, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(DZ + source * z_source + patch * z_row + at, tl.sum(dcode * share, 1), mask=t < length)
-
-
-@triton.jit(do_not_specialize=SIZES)
 def _backward_tokens(
-        Q, K, Z, DOUT, DQ, DK,
+        Q, K, Z, DOUT, DQ, DK, POS,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
         num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_PRECISION: tl.constexpr,
         SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Gradients of q and k through the gates."""
+    """Gradients of q and k through the gates, and the positions, for `_backward_values`."""
     line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     first = line * line_step
@@ -146,6 +123,7 @@ def _backward_tokens(
     patch = head * num_patches + first + t * step
     inside = (t[:, None] < length) & (t[None, :] < length)
     in_z = (t[:, None] < length) & (m[None, :] < NPOS - 1)
+    tl.store(POS + patch[:, None] * length + t[None, :], pos, mask=inside)
     dpos = tl.zeros([C, C], DTYPE)
     for source in tl.static_range(SOURCES):
         dcode = tl.load(
@@ -172,6 +150,30 @@ def _backward_tokens(
         tl.store(DK + at, dk, mask=mask)
 
 
+@triton.jit(do_not_specialize=['num_rows', 'length', 'z_row', 'z_source', 'DZ'])
+def _backward_values(
+        POS, DOUT, DZ, num_rows, length, root, z_row, z_source,
+        ROWS: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Gradient of Z for some patches: each position receives the gradients of the codes that were looked up there."""
+    row, m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, M)
+    inside = row < num_rows
+    for source in tl.static_range(SOURCES):
+        dz = tl.zeros([ROWS, M], DTYPE)
+        last = tl.zeros([ROWS], DTYPE)  # of position NPOS - 1, for which the tile may have no column
+        for t in range(length):
+            pos = tl.load(POS + row * length + t, mask=inside, other=0.0)
+            pos = tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL)
+            dcode = tl.load(
+                DOUT + row * (SOURCES * length) + source * length + t, mask=inside, other=0.0) * root
+            share = 1.0 - tl.abs(pos[:, None] - m[None, :]).to(DTYPE)
+            dz += dcode[:, None] * tl.maximum(share, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            last += dcode * tl.maximum((pos - (NPOS - 2)).to(DTYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        at = DZ + source * z_source + row * z_row
+        tl.store(at[:, None] + m[None, :], dz, mask=inside[:, None] & (m[None, :] < NPOS - 1))
+        tl.store(at + NPOS - 1, last, mask=inside)
+
+
 def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
     """Padded sizes: channels of a head, patches of a line, cells. D is at least C; with a smaller D kernels spill."""
     return {'D': max(padded(head_dim), padded(length)), 'C': padded(length), 'M': padded(npos - 1)}
@@ -195,6 +197,10 @@ def _values(sources: List[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
     return torch.stack([source.to(tables.dtype) @ tables.T for source in sources])
 
 
+def dtype_of(z: torch.Tensor) -> tl.dtype:
+    return tl.float64 if z.dtype == torch.float64 else tl.float32
+
+
 def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> None:
     batch, num_heads, _, head_dim = q.shape
     with torch.cuda.device_of(q):
@@ -203,7 +209,7 @@ def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> No
             num_heads, q.shape[2], **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
             z_row=z.shape[-1], z_source=z[0].numel(),
             HEAD_DIM=head_dim, NPOS=npos, **tiles_for(head_dim, axis['length'], npos), SOURCES=len(z),
-            DTYPE=tl.float64 if z.dtype == torch.float64 else tl.float32, **PRECISIONS[q.element_size() > 2],
+            DTYPE=dtype_of(z), **PRECISIONS[q.element_size() > 2],
             num_warps=warps_for(axis['length'], q.element_size()), **constants)
 
 
@@ -256,12 +262,17 @@ def triton_axis_codes_backward(
     npos = table_x.shape[0], table_y.shape[0]
     axes = _axes(height, width, shrink_x, shrink_y)
     for add, (grad, n, start, axis) in enumerate(zip((grad_x, grad_y), npos, (0, npos[0]), axes)):
-        grad = grad.contiguous()
-        _launch(_backward_values, axis, (grad, grad_z[..., start:]), z, dense_q, dense_k, n, gate_scale)
-        tensors = z[..., start:], grad, grad_q, grad_k
+        grad, length = grad.contiguous(), axis['length']
+        pos = grad.new_empty(*q.shape[:3], length, dtype=torch.float64 if q.element_size() > 2 else torch.float32)
+        tensors = z[..., start:], grad, grad_q, grad_k, pos
         _launch(
             _backward_tokens, axis, tensors, z, dense_q, dense_k, n, gate_scale,
             ADD=bool(add), GRADIENT_PRECISION='ieee' if q.element_size() > 2 else 'tf32')  # tf32 is finer than 16 bits
+        num_rows = pos[..., 0].numel()
+        with torch.cuda.device_of(q):
+            _backward_values[(triton.cdiv(num_rows, ROWS),)](
+                pos, grad, grad_z[..., start:], num_rows, length, axis['shrink'] ** 0.5, z.shape[-1], z[0].numel(),
+                ROWS=ROWS, NPOS=n, M=padded(n - 1), SOURCES=len(z), DTYPE=dtype_of(z), num_warps=1)
     grad_tables = torch.zeros_like(tables)
     for grad_source, source, g in zip(sources_of(mode, grad_q, grad_k), sources, grad_z):
         grad_source += g @ tables
