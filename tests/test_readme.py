@@ -464,27 +464,62 @@ def test_advice_is_that_of_the_results():
     assert text.format(*top1) in README.read_text()
 
 
+def rows_of_retrofit(section, where):
+    """The lines of a table of differences that match: (name, px), difference, both intervals, and whether it is shown."""
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
+        if len(cells) == 9 and cells[1].endswith(' px') and where(cells[0], int(cells[1][:-3])):
+            yield cells[0], int(cells[1][:-3]), *cells[5:]
+
+
 def test_what_is_left_at_other_sizes():
-    """The table of results/README.md, the rule that extrapolates, and the difference of CPB."""
-    rows = [row for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')
-            if row['model'] == 'not fine-tuned']
+    """The table of results/README.md, the rule that extrapolates, and biases beside RoPE-2D."""
+    folder = RESULTS / 'cpu_cifar10' / 'retrofit'
+    rows = [row for row in read_csv(folder / 'retrofit.csv') if row['model'] == 'not fine-tuned']
 
     def kept(base, size, split='test', **where):
         return [float(row['kept']) for row in rows if {
             'base': base, 'size': size, 'split': split, **where}.items() <= row.items()]
 
-    for base in ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed', 'CPB'):
+    bases = dict.fromkeys(row['base'] for row in rows)
+    assert len(bases) == 8
+    for base in bases:
         found = [kept(base, size) for size in ('64', '96', '128')]
         assert {len(values) for values in found} == {5}
         cells = (spread_of(values, 1) for values in found)
         assert f'| {base} | {" | ".join(cells)} |' in ANSWERS.read_text()
     extrapolated = statistics.mean(kept('RoPE-2D', '64', 'held_out', rule='extrapolate'))
     assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)
-    table = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.md').read_text()
-    cells = re.search(r'^\| CPB \| 96 px \| 5 \|.*\| (\S+) \| (\[.*?\]) \| (\[.*?\]) \| yes \|$', table, re.MULTILINE)
-    assert f'top-1 {cells[1]} with intervals {cells[2]} and {cells[3]}' in prose(ANSWERS)
+    section = (folder / 'retrofit.md').read_text().partition('\n## ')[0]
+    found = {row[0]: row[2:] for row in rows_of_retrofit(section, lambda base, size: size == 96)}
+    for base in ('FIRE', 'CPB'):
+        gain, pairs, apart, shown = found[base]
+        assert shown == 'yes' and f'{base} {gain} with intervals {pairs} and {apart}' in prose(ANSWERS)
+    gain, *_, shown = found['LookHere, 4 heads']
+    assert shown == 'no' and f'LookHere {gain}, not shown' in prose(ANSWERS)
     chosen = [row['rule'] for row in rows if row['split'] == 'test' and int(row['size']) >= 96]
     assert sum(rule.endswith('+log') for rule in chosen) > len(chosen) / 2
+
+
+def test_grafts_at_other_sizes():
+    """No difference is shown, and the means are as large as the text says."""
+    sections = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.md').read_text().split('\n## ')[1:]
+    grafts, trained = {}, {}
+    for section in sections:
+        base = section.partition('\n')[0]
+        for name, size, gain, _, _, shown in rows_of_retrofit(section, lambda *_: True):
+            assert shown == 'no', (base, name, size)
+            if name == 'not fine-tuned':
+                trained.setdefault(size, []).append(-float(gain))
+            else:
+                grafts[base, name, size] = float(gain)
+    assert grafts.keys() == set(itertools.product(
+        ('APE', 'sincos2d', 'RoPE-2D'), ('fire', 'cpb', 'pape', 'sape2_k'), (32, 48, 64, 96, 128)))
+    for sizes, what in (((48, 64, 96, 128), 'at larger sizes'), ((32,), 'at 32 px')):
+        largest = max(abs(gain) for (*_, size), gain in grafts.items() if size in sizes)
+        assert f'{largest:.1f} points {what}' in prose(ANSWERS)
+    for size in (32, 96):
+        assert f'{min(trained[size]):+.1f} to {max(trained[size]):+.1f} at {size} px' in prose(ANSWERS)
 
 
 def test_figures_in_docs():
