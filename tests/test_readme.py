@@ -465,7 +465,7 @@ def test_advice_is_that_of_the_results():
 
 
 def rows_of_retrofit(section, where):
-    """The lines of a table of differences that match: (name, px), difference, both intervals, and whether it is shown."""
+    """The matching lines of a table of differences: name, px, difference, both intervals, whether it is shown."""
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
         if len(cells) == 9 and cells[1].endswith(' px') and where(cells[0], int(cells[1][:-3])):
