@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .codes import empty_codes, register_pair, sources_of
 from .precision import wide, without_autocast
-from .triton_common import dense_rows, padded
+from .triton_common import dense_rows, dtype_of, padded
 
 __all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
 
@@ -195,10 +195,6 @@ def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Di
 def _values(sources: List[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
     """The values at integer positions along x, then y, for each source, `[S, B, h, H*W, npos_x + npos_y]`."""
     return torch.stack([source.to(tables.dtype) @ tables.T for source in sources])
-
-
-def dtype_of(z: torch.Tensor) -> tl.dtype:
-    return tl.float64 if z.dtype == torch.float64 else tl.float32
 
 
 def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> None:

@@ -1,10 +1,11 @@
-"""Padding and memory layout, for both files with Triton kernels."""
+"""Padding, dtypes and memory layout, for the files with Triton kernels."""
 from typing import List
 
 import torch
 import triton
+import triton.language as tl
 
-__all__ = ['dense_rows', 'padded']
+__all__ = ['dense_rows', 'dtype_of', 'padded']
 
 
 def padded(width: int) -> int:
@@ -16,3 +17,8 @@ def dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
     """Copy tensors that kernels cannot read: channels must be contiguous, and offsets within a head fit 32 bits."""
     return [
         t if t.stride(-1) == 1 and t.shape[-2] * t.stride(-2) < 2 ** 31 else t.contiguous() for t in tensors]
+
+
+def dtype_of(codes: torch.Tensor) -> tl.dtype:
+    """The dtype in which kernels compute what belongs to codes, or to their gradients."""
+    return tl.float64 if codes.dtype == torch.float64 else tl.float32

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .distances import distance_attention, register_flops
 from .double_backward import differentiable_gradients
-from .triton_common import dense_rows, padded
+from .triton_common import dense_rows, dtype_of, padded
 from .triton_prepare import PreparedCodes
 
 __all__ = ['triton_distance_attention', 'triton_distance_attention_backward', 'triton_distance_attention_forward']
@@ -138,24 +138,25 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
 
 
 @triton.jit
-def _load_codes(W, W_LOW, row, cols, mask, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
-    """The codes of a tile, `[tile, WIDTH]`: with SPLIT both parts, else the same twice."""
-    at = row[:, None] * WIDTH + cols[None, :]
+def _load_codes(W, W_LOW, S, row, mask, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """The codes of a tile, `[tile, WIDTH]`, with SPLIT both parts, else the same twice; and their squared norms."""
+    at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     w = tl.load(W + at, mask=mask[:, None], other=0.0)
     low = tl.load(W_LOW + at, mask=mask[:, None], other=0.0) if SPLIT else w
-    return w, low
+    return w, low, tl.load(S + row, mask=mask, other=0.0)
 
 
 @triton.jit
 def _distance(
-        W, W_LOW, row_i, row_j, in_i, in_j, w_i, low_i, w_j, low_j, s_i, s_j,
+        W, W_LOW, S, row_i, row_j, in_i, in_j, w_i, low_i, s_i,
         SHORT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TOLERANCE: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Distances between two tiles of codes along one axis, and their inverses.
+    """Distances along one axis from the owned codes to the visited ones, their inverses, and both parts of the latter.
 
-    Both are 0 where the distance is no larger than its rounding error, and where one of the tokens has no code, unless
-    the other's is NaN.
+    Distance and inverse are 0 where the distance is no larger than its rounding error, and where one of the tokens has
+    no code, unless the other's is NaN.
     """
+    w_j, low_j, s_j = _load_codes(W, W_LOW, S, row_j, in_j, WIDTH, SPLIT)
     if (SHORT > 0) & (s_i.dtype == DTYPE):  # a product of such short codes is not precise enough
         square = tl.minimum(s_i, 0.0)[:, None] + tl.minimum(s_j, 0.0)[None, :]
         floor = tl.maximum(s_i, 0.0)[:, None] + tl.maximum(s_j, 0.0)[None, :]
@@ -176,15 +177,15 @@ def _distance(
             square = tl.dot(-2.0 * low_i, tl.trans(w_j), acc=square)
             square = tl.dot(-2.0 * w_i, tl.trans(low_j), acc=square)
         else:
-            w_i, w_j = w_i.to(s_i.dtype), w_j.to(s_i.dtype)
-            square -= 2 * tl.dot(w_i, tl.trans(w_j), input_precision='ieee', out_dtype=s_i.dtype)
+            square -= 2 * tl.dot(
+                w_i.to(s_i.dtype), tl.trans(w_j.to(s_i.dtype)), input_precision='ieee', out_dtype=s_i.dtype)
     is_zero = square <= floor  # NaN stays NaN
     square = square.to(DTYPE)
     if not SPLIT:
         is_zero |= square < 1.2e-38  # about the smallest float32 that a GPU does not take for 0
         square = tl.where(is_zero, 0.0, square)  # it may be -infinity
     inverse = tl.rsqrt(tl.where(is_zero, float('inf'), square))
-    return square * inverse, inverse
+    return square * inverse, inverse, w_j, low_j
 
 
 @triton.jit
@@ -250,15 +251,13 @@ def _forward(
     head = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     i = tl.program_id(0) % tiles * OWN + tl.arange(0, OWN)
-    d, cx, cy = tl.arange(0, D), tl.arange(0, CX), tl.arange(0, CY)
+    d = tl.arange(0, D)
     in_i, in_d = i < num_tokens, d < HEAD_DIM
     q = tl.load(
         Q + b * sq_b + h * sq_h + i[:, None] * sq_n + d[None, :], mask=in_i[:, None] & in_d[None, :], other=0.0)
     row_i = head * num_tokens + i
-    wx_i, low_x_i = _load_codes(WX, WX_LOW, row_i, cx, in_i, CX, SPLIT)
-    wy_i, low_y_i = _load_codes(WY, WY_LOW, row_i, cy, in_i, CY, SPLIT)
-    sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
-    sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
+    wx_i, low_x_i, sx_i = _load_codes(WX, WX_LOW, SX, row_i, in_i, CX, SPLIT)
+    wy_i, low_y_i, sy_i = _load_codes(WY, WY_LOW, SY, row_i, in_i, CY, SPLIT)
     unit = tl.load(UNIT + head)
     gain, scale_2 = tl.load(GAIN + h) * unit * LOG2E, scale * LOG2E
     row_max = tl.full([OWN], float('-inf'), DTYPE)
@@ -271,17 +270,13 @@ def _forward(
         k = tl.load(K + b * sk_b + h * sk_h + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
         v = tl.load(V + b * sv_b + h * sv_h + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
         row_j = head * num_tokens + j
-        wx_j, low_x_j = _load_codes(WX, WX_LOW, row_j, cx, in_j, CX, SPLIT)
-        sx_j = tl.load(SX + row_j, mask=in_j, other=0.0)
-        distance, _ = _distance(
-            WX, WX_LOW, row_i, row_j, in_i, in_j, wx_i, low_x_i, wx_j, low_x_j, sx_i, sx_j,
+        distance_x, _, _, _ = _distance(
+            WX, WX_LOW, SX, row_i, row_j, in_i, in_j, wx_i, low_x_i, sx_i,
             SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
-        wy_j, low_y_j = _load_codes(WY, WY_LOW, row_j, cy, in_j, CY, SPLIT)
-        sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
-        distance_y, _ = _distance(
-            WY, WY_LOW, row_i, row_j, in_i, in_j, wy_i, low_y_i, wy_j, low_y_j, sy_i, sy_j,
+        distance_y, _, _, _ = _distance(
+            WY, WY_LOW, SY, row_i, row_j, in_i, in_j, wy_i, low_y_i, sy_i,
             SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
-        logits = _logits(q, k, distance + distance_y, in_j, scale_2, gain, True, sx_i.dtype, PRECISION, DTYPE)
+        logits = _logits(q, k, distance_x + distance_y, in_j, scale_2, gain, True, sx_i.dtype, PRECISION, DTYPE)
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         p = tl.exp2(logits - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
@@ -347,10 +342,8 @@ def _backward(
             inverse_sum_i = 1.0 / tl.load(ROW_SUM + row_i, mask=in_i, other=1.0)
         if not DELTA_ONLY:
             delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
-    wx_i, low_x_i = _load_codes(WX, WX_LOW, row_i, cx, in_i, CX, SPLIT)
-    wy_i, low_y_i = _load_codes(WY, WY_LOW, row_i, cy, in_i, CY, SPLIT)
-    sx_i = tl.load(SX + row_i, mask=in_i, other=0.0)
-    sy_i = tl.load(SY + row_i, mask=in_i, other=0.0)
+    wx_i, low_x_i, sx_i = _load_codes(WX, WX_LOW, SX, row_i, in_i, CX, SPLIT)
+    wy_i, low_y_i, sy_i = _load_codes(WY, WY_LOW, SY, row_i, in_i, CY, SPLIT)
     unit = tl.load(UNIT + head)
     # computed as in `_forward`, so the same to the last digit
     gain, scale_2 = tl.load(GAIN + h) * unit * LOG2E, scale * LOG2E
@@ -374,15 +367,11 @@ def _backward(
         else:
             qk_j = tl.load(k_head + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
             gv_j = tl.load(v_head + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
-        wx_j, low_x_j = _load_codes(WX, WX_LOW, row_j, cx, in_j, CX, SPLIT)
-        sx_j = tl.load(SX + row_j, mask=in_j, other=0.0)
-        distance_x, inverse_x = _distance(
-            WX, WX_LOW, row_i, row_j, in_i, in_j, wx_i, low_x_i, wx_j, low_x_j, sx_i, sx_j,
+        distance_x, inverse_x, wx_j, low_x_j = _distance(
+            WX, WX_LOW, SX, row_i, row_j, in_i, in_j, wx_i, low_x_i, sx_i,
             SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
-        wy_j, low_y_j = _load_codes(WY, WY_LOW, row_j, cy, in_j, CY, SPLIT)
-        sy_j = tl.load(SY + row_j, mask=in_j, other=0.0)
-        distance_y, inverse_y = _distance(
-            WY, WY_LOW, row_i, row_j, in_i, in_j, wy_i, low_y_i, wy_j, low_y_j, sy_i, sy_j,
+        distance_y, inverse_y, wy_j, low_y_j = _distance(
+            WY, WY_LOW, SY, row_i, row_j, in_i, in_j, wy_i, low_y_i, sy_i,
             SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
         distance = distance_x + distance_y
         logits = _logits(qk_i, qk_j, distance, in_j, scale_2, gain, not KEY_PASS, sx_i.dtype, PRECISION, DTYPE)
@@ -449,7 +438,7 @@ def _constants(
         codes_x: torch.Tensor,
         codes_y: torch.Tensor,
 ) -> Dict[str, object]:
-    eps, is_double = torch.finfo(codes_x.dtype).eps, codes_x.dtype == torch.float64
+    eps, dtype, split = torch.finfo(codes_x.dtype).eps, dtype_of(codes_x), q.element_size() <= 2
     short_x, short_y = (c.shape[-1] if c.shape[-1] <= MAX_SHORT_CODE else 0 for c in (codes_x, codes_y))
     return {
         'HEAD_DIM': q.shape[-1],
@@ -458,13 +447,13 @@ def _constants(
         'CY': prepared.wy.shape[-1],
         'SHORT_X': short_x,
         'SHORT_Y': short_y,
-        'SPLIT': q.element_size() <= 2,
+        'SPLIT': split,
         # for float32 (64 eps)^2 times the mean of the two norms; the reference has the larger one
         'TOLERANCE': (64 * eps) ** 2 / 2 if q.dtype == torch.float32 else 16 * eps,
-        'PRECISION': 'ieee' if is_double else 'tf32x3',
-        'DTYPE': tl.float64 if is_double else tl.float32,
+        'PRECISION': 'ieee' if dtype == tl.float64 else 'tf32x3',
+        'DTYPE': dtype,
         # for float32 all launches must compute the same logits; the compiler may fuse in one and not in another
-        'enable_fp_fusion': q.element_size() <= 2,
+        'enable_fp_fusion': split,
     }
 
 

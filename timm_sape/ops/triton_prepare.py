@@ -22,7 +22,7 @@ TILE = 32  # patches at a time
 #   WX, WX_LOW, ..., UNIT   see `triton_distances`
 #   num_tokens N, num_prefix_tokens P, and width_x, width_y, the channels of the codes
 #   CX, CY                  channels, padded
-#   TILE                    patches at a time
+#   TILE                    patches at a time, or tokens
 #   CENTRE                  whether the mean over the patches is subtracted, so that products lose fewer digits
 #   SPLIT                   whether a code is written as two numbers of 16 bits
 #   EPS                     of the dtype of the codes
@@ -63,15 +63,20 @@ def _prepare(
 
 
 @triton.jit
+def _load_patches(CODES, n, num_patches, width, C: tl.constexpr):
+    """The codes of patches n, `[tile, C]`, 0 where there is no patch or channel; and where there is one."""
+    c = tl.arange(0, C)
+    inside = ((n >= 0) & (n < num_patches))[:, None] & (c[None, :] < width)
+    return tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0), inside
+
+
+@triton.jit
 def _mean_code(CODES, num_patches, width, C: tl.constexpr, TILE: tl.constexpr, CENTRE: tl.constexpr):
     """The mean over the patches of a head, `[C]`; 0 without CENTRE."""
-    c = tl.arange(0, C)
     mean = tl.zeros([C], CODES.dtype.element_ty)
     if CENTRE:
         for start in range(0, num_patches, TILE):
-            n = start + tl.arange(0, TILE)
-            inside = (n[:, None] < num_patches) & (c[None, :] < width)
-            w = tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0)
+            w, _ = _load_patches(CODES, start + tl.arange(0, TILE), num_patches, width, C)
             mean += tl.sum(w / num_patches, 0)
     return mean
 
@@ -82,9 +87,7 @@ def _centred(CODES, mean, n, num_patches, width, C: tl.constexpr, CENTRE: tl.con
 
     A code that differs from the mean by rounding alone counts as the mean: if all codes are equal, all distances are 0.
     """
-    c = tl.arange(0, C)
-    inside = ((n >= 0) & (n < num_patches))[:, None] & (c[None, :] < width)
-    w = tl.load(CODES + n[:, None] * width + c[None, :], mask=inside, other=0.0)
+    w, inside = _load_patches(CODES, n, num_patches, width, C)
     if CENTRE:
         rounding = tl.sum(64 * EPS * tl.abs(w), 1)
         w = tl.where(inside, w - mean[None, :], 0.0)
