@@ -430,9 +430,14 @@ def draw(rows, own_size, path):
     rules = list(dict.fromkeys(row['rule'] for row in rows if row['size'] != own_size))
     colors = list(dict.fromkeys(rule.removesuffix('+log') for rule in rules))
     sizes = sorted({row['size'] for row in rows})
-    figure = new_figure(4.2 * max(1, len(bases)), 4.6)
+    columns = max(1, min(4, len(bases)))
+    height = max(1, -(-len(bases) // columns))
+    figure = new_figure(4.2 * columns, 3.8 * height + 0.8)
     drawn = {}  # one legend for all panels
-    for axes, base in zip(figure.subplots(1, max(1, len(bases)), sharey=True, squeeze=False)[0], bases):
+    panels = figure.subplots(height, columns, sharey=True, squeeze=False).flatten()
+    for axes in panels[len(bases):]:
+        axes.set_axis_off()
+    for axes, base in zip(panels, bases):
         for rule in rules:
             shares = [list(by_seed(
                 rows, 'kept', base=base, size=size, **({} if size == own_size else {'rule': rule})).values())
@@ -448,8 +453,9 @@ def draw(rows, own_size, path):
         axes.set(title=base, xlabel='image size (px)')
         axes.grid(alpha=0.3)
     figure.legend(
-        list(drawn.values()), list(drawn), loc='outside lower center', ncols=3 * max(1, len(bases)), fontsize='small')
-    figure.axes[0].set_ylabel('accuracy above chance that is left (%)')
+        list(drawn.values()), list(drawn), loc='outside lower center', ncols=3 * columns, fontsize='small')
+    for axes in panels[::columns]:
+        axes.set_ylabel('accuracy above chance that is left (%)')
     figure.savefig(path, dpi=120)
 
 
