@@ -464,11 +464,11 @@ def test_advice_is_that_of_the_results():
     assert text.format(*top1) in README.read_text()
 
 
-def rows_of_retrofit(section, where):
-    """The matching lines of a table of differences: name, px, difference, both intervals, whether it is shown."""
+def rows_of_retrofit(section):
+    """The lines of tables of differences: name, px, difference, both intervals, whether it is shown."""
     for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
-        if len(cells) == 9 and cells[1].endswith(' px') and where(cells[0], int(cells[1][:-3])):
+        if len(cells) == 9 and cells[1].endswith(' px'):
             yield cells[0], int(cells[1][:-3]), *cells[5:]
 
 
@@ -491,7 +491,7 @@ def test_what_is_left_at_other_sizes():
     extrapolated = statistics.mean(kept('RoPE-2D', '64', 'held_out', rule='extrapolate'))
     assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)
     section = (folder / 'retrofit.md').read_text().partition('\n## ')[0]
-    found = {row[0]: row[2:] for row in rows_of_retrofit(section, lambda base, size: size == 96)}
+    found = {base: cells for base, size, *cells in rows_of_retrofit(section) if size == 96}
     for base in ('FIRE', 'CPB'):
         gain, pairs, apart, shown = found[base]
         assert shown == 'yes' and f'{base} {gain} with intervals {pairs} and {apart}' in prose(ANSWERS)
@@ -507,7 +507,7 @@ def test_grafts_at_other_sizes():
     grafts, trained = {}, {}
     for section in sections:
         base = section.partition('\n')[0]
-        for name, size, gain, _, _, shown in rows_of_retrofit(section, lambda *_: True):
+        for name, size, gain, _, _, shown in rows_of_retrofit(section):
             assert shown == 'no', (base, name, size)
             if name == 'not fine-tuned':
                 trained.setdefault(size, []).append(-float(gain))

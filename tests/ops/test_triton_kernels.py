@@ -24,10 +24,10 @@ def _sums(R, W, LOW, ROW_SUM, RW, N: tl.constexpr):
     tl.store(RW + pairs, rw)
 
 
-@pytest.mark.parametrize('bits', [0x7fffffff, 0xffffffff, 0x7fc00000])
-@pytest.mark.parametrize('where', ['r', 'w'])
+@pytest.mark.parametrize('where, bits', [
+    *itertools.product(('r', 'w'), (0x7fffffff, 0xffffffff, 0x7fc00000)), ('w', 0x7f800001)])
 def test_nan_survives_rounding_to_tf32(where, bits):
-    """For these bit patterns; a GPU's own NaN has all bits set."""
+    """R is computed, and a GPU's own NaN has all bits set. The codes may hold any."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     r, w = torch.randn(2, 16, 16, generator=generator, device=DEVICE)
     (r if where == 'r' else w)[3, 5] = torch.tensor(bits, dtype=torch.uint32).view(torch.float32)
