@@ -53,7 +53,7 @@ from timm_sape.analysis.inputs import image_size_of, load_images, load_model, op
 from timm_sape.analysis.maps import logits_of, record_calls, watched_module
 from timm_sape.lab.evaluate import predict, top_k_correct
 from timm_sape.lab.experiment import images_in, lock, refuse_other_images, trained_models, write_text
-from timm_sape.lab.intervals import corrected_intervals, spread
+from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
 from timm_sape.lab.sweep import check_sizes
@@ -334,19 +334,6 @@ def by_seed(rows, column, **where):
         if row[column] is not None and all(row[key] == value for key, value in where.items())}
 
 
-def compared(values, others, cells):
-    """Cells of a difference. It is shown if both intervals, corrected for the cells of the table, exclude 0."""
-    columns = 'difference', 'corrected, pairs', 'corrected, not paired', 'shown'
-    pairs = [value - others[seed] for seed, value in values.items() if seed in others]
-    if len(pairs) < 2:
-        return dict(zip(columns, (f'{pairs[0]:+.1f}' if pairs else '', '', '', '')))
-    gain, *intervals = corrected_intervals(values, others, cells)
-    wide = [high - low > 1e-9 for low, high in intervals]  # equal values tell nothing of how other seeds differ
-    shown = all(each and (low > 0 or high < 0) for each, (low, high) in zip(wide, intervals))
-    texts = ('[{:+.1f}, {:+.1f}]'.format(*ends) if each else 'no spread' for each, ends in zip(wide, intervals))
-    return dict(zip(columns, (f'{gain:+.1f}', *texts, 'yes' if shown else 'no')))
-
-
 def counted(rules):
     """Names of rules; of several with the number of seeds that chose each."""
     counts = Counter(rules)
@@ -364,7 +351,7 @@ def compare(column, names, against, sizes, find):
             table.append({
                 'model': name, 'size': f'{size} px', 'seeds': len(both), 'rule': counted(rules[seed] for seed in both),
                 f'rule of {against}': counted(rules_against[seed] for seed in both),
-                **compared(find(column, size, name), find(column, size, against), len(others) * len(sizes)),
+                **corrected_cells(find(column, size, name), find(column, size, against), len(others) * len(sizes)),
             })
     return table
 

@@ -825,6 +825,22 @@ def test_unpaired_interval():
     assert intervals.unpaired_interval([2.5], [1.5]) == (-math.inf, math.inf)
 
 
+def test_intervals_are_corrected_and_equal_values_are_no_certainty():
+    low, high = {1: 50., 2: 50.4, 3: 50.2}, {1: 60., 2: 60.5, 3: 60.1}
+    gain, *ends = intervals.corrected_intervals(high, low, 8)
+    assert intervals.corrected_cells(high, low, 8) == {
+        'difference': f'{gain:+.1f}', 'corrected, pairs': '[{:+.1f}, {:+.1f}]'.format(*ends[0]),
+        'corrected, not paired': '[{:+.1f}, {:+.1f}]'.format(*ends[1]), 'shown': 'yes'}
+    assert intervals.corrected_cells(high, low, 100_000)['shown'] == 'no'
+    wide = {1: 0., 2: 50., 3: 100.}
+    gains = {seed: x + 1 + seed / 10 for seed, x in wide.items()}
+    assert intervals.corrected_cells(gains, wide, 1)['shown'] == 'no'  # one interval excludes 0, the other does not
+    equal = intervals.corrected_cells({seed: x + 5 for seed, x in low.items()}, low, 1)
+    assert equal['corrected, pairs'] == 'no spread' and equal['shown'] == 'no'
+    assert list(intervals.corrected_cells({1: 3.}, {1: 1.}, 1).values()) == ['+2.0', '', '', '']
+    assert list(intervals.corrected_cells({}, {1: 1.}, 1).values()) == ['', '', '', '']
+
+
 def row(model, seed, top1, status='finished'):
     return dict(
         model=model, seed=seed, top1=top1, top5=None, status=status, minutes=2.0, epochs=4, epochs_planned=4, error='',

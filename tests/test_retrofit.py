@@ -272,21 +272,6 @@ def test_what_a_graft_has_become(example, runs):
     assert example.contributions(model, 'cpb', torch.randn(1, 3, 32, 32)) == 2 * [{'gate': None, 'spread': None}]
 
 
-def test_intervals_are_corrected_and_equal_values_are_no_certainty(example):
-    low, high = {1: 50., 2: 50.4, 3: 50.2}, {1: 60., 2: 60.5, 3: 60.1}
-    gain, *intervals = corrected_intervals(high, low, 8)
-    assert example.compared(high, low, 8) == {
-        'difference': f'{gain:+.1f}', 'corrected, pairs': '[{:+.1f}, {:+.1f}]'.format(*intervals[0]),
-        'corrected, not paired': '[{:+.1f}, {:+.1f}]'.format(*intervals[1]), 'shown': 'yes'}
-    assert example.compared(high, low, 100_000)['shown'] == 'no'
-    wide = {1: 0., 2: 50., 3: 100.}
-    assert example.compared({seed: x + 1 + seed / 10 for seed, x in wide.items()}, wide, 1)['shown'] == 'no'  # one does
-    equal = example.compared({seed: x + 5 for seed, x in low.items()}, low, 1)
-    assert equal['corrected, pairs'] == 'no spread' and equal['shown'] == 'no'
-    assert list(example.compared({1: 3.}, {1: 1.}, 1).values()) == ['+2.0', '', '', '']
-    assert list(example.compared({}, {1: 1.}, 1).values()) == ['', '', '', '']
-
-
 def test_each_table_is_corrected_for_all_its_cells(example):
     values = {
         ('A', 32): {1: 5., 2: 5.5, 3: 5.1}, ('B', 32): {1: 6., 2: 6.6, 3: 6.},

@@ -1,12 +1,20 @@
 """Means over training runs, with their spread and confidence intervals; and differences of paired shares."""
 import math
 import statistics
-from typing import Mapping, Optional, Sequence, Tuple
+from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 from scipy.stats import norm
 from scipy.stats import t as student_t
 
-__all__ = ['corrected_intervals', 'difference', 'mean_interval', 'paired_interval', 'spread', 'unpaired_interval']
+__all__ = [
+    'corrected_cells',
+    'corrected_intervals',
+    'difference',
+    'mean_interval',
+    'paired_interval',
+    'spread',
+    'unpaired_interval',
+]
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Tuple[float, float, float]:
@@ -120,3 +128,25 @@ def difference(pairs: Sequence[float], digits: int = 2) -> str:
         return ''
     numbers = [f'{number:+.{digits}f}' for number in mean_interval(pairs)]
     return numbers[0] if len(pairs) < 2 else '{} [{}, {}]'.format(*numbers)
+
+
+def corrected_cells(
+        values: Mapping[int, float],
+        others: Mapping[int, float],
+        comparisons: int,
+) -> Dict[str, str]:
+    """Cells of a table for `corrected_intervals`: the difference, both intervals, and whether it is shown.
+
+    It is shown if both intervals exclude 0. Where all differences are the same to the last digit, nothing is known of
+    how other seeds differ: the cell says `no spread`, and the difference is not shown. Without two seeds in common
+    there is no interval, without one no difference.
+    """
+    columns = 'difference', 'corrected, pairs', 'corrected, not paired', 'shown'
+    pairs = [value - others[seed] for seed, value in values.items() if seed in others]
+    if len(pairs) < 2:
+        return dict(zip(columns, (f'{pairs[0]:+.1f}' if pairs else '', '', '', '')))
+    gain, *intervals = corrected_intervals(values, others, comparisons)
+    wide = [high - low > 1e-9 for low, high in intervals]
+    shown = all(each and (low > 0 or high < 0) for each, (low, high) in zip(wide, intervals))
+    texts = ('[{:+.1f}, {:+.1f}]'.format(*ends) if each else 'no spread' for each, ends in zip(wide, intervals))
+    return dict(zip(columns, (f'{gain:+.1f}', *texts, 'yes' if shown else 'no')))

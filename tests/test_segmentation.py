@@ -1,0 +1,162 @@
+"""examples/segmentation.py: the probe against plain loops, and the command on tiny models and images of one colour."""
+import argparse
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from timm.utils import random_seed
+
+KWARGS = {'img_size': 32, 'patch_size': 8, 'embed_dim': 32, 'depth': 2, 'num_heads': 2}
+COUNTS = {'train': 24, 'held_out': 12, 'test': 16}  # images of each class
+
+
+@pytest.fixture
+def example():
+    path = Path(__file__).parents[1] / 'examples' / 'segmentation.py'
+    spec = importlib.util.spec_from_file_location('segmentation', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def made(tmp_path):
+    """`data`: blue, green and red images. `runs`: two models with random weights."""
+    rng = np.random.default_rng(0)
+    for split, count in COUNTS.items():
+        for channel, label in ((2, 'blue'), (1, 'green'), (0, 'red')):
+            folder = tmp_path / 'data' / split / label
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 20, (32, 32, 3)).astype(np.uint8)
+                pixels[..., channel] += 200
+                Image.fromarray(pixels).save(folder / f'{i}.png')
+    for label, name in (('APE', 'vit_tiny_ape'), ('RoPE-2D', 'vit_tiny_rope2d')):
+        for seed in (1, 2):
+            random_seed(seed)
+            config = {'model': name, 'num_classes': 3, 'seed': seed, 'model_kwargs': KWARGS}
+            model = timm.create_model(name, num_classes=3, **KWARGS)
+            folder = tmp_path / 'runs' / label / f'seed{seed}'
+            folder.mkdir(parents=True)
+            (folder / 'config.yaml').write_text(yaml.safe_dump(config))
+            (folder / 'run.json').write_text(json.dumps({'status': 'finished'}))
+            state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
+            torch.save(state, folder / 'last.pth.tar')
+    return tmp_path
+
+
+@pytest.fixture
+def start(example, made, monkeypatch):
+    def run(*options):
+        command = ['segmentation.py', made / 'runs', '--data-dir', made / 'data', '--output', made / 'maps', *options]
+        monkeypatch.setattr(sys, 'argv', list(map(str, command)))
+        example.main()
+    return run
+
+
+def read(made):
+    with open(made / 'maps.csv', newline='') as f:
+        return list(csv.DictReader(f))
+
+
+def test_boxes_are_within_a_quarter_and_three_quarters_and_anywhere(example):
+    masks = example.boxes(2000, (8, 12), 0)
+    for axis, side in ((1, 8), (2, 12)):
+        lines = masks.any(dim=3 - axis)  # [n, side]
+        lengths = lines.sum(dim=1)
+        assert set(lengths.tolist()) == set(range(side // 4, 3 * side // 4 + 1))
+        assert ((lines[:, 1:] != lines[:, :-1]).sum(dim=1) <= 2).all()  # in one piece
+        assert lines.any(dim=0).all() and not lines.all(dim=0).any()
+        assert (masks.sum(dim=(1, 2)) == masks.any(dim=1).sum(dim=1) * masks.any(dim=2).sum(dim=1)).all()
+    assert not torch.equal(masks, example.boxes(2000, (8, 12), 1))
+
+
+@pytest.mark.parametrize('scale', [1, 2])
+def test_patches_have_the_class_of_the_image_that_they_are_from(example, made, scale):
+    model = timm.create_model('vit_tiny_ape', num_classes=3, **KWARGS)
+    batches = example.composites(model, str(made / 'data'), 'train', scale)
+    assert sum(len(images) for images, _ in batches) == 72 // scale ** 2
+    mixed = 0
+    for images, labels in batches:
+        assert images.shape[2:] == (32 * scale, 32 * scale) and labels.shape[1] == (4 * scale) ** 2
+        patches = images.unfold(2, 8, 8).unfold(3, 8, 8).flatten(4)  # [b, 3, H, W, 64]
+        colours = 2 - patches.mean(dim=-1).argmax(dim=1).flatten(1)
+        assert torch.equal(colours, labels)
+        assert (patches.std(dim=-1) < 0.2).all()  # no patch is of two images
+        mixed += (labels != labels[:, :1]).any(dim=1).sum()
+    assert mixed > 20 // scale ** 2
+
+
+def test_the_probe_is_least_squares_and_place_is_the_share_between_places(example):
+    rng = torch.Generator().manual_seed(0)
+    features = [torch.randn(2, n, 5, 3, generator=rng, dtype=torch.float64) for n in (4, 3)]  # [L, b, N, D]
+    labels = [torch.randint(0, 4, (n, 5), generator=rng) for n in (4, 3)]
+    batches = [(torch.full((len(y),), i), y) for i, y in enumerate(labels)]  # the images are the number of the batch
+    maps, between = example.fit(lambda images: features[images[0]], batches, 4)
+    found = example.scores(lambda images: features[images[0]], maps, batches)
+    for layer in range(2):
+        rows, targets, places = [], [], {}
+        for batch, label in zip(features, labels):
+            for image, classes in zip(batch[layer].tolist(), label.tolist()):
+                for place, (numbers, k) in enumerate(zip(image, classes)):
+                    rows.append([*numbers, 1.])
+                    targets.append([float(k == j) for j in range(4)])
+                    places.setdefault(place, []).append(numbers)
+        rows, targets = np.array(rows), np.array(targets)
+        expected = np.linalg.lstsq(rows, targets, rcond=None)[0]
+        np.testing.assert_allclose(maps[layer], expected, atol=1e-5)
+        means = np.array([np.mean(numbers, axis=0) for numbers in places.values()])
+        assert between[layer].item() == pytest.approx(
+            100 * means.var(axis=0).sum() / rows[:, :-1].var(axis=0).sum(), rel=1e-9)
+        predicted, actual = (rows @ expected).argmax(axis=1), targets.argmax(axis=1)
+        shares = [np.sum((predicted == k) & (actual == k)) / np.sum((predicted == k) | (actual == k)) for k in range(4)]
+        assert found[layer].item() == pytest.approx(100 * np.mean(shares), rel=1e-5)
+
+
+def test_it_finds_what_is_there_and_continues(example, start, made, monkeypatch, capsys):
+    start('--models', 'APE')
+    first = read(made)
+    assert [(row['model'], row['seed'], row['size']) for row in first] == [
+        ('pixels', '', '32'), ('pixels', '', '64'),
+        *(('APE', str(seed), str(size)) for seed in (1, 2) for size in (32, 64))]
+    assert all(float(row['miou']) == 100 for row in first if row['model'] == 'pixels')  # the colour tells
+    text = capsys.readouterr().out
+    assert '| pixels | 32 px |  | 100.0 |' in text and 'corrected for 0 comparisons' in text
+    measured, measure = [], example.measure
+    monkeypatch.setattr(example, 'measure', lambda spec, *args, **kwargs: (
+        measured.append(Path(spec).parts[-3]), measure(spec, *args, **kwargs))[1])
+    start()
+    rows = read(made)
+    assert measured == ['RoPE-2D', 'RoPE-2D'] and rows[:len(first)] == first
+    text = capsys.readouterr().out
+    assert text == (made / 'maps.md').read_text() and 'corrected for 2 comparisons' in text
+    values = {seed: [float(row['miou']) for row in rows if (row['model'], row['size']) == (model, '64')]
+              for seed, model in enumerate(('APE', 'RoPE-2D'))}
+    line, = (line for line in text.splitlines() if line.startswith('| RoPE-2D | 64 px | 2 |'))
+    assert f'| {np.mean(values[1]) - np.mean(values[0]):+.1f} |' in line
+
+
+def test_what_does_not_fit_is_refused(start, made, capsys):
+    def refused(text, *options):
+        with pytest.raises(SystemExit, match='2'):
+            start(*options)
+        assert text in capsys.readouterr().err
+
+    refused("no run of 'none'", '--baseline', 'none')
+    refused("no finished run of 'CPB'", '--models', 'CPB')
+    start('--models', 'APE')
+    before = (made / 'maps.csv').read_text()
+    folder = made / 'data' / 'test' / 'red'
+    (folder / 'new.png').write_bytes((folder / '1.png').read_bytes())
+    refused('has rows of other test images: 48 files')
+    (made / 'data' / 'held_out').rename(made / 'data' / 'other')
+    refused("has no folder 'held_out'")
+    assert (made / 'maps.csv').read_text() == before
