@@ -427,12 +427,25 @@ def accuracy_of(name):
         rows = six if values_of(six, model) else three
         values = values_of(rows, model)
         found.append([model, len(values), *beside(values, values_of(rows, 'APE'))])
-    if not found:
-        return 'Its accuracy [has not been measured yet](../../results/README.md#what-has-not-been-measured).'
-    return (
+    head = ['model', 'seeds', 'top-1 (%)', 'difference from APE', 'interval of unpaired runs']
+    texts = [
         'Ten epochs of 10,000 images of CIFAR-10 with a small model, beside APE with the same seeds '
-        '([what this says, and\nwhat it does not](../../results/README.md)):\n\n'
-        + table(['model', 'seeds', 'top-1 (%)', 'difference from APE', 'interval of unpaired runs'], found))
+        '([what this says, and\nwhat it does not](../../results/README.md)):\n\n' + table(head, found)] if found else []
+    rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
+    rates = {
+        row['model']: row['lr'] for row in rows
+        if name in (part.removeprefix('auto_') for part in row['pos_enc'].split('+'))}
+    chosen = []
+    for model, rate in rates.items():
+        values = values_of(rows, model)
+        chosen.append([model, rate.removeprefix('0'), len(values), *beside(values, values_of(rows, 'APE'))])
+    if chosen:
+        texts.append(
+            'With other seeds, each model at a learning rate chosen for it ([the whole '
+            'table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it)):\n\n'
+            + table([head[0], 'rate', *head[1:]], chosen))
+    return '\n\n'.join(texts) or (
+        'Its accuracy [has not been measured yet](../../results/README.md#what-has-not-been-measured).')
 
 
 # all files

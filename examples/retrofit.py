@@ -414,7 +414,8 @@ def draw(rows, own_size, path):
     """A panel for each base, not fine-tuned: what is left by each rule. Bands go from the worst to the best seed."""
     rows = [row for row in rows if row['model'] == ALONE and row['split'] == 'held_out' and row['kept'] is not None]
     bases = list(dict.fromkeys(row['base'] for row in rows))
-    rules = list(dict.fromkeys(row['rule'] for row in rows if row['size'] != own_size))
+    # images are square, so slopes are rescaled alike
+    rules = list(dict.fromkeys(row['rule'] for row in rows if row['size'] != own_size and 'slopes' not in row['rule']))
     colors = list(dict.fromkeys(rule.removesuffix('+log') for rule in rules))
     sizes = sorted({row['size'] for row in rows})
     columns = max(1, min(4, len(bases)))

@@ -24,7 +24,7 @@ from timm_sape.cli import adapt as adapt_command
 from timm_sape.lab.adapt import adapt, adapted_table, snapshot
 from timm_sape.lab.evaluate import Predictions, wilson_interval
 from timm_sape.lab.intervals import paired_interval
-from timm_sape.lab.rules import own_rule, rules_of
+from timm_sape.lab.rules import distinct_rules, own_rule, rules_of
 
 ALL = ['extrapolate', 'rescale', 'ntk', 'yarn']
 ALL += [f'{rule}+log' for rule in ALL]
@@ -255,6 +255,17 @@ def test_random_weights_are_the_same_for_each_rule(images):
     assert {row['score'] for row in found.rows} == {100.}
 
 
+def test_a_model_that_predicts_one_class(main, images, folders, capsys):
+    """All rules agree with it, which says nothing."""
+    model = make('rope2d')
+    torch.nn.init.constant_(model.head.bias, 0)
+    model.head.bias.data[1] = 1e3
+    timm_sape.hub.save(model, 'constant')
+    for name, says in (('constant', True), (folders['rope2d'], False)):
+        assert main(name, '--sizes', '64', '--data-dir', images / 'flat') == 0
+        assert ('predicts one class for all images at 48x48' in capsys.readouterr().err) is says
+
+
 def test_training_checkpoint(images, tmp_path):
     args = argparse.Namespace(
         num_classes=3, model_kwargs=dict(pos_enc='rope2d', img_size=48, patch_size=8))
@@ -288,10 +299,31 @@ def test_names_say_what_each_encoding_gets():
     chosen = timm.create_model('test_vit_pos_enc', pos_enc='ape+rope2d+alibi2d', **other['alibi2d=slopes,rope2d=yarn'])
     assert own_rule(chosen) == 'alibi2d=slopes,rope2d=yarn'
     assert own_rule(model) == alike[0]
+    with pytest.raises(ValueError, match="'rope2d=ntk,rope2d=yarn,alibi2d=slopes' has two rules of rope2d. Name one"):
+        rules_of(model, ['rope2d=ntk,rope2d=yarn,alibi2d=slopes'])
     with pytest.raises(ValueError, match='none of the rules rope2d=ntk. It has alibi2d=extrapolate,rope2d=ext'):
         rules_of(model, ['rope2d=ntk'])
     single = timm.create_model('test_vit_rope2d_ape')
     assert list(rules_of(single, ['rope2d=ntk+log'])) == ['ntk+log']
+
+
+@pytest.mark.parametrize('size', [(96, 96), (48, 96)])
+def test_rules_that_do_the_same_are_tried_once(size, images, folders):
+    """At the trained aspect ratio slopes are rescaled alike; the model's own rule is kept, whichever it is."""
+    names = list(rules_of(timm.create_model(f'local-dir:{folders["log"]}', pretrained=True)))
+    assert names == ['extrapolate', 'rescale', 'slopes', 'extrapolate+log', 'rescale+log', 'slopes+log']
+    for default, left in (('slopes+log', 'rescale+log'), ('extrapolate', 'slopes+log')):
+        found = distinct_rules(names, default, size, (48, 48))
+        same = {'slopes', left} if size == (96, 96) else set()
+        assert found == [name for name in names if name not in same]
+    found = adapt(folders['log'], open_dataset(images), [size], agreement=True, num_images=6, progress=False)
+    assert len(found.rows) == len(names) - (2 if size == (96, 96) else 0)
+    if size == (96, 96):  # the same, indeed
+        logits = [timm.create_model(
+            f'local-dir:{folders["log"]}', pretrained=True, img_size=size,
+            pos_enc_kwargs={'alibi2d': {'resolution': rule}}).eval()(torch.ones(1, 3, *size))
+            for rule in ('slopes', 'rescale')]
+        torch.testing.assert_close(*logits)
 
 
 def test_command_with_several_encodings(main, images, folders, capsys):

@@ -375,18 +375,6 @@ def test_both_spellings_of_a_size(size, tmp_path, monkeypatch):
         main(['probe', 'model', '--image', 'china.jpg', '--img-size', '48x'])
 
 
-def test_old_name_of_randomize(capsys):
-    arguments = ['probe', 'test_vit_irpe_k', '--img-size', '32', '48', '--image', 'china.jpg']
-    assert main([*arguments, '--randomize']) == 0
-    expected = capsys.readouterr().out
-    assert main([*arguments, '--awaken']) == 0
-    assert capsys.readouterr().out == expected
-    with pytest.raises(SystemExit, match='0'):
-        main(['probe', '--help'])
-    found = capsys.readouterr().out
-    assert '--randomize' in found and 'awaken' not in found
-
-
 @pytest.mark.parametrize('args, text', [
     (['test_vit_pos_enc', '--pos-enc', 'rope9d'], "Unknown position encoding 'rope9d'"),
     (['test_vit_nope', '--image', 'none.jpg'], "There is no file 'none.jpg'"),

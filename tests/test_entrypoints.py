@@ -364,6 +364,14 @@ def test_image_that_does_not_fit(encoding):
         model.forward_intermediates(torch.randn(1, 3, 33, 32))
 
 
+@pytest.mark.parametrize('images', [None, [torch.randn(3, 32, 32)], np.zeros((1, 3, 32, 32), np.float32)])
+def test_what_is_no_tensor_of_images(images):
+    model = tiny('ape')
+    for call in (model, model.forward_features, model.forward_intermediates):
+        with pytest.raises(ValueError, match=f'tensor of images .*got {type(images).__name__}'):
+            call(images)
+
+
 @pytest.mark.parametrize('encoding', ENCODINGS)
 def test_dynamic_image_that_the_patch_does_not_divide(encoding):
     image = torch.randn(1, 3, 48, 41)

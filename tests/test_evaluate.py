@@ -212,7 +212,7 @@ def test_predict():
 def test_predict_times_the_model_without_its_first_batch(sizes, seconds, speed, monkeypatch):
     model, clock = Sum(), [0.0]
     model.wait = lambda: clock.__setitem__(0, clock[0] + model.calls)  # 1, 2, 3 seconds
-    monkeypatch.setattr('timm_sape.lab.evaluate._now', lambda device: clock[0])
+    monkeypatch.setattr('timm_sape.lab.evaluate.now', lambda device: clock[0])
 
     def loading():
         for batch in batches(*sizes):

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import timm_sape
-from timm_sape.analysis import awaken_encodings, probe, randomize_encodings
+from timm_sape.analysis import probe, randomize_encodings
 
 MODELS = [
     name if timm_sape.get_encoding(name).alone else f'sincos2d+{name}' for name in timm_sape.list_encodings()
@@ -114,17 +114,6 @@ def test_what_moves_nothing_is_left_out():
     model = timm.create_model('test_vit_ape', img_size=8, patch_size=8, num_classes=10)
     assert {row.probe for row in probe(model, picture()[:, :, :8, :8])} == {
         'image shifted by half a patch', 'image mirrored', 'image twice as large'}
-
-
-def test_old_name_of_randomize_encodings():
-    model, other = (timm.create_model('test_vit_irpe_k', img_size=16, patch_size=8) for _ in range(2))
-    randomize_encodings(model, 0.2, 1)
-    with pytest.warns(DeprecationWarning, match='randomize_encodings'):
-        awaken_encodings(other, std=0.2, seed=1)
-    encodings, others = model.position_encodings(), other.position_encodings()
-    assert encodings and all(
-        p.abs().max() > 0 and torch.equal(p, others[path].get_parameter(name))
-        for path, encoding in encodings.items() for name, p in encoding.named_parameters())
 
 
 def test_masked_logits_that_move():

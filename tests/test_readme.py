@@ -497,8 +497,25 @@ def test_what_is_left_at_other_sizes():
         assert shown == 'yes' and f'{base} {gain} with intervals {pairs} and {apart}' in prose(ANSWERS)
     gain, *_, shown = found['LookHere, 4 heads']
     assert shown == 'no' and f'LookHere {gain}, not shown' in prose(ANSWERS)
+    gain, *_, shown = next(cells for base, size, *cells in rows_of_retrofit(section) if (base, size) == ('FIRE', 32))
+    assert shown == 'yes' and f'FIRE is behind at 32 px already, by {gain[1:]}' in prose(ANSWERS)
+    reference = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
+    shares = [f'{statistics.mean(float(row["pshap"]) for row in reference if row["model"] == model):.2f}'.lstrip('0')
+              for model in ('FIRE', 'RoPE-2D')]
+    assert 'P-SHAP {}, RoPE-2D {}'.format(*shares) in prose(ANSWERS)
+    images = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('test', size))
+              for size in ('64', '96', '128')]
+    assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(ANSWERS)
     chosen = [row['rule'] for row in rows if row['split'] == 'test' and int(row['size']) >= 96]
     assert sum(rule.endswith('+log') for rule in chosen) > len(chosen) / 2
+
+
+def test_pages_know_the_reference_table():
+    rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
+    for row in rows:
+        for name in row['pos_enc'].split('+'):
+            page = (DOCS / 'encodings' / f'{name.removeprefix("auto_")}.md').read_text()
+            assert f'| {row["model"]} | ' in page and 'has not been measured yet' not in page, name
 
 
 def test_grafts_at_other_sizes():

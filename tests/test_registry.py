@@ -161,6 +161,18 @@ def test_a_cell_run_again():
         assert timm_sape.get_encoding('mine') is timm_sape.get_encoding('too') is cls
 
 
+@pytest.mark.parametrize('first, second', [
+    (('mine', ('too',)), ('too', ())), (('mine', ()), ('too', ('mine',))), (('mine', ('too',)), ('mine', ()))])
+def test_a_cell_run_again_with_other_names(first, second):
+    """A name is of the last class that has it, and in no list twice; an alias that was taken away is gone."""
+    for name, aliases in (first, second):
+        cls = register_encoding(name, aliases=aliases)(type('Mine', (PositionEncoding,), {}))
+    names = [name for name in list_encodings(aliases=True) if name in ('mine', 'too')]
+    assert len(names) == len(set(names)) and {second[0], *second[1]} <= set(names)
+    assert all(timm_sape.get_encoding(each) is cls for each in (second[0], *second[1]))
+    assert ('too' in names) is (second[0] != 'mine')
+
+
 def test_what_authors_forget():
     """Each has a message in one line: a required method, the table, tokens that are missing in a bias."""
     class Forgetful(timm_sape.FixedEncoding):
@@ -218,6 +230,32 @@ def forgets(self, **host):
     self.slope = torch.nn.Parameter(torch.empty(3))
 
 
+def sets(self, **host):
+    self.slope = torch.nn.Parameter(torch.empty(3))
+    self.init_weights()
+
+
+def test_initial_values_may_be_set_as_in_timm():
+    members = {'__init__': sets, 'position_bias': lambda self, grid: None}
+    register_encoding('mine')(type('Mine', (PositionEncoding,), members))
+
+
+def test_a_factor_of_the_logits_needs_no_flag():
+    class Sharper(PositionEncoding):
+        per_layer = False
+
+        def logit_factor(self, grid):
+            return 3.
+
+    register_encoding('mine')(Sharper)
+    plain, mine = build('nope'), build('mine')
+    mine.load_state_dict(plain.state_dict())
+    for block in plain.blocks:
+        block.attn.scale *= 3
+    x = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(mine(x), plain(x))
+
+
 @pytest.mark.parametrize('members, says', [
     ({'position_bia': lambda self, grid: None}, "'position_bia', which nothing calls.*hook 'position_bias', rename it"),
     ({'position_bias': lambda self, grid: None, 'content_bais': lambda *args: None}, "the hook 'content_bias', rename"),
@@ -233,6 +271,7 @@ def forgets(self, **host):
     (
         {'position_bias': lambda self, grid: None, '__init__': forgets},
         r'end the constructor by self.reset_parameters\(\)'),
+    ({'attend': lambda *args, **kwargs: None}, "'attend', which only computes .*Override 'content_bias' as well"),
 ])
 def test_slips_that_would_be_silent_or_a_riddle(members, says):
     with pytest.raises(ValueError, match=says):
@@ -279,7 +318,8 @@ def test_unknown_keywords(name, keyword, text):
 
 @pytest.mark.parametrize('host, message', [
     (dict(num_heads=5), 'is not divisible by num_heads=5'), (dict(grid_size=4), r'grid_size must be \(H, W\).*got 4'),
-    (dict(grid_size=(4, 4, 4)), r'grid_size must be \(H, W\)')])
+    (dict(grid_size=(4, 4, 4)), r'grid_size must be \(H, W\)'), (dict(num_heads=0), 'not divisible by num_heads=0'),
+    (dict(grid_size='ab'), r"grid_size must be \(H, W\).*got 'ab'")])
 @pytest.mark.parametrize('name', ['ape', 'sape2_k', 'rope2d', 'auto_rpb'])
 def test_the_host_is_checked(name, host, message):
     with pytest.raises(ValueError, match=message):

@@ -43,7 +43,7 @@ def entrypoints(vit: str = 'vit') -> List[Entrypoint]:
     """All models of a host, in whose names `vit` stands for the kind of model.
 
     - `{size}_{encoding}`, e.g. vit_small_sape2_k, vit_base_rope2d
-    - `{size}_{encoding}_ape`: combined with timm's learned table, for encodings that are not added to the tokens
+    - `{size}_{encoding}_ape`: combined with timm's learned table, for encodings that act in the blocks
     - `{size}_pos_enc`: any set of encodings, given by pos_enc=
     """
     found = []

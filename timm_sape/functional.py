@@ -19,7 +19,7 @@ import torch
 
 from . import ops
 from .checks import is_integer, is_number
-from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
+from .grid import MAX_SIDE, Grid, check_keep_indices, check_kept_patches, is_grid_size
 
 __all__ = ['sape2_attention', 'sape2_bias']
 
@@ -185,8 +185,8 @@ def _check(
     for name, size in sizes.items():
         if not is_grid_size(size):
             raise ValueError(
-                f'{name} must be (H, W) with at least one patch along each, got {size!r}. No side may have more than '
-                f'{MOST_PATCHES - 1:,}.')
+                f'{name} must be (H, W), integers of Python from 1 on, got {size!r}. No side may have more than '
+                f'{MAX_SIDE:,}.')
     if mode not in MODES:
         raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')
     if not (is_integer(num_prefix_tokens, 0) or isinstance(num_prefix_tokens, torch.SymInt)):

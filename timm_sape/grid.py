@@ -16,12 +16,12 @@ from typing import Any, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-__all__ = ['MOST_PATCHES', 'Grid', 'check_keep_indices', 'check_kept_patches', 'is_grid_size']
+__all__ = ['MAX_SIDE', 'Grid', 'check_keep_indices', 'check_kept_patches', 'is_grid_size']
 
 #: Few patches of a large grid are refused where an encoding needs the whole grid. Not with MOST_SPARSE patches or less,
 #: nor where at least one patch in MOST_DROPPED is kept.
 MOST_SPARSE, MOST_DROPPED = 2 ** 12, 16
-MOST_PATCHES = 2 ** 14  # fewer are along a side, so that no damaged file or slip of a finger asks for huge tables
+MAX_SIDE = 2 ** 14 - 1  # patches along a side, so that no damaged file or slip of a finger asks for huge tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ class Grid:
 def is_grid_size(size: Any) -> bool:
     """Whether this is (H, W), two integers of at least 1. Of symbolic ones only the least is looked at."""
     return isinstance(size, (tuple, list)) and len(size) == 2 and all(
-        type(s) is int and 0 < s < MOST_PATCHES or isinstance(s, torch.SymInt) and s > 0 for s in size)
+        type(s) is int and 0 < s <= MAX_SIDE or isinstance(s, torch.SymInt) and s > 0 for s in size)
 
 
 def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
@@ -213,10 +213,12 @@ def check_kept_patches(keep_indices: torch.Tensor, num_patches: int) -> None:
         num_patches: H*W.
 
     Raises:
-        ValueError: If they are not. On a GPU nothing is looked at.
+        ValueError: If they are not. On a GPU, and if `torch.func.vmap` maps over them, nothing is looked at.
     """
-    if keep_indices.device.type != 'cpu' or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return  # a look at the values would make a GPU wait
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    if keep_indices.device.type != 'cpu' or torch._C._functorch.is_functorch_wrapped_tensor(keep_indices):
+        return  # a look at the values would make a GPU wait, and vmap does not allow it
     if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= num_patches):
         raise ValueError(
             f'keep_indices must be from 0 to H*W - 1 = {num_patches - 1}, got {keep_indices.min().item()} to '

@@ -26,7 +26,7 @@ from .encodings import (
     get_encoding,
     is_per_layer,
 )
-from .grid import MOST_PATCHES, Grid, check_keep_indices, check_kept_patches, is_grid_size
+from .grid import MAX_SIDE, Grid, check_keep_indices, check_kept_patches, is_grid_size
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 
 __all__ = [
@@ -326,7 +326,7 @@ def check_sizes(img_size, patch_size, pad: str = 'dynamic_img_size=True, dynamic
             f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
             f'patch_size; with that, {pad} pads images of any other size.')
     height, width = (i // p for i, p in zip(img_size, patch_size))
-    if max(height, width) >= MOST_PATCHES or height * width > 2 ** 22:
+    if max(height, width) > MAX_SIDE or height * width > 2 ** 22:
         raise ValueError(
             f'img_size={img_size} makes {height:,} x {width:,} patches of patch_size={patch_size}, more than any model '
             'can use. Use a smaller img_size or a larger patch_size.')
@@ -362,8 +362,8 @@ def check_ref_grid_size(ref_grid_size: Any) -> None:
     """
     if ref_grid_size is not None and not is_grid_size(ref_grid_size):
         raise ValueError(
-            f'ref_grid_size must be (H, W) in patches, got {ref_grid_size!r}. No side may have more than '
-            f'{MOST_PATCHES - 1:,}.')
+            f'ref_grid_size must be (H, W) in patches, integers of Python, got {ref_grid_size!r}. No side may have '
+            f'more than {MAX_SIDE:,}.')
 
 
 # torch.fx cannot trace this: it depends on sizes and on which arguments are given.

@@ -62,7 +62,10 @@ class Position:
     def to(self, *args, **kwargs) -> 'Position':
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
         moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
-        return replace(self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs))
+        factor = self.logit_factor
+        return replace(
+            self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs),
+            logit_factor=factor.to(*args, **kwargs) if isinstance(factor, torch.Tensor) else factor)
 
 
 @dataclass(frozen=True, eq=False)

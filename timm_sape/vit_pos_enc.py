@@ -370,6 +370,9 @@ def _grid(
         raise ValueError(
             f'The model takes images [B, C, height, width], not a dict of {", ".join(images)}. Its twin for patches '
             "with coordinates is named 'naflexvit_...' instead of 'vit_...', and loads its weights.")
+    if not isinstance(images, torch.Tensor):
+        raise ValueError(
+            f'The model takes a tensor of images [B, C, height, width], got {type(images).__name__}.')
     if images.ndim != 4:
         batch = ' Give a single image as image[None].' if images.ndim == 3 else ''
         raise ValueError(f'The model takes images [B, C, height, width], not {list(images.shape)}.{batch}')

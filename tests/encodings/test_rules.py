@@ -245,6 +245,7 @@ def test_log_scaling(case):
         expected = attention(q, k, v, scale=factor / math.sqrt(12))
         compare(actual, expected, {'q': q, 'k': k, 'v': v})
     assert shared.act_on_blocks() and not SharedEncodings().act_on_blocks()
+    assert given.to('meta').logit_factor.is_meta and position.to('meta').logit_factor == position.logit_factor
 
 
 def test_log_scaling_of_few_tokens():

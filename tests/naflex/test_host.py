@@ -248,6 +248,8 @@ def test_attn_mask(pos_enc):
     everything = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
     torch.testing.assert_close(model(given, attn_mask=everything), model(given))
     torch.testing.assert_close(model(given, attn_mask=torch.zeros(1, 1, num_tokens, num_tokens).double()), model(given))
+    with pytest.raises(ValueError, match=r'bool .*or float .*got torch.int64. Use attn_mask.bool\(\)'):
+        model(given, attn_mask=everything.long())
     hidden = everything.clone()
     hidden[:, -3:] = False
     hidden[-3:, -3:] = True

@@ -118,6 +118,36 @@ def test_functional():
     assert_near((found * along[table]).sum((-2, -1)), product, 1e-10)
 
 
+@pytest.mark.parametrize('pos_enc', ['ape', 'rope2d', 'rpb', 'sape2_k'])
+def test_vmap_over_kept_patches(pos_enc):
+    make_model = Maker(pos_enc)
+    model, x = make_model(), make_model.images(1)
+    kept = torch.tensor([[[0, 3, 4]], [[5, 1, 2]]])  # [2, B, K]
+    found = vmap(lambda keep_indices: model(x, keep_indices=keep_indices))(kept)
+    for out, keep_indices in zip(found, kept):
+        assert_near(out, model(x, keep_indices=keep_indices), 1e-5)
+
+
+@pytest.mark.parametrize('scale', [0., -0.3])
+def test_any_scale(scale):
+    """A scale that is not positive is unusual, but is computed, also where the reference is taken."""
+    q, k, v, table_x, table_y, gain = make_inputs((2, 3))
+    q.requires_grad_()
+
+    def second(backend):
+        out = sape2_attention(
+            q, k, v, table_x, table_y, (2, 3), num_prefix_tokens=1, scale=scale, bias_scale=gain, backend=backend)
+        first, = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return out, *torch.autograd.grad(first.square().sum(), q)
+
+    bias = sape2_bias(q, k, table_x, table_y, (2, 3), num_prefix_tokens=1)
+    expected = (scale * q @ k.mT + gain.view(-1, 1, 1) * bias).softmax(dim=-1) @ v
+    found = [second(backend) for backend in ('torch', 'reference')]
+    for out, gradient in found:
+        assert_near(out, expected, 1e-10)
+        assert_near(gradient, found[1][1], 1e-10)
+
+
 def test_vmap_over_the_functional_api():
     """Each argument may be mapped over, the tables alone as well as everything."""
     sets = [make_inputs((2, 3), dim=4, seed=seed) for seed in range(3)]

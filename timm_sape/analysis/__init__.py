@@ -1,6 +1,6 @@
 """Show and measure the effect of position in a model. Functions return data; `figures` draws it."""
 from .maps import LayerMaps, PositionMaps, attention_distance, position_maps, similarity
-from .probe import ProbeRow, awaken_encodings, probe, randomize_encodings
+from .probe import ProbeRow, probe, randomize_encodings
 from .pshap import PositionShap, attributions, position_shap, shuffle_patches
 from .separation import Separation, separation
 
@@ -12,7 +12,6 @@ __all__ = [
     'Separation',
     'attention_distance',
     'attributions',
-    'awaken_encodings',
     'position_maps',
     'position_shap',
     'probe',

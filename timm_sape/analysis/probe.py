@@ -16,7 +16,6 @@ parameters are all zero, or an image that is its own mirror image, gives no chan
   rows; the y bias does. When columns are exchanged, as in a shift to the right or a mirror, it is the other way round.
 """
 import math
-import warnings
 from copy import deepcopy
 from typing import Callable, Dict, List, NamedTuple, Tuple
 
@@ -32,7 +31,7 @@ from .inputs import patch_size_of
 from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import shuffle_patches
 
-__all__ = ['ProbeRow', 'awaken_encodings', 'probe', 'randomize_encodings']
+__all__ = ['ProbeRow', 'probe', 'randomize_encodings']
 
 EXACT = 1e-9  # relative changes up to this are rounding errors of float64
 VISIBLE = 1e-6  # relative changes above this are real
@@ -71,12 +70,6 @@ def randomize_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> No
     for encoding in model.position_encodings().values():
         for parameter in encoding.parameters():
             parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
-
-
-def awaken_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> None:
-    """Deprecated name of `randomize_encodings`."""
-    warnings.warn('awaken_encodings is now called randomize_encodings.', DeprecationWarning, stacklevel=2)
-    randomize_encodings(model, std, seed)
 
 
 @torch.no_grad()

@@ -79,6 +79,10 @@ def _adapt(args: argparse.Namespace) -> int:
                 f'{args.model}: {measure}; 95 % Wilson intervals; differences from {own} with intervals of the pairs, '
                 f'all of a size right in 95 % of cases; {measured_on(args, found.rows[0]["num_images"])}')
             print(table, notes, sep='\n\n', end='\n\n')
+            if found.measure == 'agreement' and found.classes_at_home == 1:
+                print(
+                    f'timm-sape: {args.model} predicts one class for all images at {found.home}, so agreement says '
+                    'little; give images of several classes, and a trained model', file=sys.stderr)
             for size in sizes:
                 print(f'{size[0]}x{size[1]}: {_decision(chosen_row(found, size), own, bool(others))}')
             if args.table is not None:

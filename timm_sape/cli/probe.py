@@ -28,7 +28,6 @@ if there is a theorem; then verdict is pass or fail. The exit code is 1 if a the
     parser.add_argument(
         '--randomize', action='store_true',
         help='randomize the parameters of encodings; those that are initialized to zero have no effect otherwise')
-    parser.add_argument('--awaken', dest='randomize', action='store_true', help=argparse.SUPPRESS)  # deprecated
     parser.add_argument('--seed', type=int, default=0, help='of weights, noise and permutations (default: %(default)s)')
     add_output_options(parser)
 

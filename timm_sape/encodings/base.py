@@ -39,14 +39,15 @@ folder's `__init__.py`. Which base class?
 """
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
 from timm.layers import trunc_normal_
 
 from .. import ops
-from ..grid import Grid
+from ..checks import is_integer
+from ..grid import MAX_SIDE, Grid, is_grid_size
 
 __all__ = [
     'BlockRotaryEncoding',
@@ -122,7 +123,7 @@ class PositionEncoding(nn.Module):
             for no gate.
 
     Raises:
-        ValueError: If the heads do not divide D, or the grid is not a pair; subclasses add their own.
+        ValueError: If the heads do not divide D, or the grid is not a pair of sizes; subclasses add their own.
     """
     name: str = ''  #: The name it is registered under.
     per_layer: bool = True  #: One instance per attention layer. False: one for the whole model.
@@ -149,7 +150,6 @@ class PositionEncoding(nn.Module):
     #: Whether computing it for few patches of a large grid costs little, because it does so for the kept ones alone, or
     #: makes at most a row for each patch. If not, such patches are refused by `Grid.check_density`.
     skips_dropped: bool = False
-    scales_logits: bool = False  #: Whether `logit_factor` is called.
     paper: str = ''  #: Link to the source.
 
     #: Where each hook acts. `attend` only computes `content_bias` in another way, so it has no entry.
@@ -180,9 +180,9 @@ class PositionEncoding(nn.Module):
             dtype=None,
     ) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f'dim={dim} is not divisible by num_heads={num_heads}. Choose another num_heads.')
-        if not isinstance(grid_size, Sequence) or len(grid_size) != 2:
+        if not (is_integer(dim, 1) and is_integer(num_heads, 1)) or dim % num_heads:
+            raise ValueError(f'dim={dim!r} is not divisible by num_heads={num_heads!r}. Choose another num_heads.')
+        if not is_grid_size(grid_size):
             raise ValueError(f'grid_size must be (H, W) in patches, got {grid_size!r}.')
         self.dim = dim
         self.num_heads = num_heads
@@ -248,6 +248,11 @@ class PositionEncoding(nn.Module):
         """Whether the encoding acts through this hook."""
         return getattr(cls, hook) is not getattr(PositionEncoding, hook)
 
+    @property
+    def scales_logits(self) -> bool:
+        """Whether `logit_factor` may return anything but None."""
+        return self.overrides('logit_factor')
+
     @classmethod
     def acts_on(cls) -> Tuple[str, ...]:
         """The places where it acts, in words."""
@@ -307,7 +312,8 @@ class PositionEncoding(nn.Module):
             grid: The grid.
 
         Returns:
-            Both, in their own dtypes. Prefix tokens have no place, so they are not turned by one.
+            Both, in their own dtypes. Prefix tokens have no position, so only matrices that do not depend on position
+            multiply them.
         """
         raise NotImplementedError
 
@@ -419,7 +425,7 @@ class PositionEncoding(nn.Module):
     def logit_factor(self, grid: Grid) -> Union[None, float, torch.Tensor]:
         """What q.k is multiplied by on another grid than the trained one, in addition to the scale.
 
-        No hook that adds anything: a rule for other sizes may need it. Called if `scales_logits` is set.
+        It adds nothing to tokens or logits: it is there for rules for other sizes.
 
         Returns:
             A positive number; a tensor `[]` if sizes are symbolic; None for 1.
@@ -489,9 +495,9 @@ class FixedEncoding(PositionEncoding, ABC):
     def _apply(self, fn, *args, **kwargs):
         # Recompute the table: model.half() would round it, model.double() would not make it more exact, and to_empty()
         # leaves it uninitialized.
-        dtype, was_meta = self.table.dtype, self.table.is_meta
+        before = self.table
         super()._apply(fn, *args, **kwargs)
-        if self.table.dtype != dtype or was_meta and not self.table.is_meta:
+        if self.table is not before and not self.table.is_meta:
             dtype = torch.promote_types(self.table.dtype, torch.float32)
             self.table = self._own_table(self.table.device, dtype)
         return self
@@ -637,7 +643,7 @@ class _SavesGrid(PositionEncoding):
         sizes = state.tolist() if has_numbers else state
         is_pair = isinstance(sizes, list) and len(sizes) == 2
         # The upper bound keeps a damaged file from making us allocate huge tables. NaN fails the comparison.
-        if not is_pair or not all(isinstance(s, (int, float)) and 0.5 < s < 2 ** 14 for s in sizes):
+        if not is_pair or not all(isinstance(s, (int, float)) and 0.5 < s <= MAX_SIDE for s in sizes):
             got = sizes if isinstance(sizes, (list, int, float)) else type(sizes).__name__
             raise ValueError(
                 f'{self.name!r}: the grid saved with its parameters, the entry _extra_state, must be (H, W) in '

@@ -60,7 +60,10 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
                 f'{self.name!r}: ramp must be two numbers of turns, [low, high] with 0 <= low < high, got {ramp!r}.')
         self.ramp = tuple(ramp)
         super().__init__(resolution=resolution, **host)
-        self.scales_logits = self.rule == 'yarn'
+
+    @property
+    def scales_logits(self) -> bool:
+        return self.rule == 'yarn'
 
     @abstractmethod
     def frequency_range(self) -> Tuple[float, float]:

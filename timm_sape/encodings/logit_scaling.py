@@ -31,7 +31,6 @@ class LogitScaling(ReferenceGridEncoding):
     name = 'logit_scaling'
     per_layer = False
     chosen_when_loading = True
-    scales_logits = True
 
     def logit_factor(self, grid: Grid) -> Union[None, float, torch.Tensor]:
         if self.rescaling(grid) is None:

@@ -69,6 +69,10 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
                         f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
+        if cls.overrides('attend') and not cls.overrides('content_bias'):
+            raise ValueError(
+                f"Encoding {name!r} overrides 'attend', which only computes the bias of 'content_bias' in another way. "
+                "Override 'content_bias' as well.")
         _check_methods(name, cls)
         missing = sorted(getattr(cls, '__abstractmethods__', ()))
         if missing:
@@ -100,6 +104,9 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                     'Choose another name.')
         cls.name = name
         _describe_inherited_keywords(cls)
+        for old in [*names, *(alias for alias, of in _aliases.items() if of == name)]:  # of the same class, run before
+            _encodings.pop(old, None)
+            _aliases.pop(old, None)
         _encodings[name] = cls
         _aliases.update({alias: name for alias in aliases})
         return cls
@@ -137,7 +144,7 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
                 f'Encoding {name!r}: the model cannot call {cls.__name__}.{hook} ({e}). Write '
                 f'def {hook}({", ".join([*(parameter.name for parameter in given), *asked])}).') from None
     names = cls.__init__.__code__.co_names if '__init__' in vars(cls) else ()
-    sets = any('reset' in word or word.endswith('_') and not word.endswith('__') for word in names)  # such as zeros_
+    sets = any(re.search(r'reset|^_?init_|[^_]_$', word) for word in names)  # such as init_weights, zeros_
     if 'empty' in names and not sets:
         raise ValueError(
             f'Encoding {name!r}: the constructor of {cls.__name__} makes a parameter by torch.empty, which holds '

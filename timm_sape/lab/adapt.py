@@ -13,7 +13,7 @@ from ..grafting import graft
 from ..host import PosEncModel
 from .evaluate import predict, wilson_interval
 from .intervals import paired_interval
-from .rules import own_rule, rules_of, trained_grid
+from .rules import distinct_rules, own_rule, rules_of, trained_grid
 from .sweep import check_memory, check_sizes
 from .tables import markdown
 
@@ -30,12 +30,14 @@ class Adapted(NamedTuple):
         measure: 'top1', or 'agreement' with the model's own predictions.
         home: The size of these predictions, in words: '32x32, where it was trained', or '32x32, its own size'.
         at_home: The score there, in percent.
+        classes_at_home: How many classes the model predicts there, for all images together.
         chosen: The arguments of `load_model` that choose the rule to use, by size.
     """
     rows: List[Dict[str, Any]]
     measure: str
     home: str
     at_home: float
+    classes_at_home: int
     chosen: Dict[Size, Dict[str, Any]]
 
 
@@ -98,7 +100,8 @@ def adapt(
         sizes: (height, width) in pixels.
         name: What messages call the model. Default: `spec`.
         agreement: Ignore labels, for images whose classes are not those of the model.
-        rules: Names of rules to try besides the default, as `rules_of` has them. Default: all.
+        rules: Names of rules to try besides the default, as `rules_of` has them. Default: all. Of two that do the same
+            at a size, 'slopes' and 'rescale' at the trained aspect ratio, one is tried.
         batch_size: Images in a batch.
         num_images: How many images to draw, the same for all rules. None uses all.
         workers: Processes that load images.
@@ -151,11 +154,14 @@ def adapt(
     del model
 
     rows, chosen = [], {}
-    confidence = 1 - 0.05 / max(len(choices) - 1, 1)
+    tried = {size: distinct_rules(choices, default, size, home) for size in sizes}
+    total = sum(map(len, tried.values()))
     for size in sizes:
         baseline, of_size = None, []
-        for rule, kwargs in choices.items():
-            what = f'{name} {rule} {size[0]}x{size[1]} ({len(rows) + len(of_size) + 1}/{len(sizes) * len(choices)})'
+        confidence = 1 - 0.05 / max(len(tried[size]) - 1, 1)
+        for rule in tried[size]:
+            kwargs = choices[rule]
+            what = f'{name} {rule} {size[0]}x{size[1]} ({len(rows) + len(of_size) + 1}/{total})'
             predicted, found = run(load_model(spec, img_size=size, **kwargs), size, what)
             correct = predicted == targets
             baseline = correct if baseline is None else baseline
@@ -186,7 +192,7 @@ def adapt(
         row['chosen'] = True
         chosen[size] = choices[row['rule']]
         rows += of_size
-    return Adapted(rows, rows[0]['measure'], where, round(at_home, 3), chosen)
+    return Adapted(rows, rows[0]['measure'], where, round(at_home, 3), len(predicted.unique()), chosen)
 
 
 def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int, name: str, where: str) -> None:

@@ -8,7 +8,6 @@ import gc
 import re
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Callable, ContextManager, Dict, Iterator, List, Optional, Sequence
 
@@ -21,6 +20,7 @@ from timm.optim import create_optimizer_v2
 from ..encodings import get_encoding, list_encodings
 from ..ops.backend import using_backend
 from ..vit_pos_enc import VisionTransformerPosEnc
+from .machine import now
 
 __all__ = ['DEFAULT_SETTINGS', 'SETTINGS', 'bench_encodings', 'cost_table', 'default_pos_encs']
 
@@ -126,13 +126,9 @@ class Runner:
 
 
 def timed(fn: Callable[[], None], device: torch.device) -> float:
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = now(device)
     fn()
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return now(device) - start
 
 
 def _proc_status(field: str) -> float:

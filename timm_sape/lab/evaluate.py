@@ -1,5 +1,4 @@
 """Run a model on labelled images and compute accuracy, calibration and tests from its predictions."""
-import time
 from typing import Iterable, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
@@ -8,6 +7,7 @@ from scipy.stats import binomtest
 from tqdm import tqdm
 
 from ..analysis.inputs import check_classes
+from .machine import now
 
 __all__ = [
     'Accuracy',
@@ -97,9 +97,9 @@ def predict(
             shape = images.shape
         try:
             with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                start = _now(device)
+                start = now(device)
                 out = model(images)
-                times.append(_now(device) - start)
+                times.append(now(device) - start)
         except torch.OutOfMemoryError as e:
             raise ValueError(
                 f'A batch of {list(shape)} does not fit into the memory of {device}. Use a smaller batch size.') from e
@@ -112,12 +112,6 @@ def predict(
     counted = slice(1 if len(times) > 1 else 0, None)
     seconds = sum(times[counted])
     return Predictions(torch.cat(logits), torch.cat(labels), seconds, sum(counts[counted]) / max(seconds, 1e-9))
-
-
-def _now(device: torch.device) -> float:
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -3,6 +3,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Optional
 
@@ -11,7 +12,7 @@ import torch
 
 import timm_sape
 
-__all__ = ['about', 'commit', 'hardware', 'memory_size']
+__all__ = ['about', 'commit', 'hardware', 'memory_size', 'now']
 
 
 def hardware(device: torch.device) -> str:
@@ -21,6 +22,13 @@ def hardware(device: torch.device) -> str:
     cpuinfo = Path('/proc/cpuinfo')
     found = re.search(r'model name\s*: (.*)', cpuinfo.read_text()) if cpuinfo.exists() else None
     return f'{found[1] if found else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads'
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done all its work."""
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def memory_size() -> Optional[int]:

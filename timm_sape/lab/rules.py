@@ -1,12 +1,12 @@
 """The rules that a model has for other sizes than the trained one, by name."""
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch.nn as nn
 
 from ..encodings import LOGIT_SCALINGS, get_encoding, list_encodings
 from ..host import PosEncModel
 
-__all__ = ['own_rule', 'rules_of', 'trained_grid']
+__all__ = ['distinct_rules', 'own_rule', 'rules_of', 'trained_grid']
 
 Case = Tuple[Dict[str, str], str]  # the rule of each encoding that has several, and the scaling of the logits
 Parts = Dict[str, Tuple[str, ...]]  # the rules of each encoding that has several
@@ -45,6 +45,29 @@ def rules_of(model: nn.Module, only: Optional[Sequence[str]] = None, name: str =
     if not kept:
         raise ValueError(f'{name or "The model"} has none of the rules {", ".join(only)}. It has {", ".join(found)}.')
     return kept
+
+
+def distinct_rules(
+        rules: Iterable[str],
+        default: str,
+        size: Tuple[int, int],
+        trained_size: Tuple[int, int],
+) -> List[str]:
+    """Without those that do the same at a size as another: 'slopes' is 'rescale' at the trained aspect ratio.
+
+    Args:
+        rules: Names, as `rules_of` has them.
+        default: The one of them to keep in any case.
+        size: (height, width).
+        trained_size: (height, width), in the same unit.
+    """
+    rules = list(rules)
+    if size[0] * trained_size[1] != size[1] * trained_size[0]:
+        return rules
+    found = {}
+    for rule in sorted(rules, key=lambda rule: (rule != default, 'slopes' in rule)):
+        found.setdefault(rule.replace('slopes', 'rescale'), rule)
+    return [rule for rule in rules if rule in found.values()]
 
 
 def own_rule(model: nn.Module) -> str:
@@ -117,8 +140,10 @@ def _check_known(name: str) -> None:
     rule = name.partition('+')[0]
     known = {each for part in list_encodings() for each in get_encoding(part).rules} | {'own'}
     if '=' in rule:
-        for pair in rule.split(','):
-            part, _, each = pair.partition('=')
+        pairs = [pair.partition('=') for pair in rule.split(',')]
+        for part, _, each in pairs:
+            if [other for other, *_ in pairs].count(part) > 1:
+                raise ValueError(f'{name!r} has two rules of {part}. Name one.')
             rules = get_encoding(part).rules
             if each not in rules:
                 raise ValueError(f'{part} has no rule {each!r}. It has {", ".join(rules) or "a single one, own"}.')

@@ -14,7 +14,7 @@ __all__ = ['attend', 'check_mask', 'merge_masks', 'probabilities']
 
 
 def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> None:
-    """Check that a mask is a tensor on the device of the tokens, and broadcastable to the logits.
+    """Check that a mask is a tensor of bool or float on the device of the tokens, and broadcastable to the logits.
 
     Args:
         attn_mask: What should be a mask, additive or bool.
@@ -22,13 +22,17 @@ def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> No
         device: Where the tokens are.
 
     Raises:
-        ValueError: If it is no tensor, on another device, or not broadcastable to `[B, h, N, N]`.
+        ValueError: If it is no tensor, on another device, of integers, or not broadcastable to `[B, h, N, N]`.
     """
     if not isinstance(attn_mask, torch.Tensor) or attn_mask.device != device:
         got = f'one on {attn_mask.device}' if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
         raise ValueError(
             f'attn_mask must be a tensor on {device}, bool (True where attention is allowed) or float (added), got '
             f'{got}.')
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(
+            f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
+            'Use attn_mask.bool() for a mask of zeros and ones.')
     sizes = zip(reversed(attn_mask.shape), reversed(shape))
     wrong = [size for size, full in sizes if type(size) is type(full) is int and size not in (1, full)]
     if wrong or not 2 <= attn_mask.ndim <= 4:
@@ -47,21 +51,14 @@ def merge_masks(
 
     Args:
         bias: Additive, broadcastable to `[B, h, N, N]`.
-        attn_mask: Additive, or bool with True where attention is allowed; broadcastable likewise.
+        attn_mask: As `check_mask` lets it pass; broadcastable likewise.
         is_causal: Mask out all later tokens.
         num_tokens: N.
         device: Device of the causal mask, unless there is an `attn_mask`, whose device it then has.
 
     Returns:
         Additive if a bias or an additive mask is given, else bool, else None.
-
-    Raises:
-        ValueError: If the mask is neither bool nor float.
     """
-    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise ValueError(
-            f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
-            'Use attn_mask.bool() for a mask of zeros and ones.')
     if is_causal:
         device = device if attn_mask is None else attn_mask.device
         causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
@@ -147,7 +144,7 @@ def probabilities(
         `[B, h, N, N]`, in the dtype of the logits.
     """
     # Multiplying by a power of two is exact. So channels that hold the high and the low part of a number stay exact.
-    exact = 2.0 ** round(math.log2(scale))
+    exact = 2.0 ** round(math.log2(abs(scale))) if scale else 1.0
     additive = mask is not None and mask.dtype != torch.bool
     dtype = torch.promote_types(q.dtype, mask.dtype) if additive else q.dtype
     with no_autocast(q) if additive else nullcontext():

@@ -1,4 +1,4 @@
-"""What the operators for SaPE2's codes, in PyTorch and in Triton, share: arguments, shapes, autograd, FLOP counts."""
+"""What the operators for SaPE2's codes, in PyTorch, C++ and Triton, share: arguments, shapes, autograd, FLOP counts."""
 from functools import partial
 from typing import Callable, Tuple
 

@@ -1,4 +1,4 @@
-"""What the operators for attention with distances, in PyTorch and in Triton, share: reference and FLOP counts."""
+"""What the operators for attention with distances, in PyTorch, C++ and Triton, share: reference and FLOP counts."""
 from functools import partial
 from typing import Callable
 

@@ -48,7 +48,8 @@ def cayley(s: torch.Tensor) -> torch.Tensor:
     one = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     if not torch.onnx.is_in_onnx_export():
         return torch.linalg.solve(one + s, one - s)  # the factors commute
-    # Gauss and Jordan's elimination. As s is skew-symmetric, no pivot is less than 1.
+    # Gauss and Jordan's elimination. As s is skew-symmetric, no pivot is less than 1. In float32 the error of 64 x 64
+    # matrices is 4e-5 for entries of 10, 4e-3 for entries of 1,000, and there are NaNs from 10^4 on.
     found = torch.cat([one + s, one - s], dim=-1)
     for i in range(s.shape[-1]):
         row = found[..., i:i + 1, :] / found[..., i:i + 1, i:i + 1]

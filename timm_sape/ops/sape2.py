@@ -1,4 +1,4 @@
-"""SaPE2's bias, and attention with it. This is the one place that chooses between reference, torch and triton."""
+"""SaPE2's bias, and attention with it. The one place that chooses the backend."""
 from typing import Callable, List, Optional, Tuple, Union
 
 import torch

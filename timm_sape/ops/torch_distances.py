@@ -10,9 +10,9 @@ pairs are taken out and summed as r * (w_i - w_j). If there are many, everything
 devices than the CPU do not count the pairs, and treat them as many.
 
 The gain's gradient is the sum of G D, whose terms have both signs. G carries the rounding error of the logits. With a
-head dim of 256 logits reach hundreds, and in float32 that gradient can be off by 1e-3 where it is 1. As the reference's
-it is off by at most 4 eps max(1, |logit|) sum(p (|dp| + |delta|) D), where p are the probabilities, dp their gradients,
-and delta = sum(p dp) over a row.
+head dim of 256 logits reach hundreds, and in float32 that gradient can be off by 1e-3 where it is 1. Like the
+reference's, its error is at most 4 eps max(1, |logit|) sum(p (|dp| + |delta|) D), where p are the probabilities, dp
+their gradients, and delta = sum(p dp) over a row.
 """
 import math
 from typing import Iterator, NamedTuple, Tuple, Union
