@@ -157,7 +157,7 @@ def graft(
     grafted.load_state_dict(weights, strict=False)
 
     # copy what is not in a state dict
-    flags = {name: torch.full_like(p, p.requires_grad, device='cpu') for name, p in model.named_parameters()}
+    flags = {name: torch.tensor(float(p.requires_grad)).expand(p.shape) for name, p in model.named_parameters()}
     flags = _renamed(flags, grafted)
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
@@ -465,10 +465,10 @@ class _Builder:
         """What timm's builder calls for the model."""
         self.arguments = arguments
         self.is_eva = is_model_in_modules(self.base, ('eva',)) and not arguments.get('use_naflex')
-        model = self._build_base(self.load_base, self.cfg)
+        model = self._build(self.load_base, self.cfg)
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
             self.arguments = {**arguments, 'use_naflex': True}
-            model = self._build_base(self.load_base, self.cfg)
+            model = self._build(self.load_base, self.cfg)
         return _adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
 
@@ -491,9 +491,9 @@ class _Builder:
     def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
         """The base with these weights and their numbers of classes and input channels, which timm adapts later."""
         source = replace(self.cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
-        return self._build_base(True, source, left_out=('num_classes', 'in_chans'))
+        return self._build(True, source, left_out=('num_classes', 'in_chans'))
 
-    def _build_base(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
+    def _build(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
         arguments = {key: value for key, value in self.arguments.items() if key not in left_out}
         if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
             # what it is converted to takes images of any size, but its own class does not

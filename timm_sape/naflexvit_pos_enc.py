@@ -356,17 +356,17 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
                 f'{self.embeds.in_chans} channels. For patches [B, K, ph, pw, C] of other sizes create the model with '
                 'enable_patch_interpolator=True.')
         shape = tuple(x.shape[:2])
-        _check_shape('patch_coord', coord, (*shape, 2), 'integers', x.device)
+        _check_tensor('patch_coord', coord, (*shape, 2), 'integers', x.device)
         if valid is not None:
-            _check_shape('patch_valid', valid, shape, 'bool or integers', x.device)
+            _check_tensor('patch_valid', valid, shape, 'bool or integers', x.device)
             if not valid.bool().any(dim=1).all():
                 raise ValueError(
                     'patch_valid is False for all patches of image '
                     f'{int((~valid.bool().any(dim=1)).nonzero()[0])} of the batch. Leave such images out.')
         if grid_size is not None:
-            _check_shape('grid_size', grid_size, (shape[0], 2), 'integers')
+            _check_tensor('grid_size', grid_size, (shape[0], 2), 'integers')
         if object_index is not None:
-            _check_shape('object_index', object_index, shape, 'integers', x.device)
+            _check_tensor('object_index', object_index, shape, 'integers', x.device)
 
     def forward(
             self,
@@ -525,7 +525,7 @@ def _from_dict(
     return x['patches'], {name: given if x.get(name) is None else x[name] for name, given in arguments.items()}
 
 
-def _check_shape(
+def _check_tensor(
         name: str,
         tensor: Any,
         shape: Tuple[int, ...],
