@@ -1,6 +1,7 @@
 """The figures in the documents are those that were measured. As a script, prints the encodings' table."""
 import csv
 import itertools
+import json
 import operator
 import re
 import shutil
@@ -531,12 +532,24 @@ def test_grafts_at_other_sizes():
             else:
                 grafts[base, name, size] = float(gain)
     assert grafts.keys() == set(itertools.product(
-        ('APE', 'sincos2d', 'RoPE-2D'), ('fire', 'cpb', 'pape', 'sape2_k'), (32, 48, 64, 96, 128)))
+        ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed'), ('fire', 'cpb', 'pape', 'sape2_k'), (32, 48, 64, 96, 128)))
     for sizes, what in (((48, 64, 96, 128), 'at larger sizes'), ((32,), 'at 32 px')):
         largest = max(abs(gain) for (*_, size), gain in grafts.items() if size in sizes)
         assert f'{largest:.1f} points {what}' in prose(ANSWERS)
     for size in (32, 96):
         assert f'{min(trained[size]):+.1f} to {max(trained[size]):+.1f} at {size} px' in prose(ANSWERS)
+    lines = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.jsonl').read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    moved = {}  # what a graft adds to the logits, means over seeds; of the last layer it is 0
+    for base, name in {(base, name) for base, name, _ in grafts}:
+        layers = [line['layers'][:-1] for line in lines if (line['base'], line['model']) == (base, name)]
+        assert len(layers) == 3
+        moved.setdefault(name, []).extend(
+            statistics.mean(each['spread'] for each in layer) for layer in zip(*layers))
+    for names, what in ((('fire', 'cpb'), 'of a patch'), (('sape2_k',), 'SaPE2(K)'), (('pape',), 'PaPE')):
+        values = [value for name in names for value in moved[name]]
+        low, high = (f'{value:.2f}'.removeprefix('0') for value in (min(values), max(values)))
+        assert f'{what} by {low} to {high}' in prose(ANSWERS)
 
 
 def test_figures_in_docs():
