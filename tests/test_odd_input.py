@@ -86,6 +86,16 @@ def test_masks_of_a_model():
             odd.attempt(model, x, attn_mask=mask)
 
 
+def test_integers_as_a_mask_of_a_layer():
+    """A layer that is called without its model refuses them, too: zeros and ones would be added to the logits."""
+    block = timm.create_model('test_vit_nope').blocks[0]
+    x = torch.randn(1, 5, block.attn.qkv.in_features)
+    assert torch.equal(block(x, attn_mask=torch.ones(5, 5, dtype=torch.bool)), block(x))
+    for call in (block, block.attn):
+        with pytest.raises(ValueError, match=r'got torch.int64. Use attn_mask.bool\(\) for a mask of zeros and ones'):
+            call(x, attn_mask=torch.ones(5, 5, dtype=torch.int64))
+
+
 @pytest.mark.parametrize('change, message', [
     (lambda state: 'text', 'is a str. Entries must be tensors'),
     (lambda state: torch.zeros(3, 3), 'cannot be adapted|does not fit'),

@@ -29,15 +29,19 @@ def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> No
         raise ValueError(
             f'attn_mask must be a tensor on {device}, bool (True where attention is allowed) or float (added), got '
             f'{got}.')
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise ValueError(
-            f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
-            'Use attn_mask.bool() for a mask of zeros and ones.')
+    _check_dtype(attn_mask)
     sizes = zip(reversed(attn_mask.shape), reversed(shape))
     wrong = [size for size, full in sizes if type(size) is type(full) is int and size not in (1, full)]
     if wrong or not 2 <= attn_mask.ndim <= 4:
         raise ValueError(
             f'attn_mask must be broadcastable to [B, h, N, N] = {list(shape)}, got {list(attn_mask.shape)}.')
+
+
+def _check_dtype(attn_mask: torch.Tensor) -> None:
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(
+            f'attn_mask must be bool (True where attention is allowed) or float (added), got {attn_mask.dtype}. '
+            'Use attn_mask.bool() for a mask of zeros and ones.')
 
 
 def merge_masks(
@@ -51,14 +55,19 @@ def merge_masks(
 
     Args:
         bias: Additive, broadcastable to `[B, h, N, N]`.
-        attn_mask: As `check_mask` lets it pass; broadcastable likewise.
+        attn_mask: Additive, or bool with True where attention is allowed; broadcastable likewise.
         is_causal: Mask out all later tokens.
         num_tokens: N.
         device: Device of the causal mask, unless there is an `attn_mask`, whose device it then has.
 
     Returns:
         Additive if a bias or an additive mask is given, else bool, else None.
+
+    Raises:
+        ValueError: If the mask is neither bool nor float.
     """
+    if attn_mask is not None:  # a layer may be called without its model
+        _check_dtype(attn_mask)
     if is_causal:
         device = device if attn_mask is None else attn_mask.device
         causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
