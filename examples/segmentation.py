@@ -12,8 +12,8 @@ union (mIoU) of patches, in percent. Models are tested at their own size and at 
 The layer and, at twice the size, the rule for other sizes are chosen on held_out/ for each model, and tested on test/.
 `place` is how much of the variance of these features is between places, whatever the image shows, in percent.
 
-For comparison, `pixels` are the numbers of a patch without any model. The command continues where it stopped. It writes
-OUTPUT.csv, a row for each model and size, and OUTPUT.md.
+For comparison, `pixels` are the numbers of a patch without any model. The command writes OUTPUT.csv, a row for each
+model and size, and OUTPUT.md. It continues where it stopped; start it once at a time.
 """
 import argparse
 import csv
@@ -158,7 +158,7 @@ def measure(spec, data_dir, only_pixels=False):
 
 
 def counted(values):
-    return ', '.join(dict.fromkeys(str(value) for value in sorted(values)))
+    return ', '.join(sorted(set(map(str, values))))
 
 
 def show(rows, baseline):

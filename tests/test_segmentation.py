@@ -123,6 +123,12 @@ def test_the_probe_is_least_squares_and_place_is_the_share_between_places(exampl
 
 def test_it_finds_what_is_there_and_continues(example, start, made, monkeypatch, capsys):
     start('--models', 'APE')
+    whole = (made / 'maps.csv').read_text()
+    (made / 'maps.csv').write_text(''.join(whole.splitlines(keepends=True)[:-2]))  # as if it had stopped before seed 2
+    start('--models', 'APE')
+    assert (made / 'maps.csv').read_text() == whole
+    capsys.readouterr()
+    start('--models', 'APE')
     first = read(made)
     assert [(row['model'], row['seed'], row['size']) for row in first] == [
         ('pixels', '', '32'), ('pixels', '', '64'),
