@@ -135,11 +135,23 @@ def choosing():
          f'accuracy above chance that is kept, minus that of `ape`, in points: {difference(subtract(*larger), 1)}'],
         ['start from a pretrained backbone', "the backbone's own encoding",
          f'top-1 with `rope2d` grafted and fine-tuned, minus that without: {grafted}; no gain is shown'],
-        ['get maps of features for dense tasks', 'no advice yet', 'no dense task has been measured'],
+        ['segment by maps of features', '`ape`',
+         f'mIoU of a linear map on frozen features, minus that of `ape`: {dense()}'],
         ['add no cost', '`ape`, `sincos2d`',
          f'a training step over that of `ape`: `sincos2d` {steps["sincos2d"]}, `rope2d` {steps["rope2d"]}, '
          f'`sape2_k` {steps["sape2_k"]}'],
     ])
+
+
+def dense():
+    """How far models are behind APE in segmentation at their own size, in words."""
+    rows = [row for row in read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.csv') if row['size'] == '32']
+    ape = values_of(rows, 'APE', 'miou')
+    found = []
+    for model, name in (('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`')):
+        values = values_of(rows, model, 'miou')
+        found.append(f'{name} {difference(subtract(values, ape), 1)}')
+    return ', '.join(found)
 
 
 def kept(model, rule, size):

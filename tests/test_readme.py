@@ -511,6 +511,26 @@ def test_what_is_left_at_other_sizes():
     assert sum(rule.endswith('+log') for rule in chosen) > len(chosen) / 2
 
 
+def test_segmentation():
+    """All that is said of maps of features: means, differences from APE and whether they are shown, at both sizes."""
+    text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text()
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
+        if len(cells) >= 8 and cells[1].endswith(' px'):
+            found[cells[0], cells[1]] = cells[3:8]
+    section = prose(ANSWERS).partition('## Which encoding gives the best maps of features?')[2].partition('## ')[0]
+    assert f'APE has {found["APE", "32 px"][0]} %' in section
+    for model, words in (('none', 'no encoding'), ('RoPE-2D mixed',) * 2, ('RoPE-2D',) * 2):
+        _, gain, pairs, apart, shown = found[model, '32 px']
+        verdict = {'yes': 'shown', 'no': 'not shown'}[shown]
+        assert f'{words} {gain}, with intervals {pairs} and {apart} ({verdict})' in section
+        assert gain.startswith('-')  # APE has the highest mean
+    gains = [found[model, '64 px'][1] for model in ('none', 'RoPE-2D mixed', 'RoPE-2D')]
+    assert 'At 64 px they are {}, {} and {}'.format(*gains) in section
+    assert f'pixels of a patch {found["pixels", "32 px"][0]} %' in section
+
+
 def test_pages_know_the_reference_table():
     rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
     for row in rows:
