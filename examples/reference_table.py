@@ -37,6 +37,7 @@ from timm_sape.analysis.inputs import load_images, load_model, open_dataset, pre
 from timm_sape.lab.experiment import (
     ARCHIVE,
     archive_runs,
+    check_splits,
     load_plan,
     make_slots,
     notes_of,
@@ -45,7 +46,6 @@ from timm_sape.lab.experiment import (
     rows_of,
     run_all,
     script_options,
-    split_folder,
     summary_table,
     trained_with,
 )
@@ -133,10 +133,7 @@ def tell(line):
 def train(args):
     """Train and measure model by model. Returns the number of runs that did not finish."""
     plan = load_plan(args.plan, script_options(args.script))
-    for split in ('train', 'held_out', 'test'):
-        if split_folder(args.data_dir, split) is None:  # train.py would take all images below the folder instead
-            raise ValueError(
-                f'{args.data_dir} has no folder {split!r}; `timm-sape data cifar10-subset --held-out N` writes all')
+    check_splits(('train', 'held_out', 'test'), args.data_dir)
     slots = make_slots(plan.runs[0].config['device'], args.jobs)
     options = dict(script=args.script, data_dir=args.data_dir, slots=slots, tell=tell)
     failed = 0

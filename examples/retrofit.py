@@ -52,7 +52,7 @@ from timm_sape.analysis.figures import new_figure
 from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
 from timm_sape.analysis.maps import logits_of, record_calls, watched_module
 from timm_sape.lab.evaluate import predict, top_k_correct
-from timm_sape.lab.experiment import images_in, lock, refuse_other_images, trained_models, write_text
+from timm_sape.lab.experiment import check_splits, images_in, lock, refuse_other_images, trained_models, write_text
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
@@ -207,11 +207,8 @@ def measure(run, name, args, own_size):
 
 def settings_of(args, trained):
     """All that the lines of a folder must agree in."""
+    check_splits(SPLITS, Path(args.data_dir))
     images = images_in(SPLITS, Path(args.data_dir))
-    for split in SPLITS:
-        if split not in images:
-            raise ValueError(
-                f'{args.data_dir} has no folder {split!r}; `timm-sape data cifar10-subset --held-out N` writes all')
     refuse_other_images(images, args.runs)  # held_out/ would not be held out
     if min(args.epochs, args.num_images, args.choose_images) < 1:
         raise ValueError('--epochs, --num-images and --choose-images must be 1 or more.')

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
-from timm_sape.lab.experiment import images_in, refuse_other_images, trained_models
+from timm_sape.lab.experiment import check_splits, images_in, refuse_other_images, trained_models
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
@@ -201,11 +201,8 @@ def main():
         if path.exists():
             with open(path, newline='') as f:
                 rows = list(csv.DictReader(f))
+        check_splits(IMAGES, Path(args.data_dir))
         images = images_in(IMAGES, Path(args.data_dir))
-        for split in IMAGES:
-            if split not in images:
-                raise ValueError(
-                    f'{args.data_dir} has no folder {split!r}; `timm-sape data cifar10-subset --held-out N` writes all')
         refuse_other_images(images, args.runs)  # test/ might be what they were trained on
         other = next((row for row in rows if row['images'] != images['test']), None)
         if other:

@@ -3,7 +3,7 @@ from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options
 from .records import Trained, lock, trained_models, write_text
 from .report import notes_of, plot_curves, rows_of, summary_table, trained_with
 from .results import archive_runs, read_results
-from .runner import Slot, images_in, make_slots, refuse_begun_otherwise, refuse_other_images, run_all
+from .runner import Slot, check_splits, images_in, make_slots, refuse_begun_otherwise, refuse_other_images, run_all
 from .trial import estimate
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     'Slot',
     'Trained',
     'archive_runs',
+    'check_splits',
     'estimate',
     'images_in',
     'load_plan',

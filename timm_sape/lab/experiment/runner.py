@@ -257,6 +257,14 @@ def images_in(splits: Iterable[str], data_dir: Path) -> Dict[str, str]:
     return found
 
 
+def check_splits(splits: Iterable[str], data_dir: Path) -> None:
+    """Raise ValueError if there is no folder for a split: train.py would take all images below the data's folder."""
+    for split in splits:
+        if split_folder(data_dir, split) is None:
+            raise ValueError(
+                f'{data_dir} has no folder {split!r}; `timm-sape data cifar10-subset --held-out N` writes all')
+
+
 def refuse_other_images(images: Dict[str, str], output: Path) -> None:
     """Raise ValueError if another run of the experiment was trained on different images."""
     trained = {str(path.parent): Record.read(path.parent) for path in sorted(output.glob('*/seed*/run.json'))}
