@@ -75,6 +75,10 @@ MODELS = {  # rows of plan.csv in results/cpu_cifar10; three of them have six se
     'ape': ['APE'], 'cope': ['CoPE+APE'], 'nope': ['none'], 'rope2d': ['RoPE-2D'], 'rope2d_mixed': ['RoPE-2D mixed'],
     'rpb': ['relative bias'], 'sape2_k': ['SaPE2(K)+APE', 'SaPE2(K)'], 'sape2_q': ['SaPE2(Q)+APE'], 'shaw': ['Shaw'],
 }
+VARIANTS = {  # rows of ablations.csv
+    'sape2_q': ['SaPE2(Q)'], 'sape2_qk': ['SaPE2(QK)+APE', 'SaPE2(QK)'],
+    'sape2sq_k': ['K+APE, squared distance', 'K, squared distance'],
+}
 
 
 def read_csv(path):
@@ -85,6 +89,12 @@ def read_csv(path):
 def table(head, rows):
     lines = [head, ['---'] * len(head), *rows]
     return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines)
+
+
+def rows_of_table(text):
+    """The rows of a Markdown table, each by its head."""
+    head, _, *rows = ([cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines())
+    return [dict(zip(head, row)) for row in rows]
 
 
 def values_of(rows, model, key='top1'):
@@ -145,13 +155,11 @@ def choosing():
 
 def dense():
     """How far models are behind APE in segmentation at their own size, in words."""
-    rows = [row for row in read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.csv') if row['size'] == '32']
-    ape = values_of(rows, 'APE', 'miou')
-    found = []
-    for model, name in (('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`')):
-        values = values_of(rows, model, 'miou')
-        found.append(f'{name} {difference(subtract(values, ape), 1)}')
-    return ', '.join(found)
+    text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text(encoding='utf-8')
+    found = {row['model']: row for row in rows_of_table(text.split('\n\n')[1]) if row['size'] == '32 px'}
+    return ', '.join(
+        f'{name} {found[model]["difference"]} {found[model]["corrected, pairs"]}'
+        for model, name in (('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`')))
 
 
 def kept(model, rule, size):
@@ -166,12 +174,17 @@ def subtract(values, others):
     return [values[seed] - others[seed] for seed in values]
 
 
+def reference_table():
+    """The rows of the table of examples/reference_table.py, and the note below it."""
+    *_, text, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
+    return rows_of_table(text), notes
+
+
 def reference():
     """Of the table of examples/reference_table.py the columns that fit on a page, and how far it is."""
-    *_, text, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
-    head, _, *rows = ([cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines())
+    rows, notes = reference_table()
     found = []
-    for row in (dict(zip(head, row)) for row in rows):
+    for row in rows:
         model, pos_enc = row['model'], row['pos_enc'].strip('`')
         page = pos_enc if pos_enc in timm_sape.list_encodings() else None
         found.append([
@@ -433,31 +446,31 @@ def cost_of(name):
 
 
 def accuracy_of(name):
-    three, six = (read_csv(RESULTS / 'cpu_cifar10' / f'{plan}.csv') for plan in ('plan', 'pairs'))
+    three, six, variants = (
+        read_csv(RESULTS / 'cpu_cifar10' / f'{plan}.csv') for plan in ('plan', 'pairs', 'ablations'))
     found = []
-    for model in MODELS.get(name, ()):
-        rows = six if values_of(six, model) else three
+    for model in (*MODELS.get(name, ()), *VARIANTS.get(name, ())):
+        rows = next(rows for rows in (six, three, variants) if values_of(rows, model))
         values = values_of(rows, model)
         found.append([model, len(values), *beside(values, values_of(rows, 'APE'))])
-    head = ['model', 'seeds', 'top-1 (%)', 'difference from APE', 'interval of unpaired runs']
+    head = ['model', 'seeds', 'top-1 (%)', 'difference from APE', 'not paired']
     texts = [
-        'Ten epochs of 10,000 images of CIFAR-10 with a small model, beside APE with the same seeds '
-        '([what this says, and\nwhat it does not](../../results/README.md)):\n\n' + table(head, found)] if found else []
-    rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
-    rates = {
-        row['model']: row['lr'] for row in rows
-        if name in (part.removeprefix('auto_') for part in row['pos_enc'].split('+'))}
-    chosen = []
-    for model, rate in rates.items():
-        values = values_of(rows, model)
-        chosen.append([model, rate.removeprefix('0'), len(values), *beside(values, values_of(rows, 'APE'))])
+        'Ten epochs of 10,000 images of CIFAR-10 with a small model, compared with APE with the same seeds. Each '
+        'interval is\nfor one comparison ([what this says, and what it does not](../../results/README.md)):\n\n'
+        + table(head, found)] if found else []
+    chosen = [
+        row for row in reference_table()[0]
+        if name in (part.removeprefix('auto_') for part in row['pos_enc'].strip('`').split('+'))]
     if chosen:
+        keys = ['model', 'learning rate', 'top-1 (%)', 'difference', 'corrected, pairs', 'corrected, not paired']
         texts.append(
-            'With other seeds, each model at a learning rate chosen for it ([the whole '
-            'table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it)):\n\n'
-            + table([head[0], 'rate', *head[1:]], chosen))
-    return '\n\n'.join(texts) or (
-        'Its accuracy [has not been measured yet](../../results/README.md#what-has-not-been-measured).')
+            'With other seeds, each model at a learning rate chosen for it. Differences are from APE; intervals are '
+            'corrected for the\nnumber of comparisons in [the whole table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
+            + table(keys, [[row[key] for key in keys] for row in chosen]))
+    else:
+        texts.append(
+            'It is not in [the reference table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it) yet.')
+    return '\n\n'.join(texts)
 
 
 # all files

@@ -190,7 +190,7 @@ def test_rates_are_those_of_the_runs():
 
 
 def test_models_at_half_the_rate_are_those_of_the_runs():
-    """Top-1, the difference from APE at that rate, and from the same model by the recipe."""
+    """Top-1, the difference from APE at that rate, and from the same model at the recipe's."""
     half, recipe = top1_of('half_rate'), top1_of('plan')
     page = DETAILS.read_text()
     assert len(half) == len(recipe) == 10
@@ -203,7 +203,7 @@ def test_models_at_half_the_rate_are_those_of_the_runs():
 
 
 def test_ablations_at_half_the_rate_are_those_of_the_runs():
-    """Top-1, the differences from the unchanged model and from APE at that rate, and from the same by the recipe."""
+    """Top-1, the differences from the unchanged model and from APE at that rate, and from the same at the recipe's."""
     half, recipe = top1_of('half_rate_ablations'), top1_of('ablations')
     page = DETAILS.read_text()
     assert len(half) == 7
@@ -329,7 +329,7 @@ def claims():
     return [
         ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
-        ('RoPE-2D mixed comes nearest, by the recipe: {}', ten['RoPE-2D mixed'], ten['APE'], 2, False),
+        ("RoPE-2D mixed comes nearest, at the recipe's rate: {}", ten['RoPE-2D mixed'], ten['APE'], 2, False),
         ('Relative bias is behind APE, {};', ten['relative bias'], ten['APE'], 2, True),
         ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
         ('covers a loss and a gain, six seeds: {}', six[sape2_half], six[ape_half], 2, False),
@@ -338,8 +338,8 @@ def claims():
         ('costs SaPE2(K)+APE far more, {},', rates[f'{sape2}, rate .003'], rates[sape2], 2, True),
         ('than APE, {}.', rates['APE, rate .003'], rates['APE'], 2, True),
         ('to 80 %: {}', digits[f'{sape2}, rate .0005'], digits[sape2], 2, True),
-        ('SaPE2(K)+APE gains more than APE by half the rate, six seeds: {}', *gains, 2, False),
-        ('nor that APE loses anything by it, six seeds: {}', six[ape_half], six['APE'], 2, False),
+        ('SaPE2(K)+APE gains more than APE at half the rate, six seeds: {}', *gains, 2, False),
+        ('nor that APE loses anything there, six seeds: {}', six[ape_half], six['APE'], 2, False),
         ('K minus Q, both with APE: {}', changes[sape2], changes['SaPE2(Q)+APE'], 2, False),
         ('squared distances cost most, {},', changes['K+APE, squared distance'], changes[sape2], 2, True),
         ('then tables that start at .5: {}', changes['K+APE, table .5'], changes[sape2], 2, True),
@@ -449,12 +449,13 @@ def test_advice_is_that_of_the_results():
         for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
     text = 'of `rope2d` takes [{} % longer](docs/cost.md), of `sape2_k` {} %, of `liere` {} %'
     assert text.format(*(more[name] for name in ('rope2d', 'sape2_k', 'liere'))) in README.read_text()
-    assert f'A training step takes {more["sape2_k"]} % longer: [cost](docs/cost.md#sape2)' in README.read_text()
+    text = f'A training step of ViT-S takes {more["sape2_k"]} % longer with `sape2_k` than with `ape`: [cost](docs/cost.md)'
+    assert text in prose(README)
     compiled = {
         f'{float(row["step_ratio"]):.2f}' for end in ('', '_1thread')
         for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')
         if (row['setting'], row['pos_enc'], row['backend']) == ('224/16', 'ape+sape2_k', 'cpp')}
-    assert compiled == {'1.03'} and 'compiles it once; then a step takes 3 % longer' in README.read_text()
+    assert compiled == {'1.03'} and '`ape+sape2_k` takes 3 % longer.' in prose(README)
     rows = read_csv(RESULTS / 'resolutions_cpu.csv')
     top1 = [
         statistics.mean(
@@ -493,17 +494,14 @@ def test_what_is_left_at_other_sizes():
     assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)
     section = (folder / 'retrofit.md').read_text().partition('\n## ')[0]
     found = {base: cells for base, size, *cells in rows_of_retrofit(section) if size == 96}
-    for base in ('FIRE', 'CPB'):
-        gain, pairs, apart, shown = found[base]
-        assert shown == 'yes' and f'{base} {gain} with intervals {pairs} and {apart}' in prose(ANSWERS)
-    gain, *_, shown = found['LookHere, 4 heads']
-    assert shown == 'no' and f'LookHere {gain}, not shown' in prose(ANSWERS)
+    for base in ('FIRE', 'CPB', 'LookHere, 4 heads'):
+        assert f'| {" | ".join((base, *found[base]))} |' in ANSWERS.read_text()
     gain, *_, shown = next(cells for base, size, *cells in rows_of_retrofit(section) if (base, size) == ('FIRE', 32))
     assert shown == 'yes' and f'FIRE is behind at 32 px already, by {gain[1:]}' in prose(ANSWERS)
     reference = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
     shares = [f'{statistics.mean(float(row["pshap"]) for row in reference if row["model"] == model):.2f}'.lstrip('0')
               for model in ('FIRE', 'RoPE-2D')]
-    assert 'P-SHAP {}, RoPE-2D {}'.format(*shares) in prose(ANSWERS)
+    assert 'its Position-SHAP is {}, that of RoPE-2D {}.'.format(*shares) in prose(ANSWERS)
     images = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('test', size))
               for size in ('64', '96', '128')]
     assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(ANSWERS)
@@ -518,17 +516,15 @@ def test_segmentation():
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
         if len(cells) >= 8 and cells[1].endswith(' px'):
-            found[cells[0], cells[1]] = cells[3:8]
-    section = prose(ANSWERS).partition('## Which encoding gives the best maps of features?')[2].partition('## ')[0]
-    assert f'APE has {found["APE", "32 px"][0]} %' in section
-    for model, words in (('none', 'no encoding'), ('RoPE-2D mixed',) * 2, ('RoPE-2D',) * 2):
-        _, gain, pairs, apart, shown = found[model, '32 px']
-        verdict = {'yes': 'shown', 'no': 'not shown'}[shown]
-        assert f'{words} {gain}, with intervals {pairs} and {apart} ({verdict})' in section
-        assert gain.startswith('-')  # APE has the highest mean
-    gains = [found[model, '64 px'][1] for model in ('none', 'RoPE-2D mixed', 'RoPE-2D')]
-    assert 'At 64 px they are {}, {} and {}'.format(*gains) in section
-    assert f'pixels of a patch {found["pixels", "32 px"][0]} %' in section
+            found[cells[0], cells[1]] = cells[2:8]
+    assert '## Which encoding gives the best maps of features? APE has the highest mean' in prose(ANSWERS)
+    models = [model for model, size in found if size == '32 px' and model != 'pixels']
+    assert models[0] == 'APE'  # the best is first
+    for model in models:
+        assert f'| {" | ".join((model, *found[model, "32 px"]))} |' in ANSWERS.read_text()
+    gains = [found[model, '64 px'][2] for model in models[1:]]
+    assert f'At 64 px the differences are {", ".join(gains[:-1])} and {gains[-1]}.' in prose(ANSWERS)
+    assert f'pixels of a patch give {found["pixels", "32 px"][1]} %' in prose(ANSWERS)
 
 
 def test_pages_know_the_reference_table():
@@ -536,7 +532,7 @@ def test_pages_know_the_reference_table():
     for row in rows:
         for name in row['pos_enc'].split('+'):
             page = (DOCS / 'encodings' / f'{name.removeprefix("auto_")}.md').read_text()
-            assert f'| {row["model"]} | ' in page and 'has not been measured yet' not in page, name
+            assert f'| {row["model"]} | ' in page and 'It is not in [the reference table]' not in page, name
 
 
 def test_grafts_at_other_sizes():
@@ -597,7 +593,8 @@ def test_figures_in_docs():
     assert all(grafted == right for _, grafted, right in (naflex, eva, plain)) and naflex[0] == naflex[1]
     text = f'all {naflex[0]} NaFlexVit models of timm, {eva[1]} of {eva[0]} of its Eva models'
     assert text in prose(DOCS / 'grafting.md')
-    assert f'{plain[1]} of {plain[0]} of its plain ViTs with `use_naflex=True`' in prose(DOCS / 'grafting.md')
+    text = f'{plain[1]} of {plain[0]} architectures of `vision_transformer.py` with `use_naflex=True`'
+    assert text in prose(DOCS / 'grafting.md')
 
     probes = read_csv(RESULTS / 'probe.csv')
     predicted = [row['verdict'] for row in probes if row['verdict']]
@@ -609,7 +606,7 @@ def test_figures_in_docs():
     grafts = read_csv(RESULTS / 'grafts.csv')
     bases, refused = {row['base'] for row in grafts}, {row['base'] for row in grafts if row['refused']}
     worst = max(float(row['float32']) for row in grafts if row['float32'])
-    grafted = f"Of {len(bases)} kinds of timm's plain ViTs {len(bases - refused)} can be grafted"
+    grafted = f"{len(bases - refused)} of {len(bases)} of timm's plain ViTs can be grafted, not counting"
     moved = f'Logits move by at most {worst:.0e}'.replace('e-0', 'e-')
     text = prose(DOCS / 'grafting.md')
     assert grafted in text and moved in text

@@ -10,7 +10,7 @@ Four kinds of models can be grafted:
 
     timm's VisionTransformer, and its distilled one      any `vit_*`, `deit*`, ... of these classes, as it is
     timm's NaFlexVit, and Eva (DINOv3, EVA-02, ...)      by timm's `use_naflex=True`; they keep their own position
-    the rotary ViTs of naver                             converted: their rotation becomes `rope2d` or `rope2d_mixed`
+    timm's rotary ViTs, `vit_*_patch16_rope*_224`        converted: their rotation becomes `rope2d` or `rope2d_mixed`
     the relative-position ViTs                           converted: their MLP becomes `cpb` with mode='cr'
 
 The architecture of the result is `vit_graft`, which builds the base by timm's own entrypoint. So what timm saves of a

@@ -34,7 +34,7 @@ examples:
   timm-sape list models '*vit_small_sape2*'
   timm-sape list --import my_encoding.py
 
-Parameters are those that ViT-S/16 at 224 px has more than without position. For the keywords of an encoding, ask
+Parameters: how many more ViT-S/16 at 224 px has than without position. For the keywords of an encoding, ask
 Python: help(timm_sape.get_encoding('rope2d')).""",
     )
     parser.add_argument('what', nargs='?', default='encodings', metavar='encodings|models', help='(default: encodings)')

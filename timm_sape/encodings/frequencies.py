@@ -39,8 +39,9 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
 
     Args:
         resolution: What happens on another grid than the trained one, H0 x W0. 'extrapolate': new patches get new
-            angles. 'rescale': positions are squeezed or stretched to the trained grid. 'ntk': so are slow pairs, fast
-            pairs hardly. 'yarn': the same by number of turns, and logits are scaled up.
+            angles. 'rescale': positions are squeezed or stretched to the trained grid. 'ntk': slow pairs of
+            channels are rescaled, fast ones hardly. 'yarn': pairs with few turns over the trained grid are rescaled,
+            those with many are not, and logits are scaled up.
         ramp: For 'yarn', two numbers of turns, at least 0, the first below the second: pairs with fewer turns than the
             first number are rescaled, with more than the second are not. YaRN's are for long texts: on 14 x 14 patches
             no pair of 'rope2d' turns more than 2.3 times, so nearly all are rescaled, and only the factor on the logits

@@ -23,8 +23,9 @@ class RotaryEncoding1d(FixedRotaryEncoding, FrequencyEncoding):
 
     Args:
         resolution: What happens on a grid of N patches other than the N0 of training. 'extrapolate': n goes up to
-            N - 1. 'rescale': n is squeezed or stretched to n * N0/N. 'ntk': so are slow pairs, fast pairs hardly.
-            'yarn': the same by number of turns over the N0 patches, and logits are scaled up.
+            N - 1. 'rescale': n is squeezed or stretched to n * N0/N. 'ntk': slow pairs of channels
+            are rescaled, fast ones hardly. 'yarn': pairs with few turns over the N0 patches are rescaled, those with
+            many are not, and logits are scaled up.
 
     Raises:
         ValueError: If `resolution` is none of these, `ramp` is not two numbers of turns, or the head dim is odd.

@@ -10,7 +10,7 @@ The paper's equations and the code in its Appendix D differ in two scales; `pres
 repository that appears to be the authors' swaps K and Q: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 
 The bias says little about geometry alone. Exchanging rows leaves the x part unchanged, exchanging columns the y part,
-and on a constant image the bias is zero. So it is used beside another encoding: `ape+sape2_k`.
+and on a constant image the bias is zero. So combine it with another encoding, such as `ape`.
 
 Cost: on top of attention, N x N distances between codes of length W, and between codes of length H.
 """
@@ -237,7 +237,7 @@ class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on keys (SaPE2(K)).
 
     Entries of the table are multiplied with the keys; the gates are computed from q.k as in the other variants. `sape2`
-    is another name of it, because the paper prints one accuracy for SaPE2+APE (Table 1) and SaPE2(K)+APE (Table 2).
+    is another name for it, because the paper prints one accuracy for SaPE2+APE (Table 1) and SaPE2(K)+APE (Table 2).
     """
     mode = 'k'
 

@@ -2,8 +2,8 @@
 
 The codes are SaPE2's (see `sape2`). Their squared distance is |c_i|^2 + |c_n|^2 - 2 c_i.c_n, which is a product of
 vectors, so the bias takes W + H + 2 further channels of q and k. No N x N tensor is made and attention stays fused. It
-has the 2-D form and the blind spots of SaPE2, so use it as `ape+sape2sq_k`. Squaring gives less weight to small
-distances and more to large ones.
+has the 2-D form and the blind spots of SaPE2, so combine it with another encoding, such as `ape`. Squaring gives less
+weight to small distances and more to large ones.
 
 Cost: the codes, N x W and N x H, and attention with a head dim of d + W + H + 2, or d + W + H + 4 in half precision,
 rounded up to a multiple of 8.
