@@ -465,7 +465,8 @@ def accuracy_of(name):
         keys = ['model', 'learning rate', 'top-1 (%)', 'difference', 'corrected, pairs', 'corrected, not paired']
         texts.append(
             'With other seeds, each model at a learning rate chosen for it. Differences are from APE; intervals are '
-            'corrected for the\nnumber of comparisons in [the whole table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
+            'corrected for the\nnumber of comparisons in [the whole '
+            'table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
             + table(keys, [[row[key] for key in keys] for row in chosen]))
     else:
         texts.append(

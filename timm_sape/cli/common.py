@@ -47,8 +47,8 @@ def add_import_option(parser: argparse.ArgumentParser, dest: str) -> None:
     """Add `--import`, which works before the subcommand and after it."""
     parser.add_argument(
         '--import', dest=dest, action='append', default=[], metavar='MODULE',
-        help='import this module first, a name or a .py file, e.g. with encodings of your own; may be repeated (not for '
-             'experiment, whose plans name modules)')
+        help='import this module first, a name or a .py file, e.g. with encodings of your own; may be repeated ('
+             'not in experiment, whose plans name modules)')
 
 
 def import_modules(args: argparse.Namespace) -> None:
