@@ -1,0 +1,110 @@
+"""Mistakes that no other test makes: each raise of the package that the rest of the suite never reaches."""
+import pytest
+import timm
+import torch
+
+import timm_sape
+from timm_sape.analysis import position_shap
+from timm_sape.analysis.gallery import gallery_panels
+from timm_sape.analysis.inputs import load_model, native_preprocessing, preprocessing
+from timm_sape.checkpoints import unwrap
+from timm_sape.cli import main
+from timm_sape.lab import bench_naflex, bench_sape2
+from timm_sape.lab.position_data import write_subset
+from timm_sape.lab.shifts import shift_sweep
+
+PATCHES = {
+    'patches': torch.zeros(1, 4, 3 * 16 * 16),
+    'patch_coord': torch.tensor([[[0, 0], [0, 1], [1, 0], [1, 1]]]),
+    'patch_valid': torch.ones(1, 4, dtype=torch.bool),
+}
+MISTAKES = {
+    'weights that are no dict': (lambda: unwrap([1]), 'not a state dict but a list'),
+    'gallery off the grid': (lambda: gallery_panels(['ape'], grid_size=(4, 4), patch=(4, 0)), 'no patch'),
+    'no such file': (lambda: load_model('test_vit_ape@nothing.pth'), "no file 'nothing.pth'"),
+    'image files of 5 channels': (lambda: preprocessing(timm.create_model('test_vit_ape', in_chans=5)), '5 channels'),
+    'oblong patches of any aspect ratio': (
+        lambda: native_preprocessing(timm.create_model('test_naflexvit_ape', patch_size=(16, 8)), 64),
+        'has square ones, the model 16x8'),
+    'position that cannot be moved by layer': (
+        lambda: position_shap(timm_sape.graft('eva02_tiny_patch14_224', 'sape2_k'), [], per_layer=True),
+        'per_layer=True cannot move'),
+    'aliases in a string': (
+        lambda: timm_sape.register_encoding('refused', aliases='abc')(
+            type('Refused', (timm_sape.PositionEncoding,), {'position_bias': lambda self, grid: None})),
+        'must be a sequence of names'),
+    'a huge keyword': (
+        lambda: timm.create_model('test_vit_sape2_k', pos_enc_kwargs={'sape2_k': {'npos': 10 ** 12}}),
+        'larger than any model needs'),
+    'another base': (
+        lambda: timm.create_model('vit_tiny_sape2_k_graft', base='test_vit'), 'For another base use vit_graft'),
+    'a base that became another': (
+        lambda: timm.create_model('vit_graft', base='test_vit', pos_enc='sape2_k', base_position='a rotation'),
+        "whose own position is 'a rotation'"),
+    'indices on another device': (
+        lambda: timm.create_model('test_vit_rope2d').forward_features(
+            torch.zeros(1, 3, 160, 160), keep_indices=torch.zeros(1, 4, dtype=torch.int64, device='meta')),
+        'keep_indices must be on cpu'),
+    'coordinates on another device': (
+        lambda: timm.create_model('test_naflexvit_rope2d')({**PATCHES, 'patch_coord': torch.zeros(
+            1, 4, 2, dtype=torch.int64, device='meta')}),
+        'patch_coord must be on cpu'),
+    'features of dropped patches': (
+        lambda: timm.create_model('test_naflexvit_rope2d', patch_drop_rate=0.5).train().forward_intermediates(
+            PATCHES, output_fmt='NLC'),
+        'use output_dict=True'),
+    'a number for a repository': (lambda: timm_sape.hub.save(None, 'unused', repo_id=3), 'must be OWNER/NAME'),
+    'a list for a card': (lambda: timm_sape.hub.save(None, 'unused', model_card=['a']), 'model_card must be a dict'),
+    'no such split': (lambda: write_subset({'train': []}, {'test': 1}, 'unused'), "no split 'test'"),
+    'nothing to shift': (lambda: shift_sweep([], None, [1]), 'at least one model'),
+}
+
+
+@pytest.mark.parametrize('name', MISTAKES)
+def test_is_refused(name):
+    make, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_checkpoint_without_a_name_is_refused(tmp_path):
+    file = tmp_path / 'bare.pth'
+    torch.save({'state_dict': timm.create_model('test_vit_ape').state_dict()}, file)
+    with pytest.raises(ValueError, match='does not name its model. Write NAME@'):
+        load_model(str(file))
+
+
+def test_heads_that_are_not_of_the_width_are_refused():
+    model = timm.create_model('test_vit')
+    model.blocks[0].attn.head_dim = 8
+    with pytest.raises(ValueError, match='are not of its width'):
+        timm_sape.graft(model, 'sape2_k')
+
+
+def test_model_larger_than_memory_is_refused(monkeypatch):
+    def build(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+    monkeypatch.setattr('timm_sape.entrypoints.build_by_timm', build)
+    with pytest.raises(ValueError, match='does not fit into memory. Choose a smaller img_size'):
+        timm.create_model('test_vit_ape')
+
+
+@pytest.mark.parametrize('args, message', [
+    (['map', '--gallery', 'g.png', '--model', 'x'], 'leave --model'),
+    (['map', '--model', 'x'], 'give --image, --output'),
+    (['bench', 'naflex', '--sizes', '64'], '--sizes is not for'),
+])
+def test_command_is_refused(args, message, capsys):
+    assert main(args) == 2 and message in capsys.readouterr().err
+
+
+def test_nothing_wrong_is_timed(monkeypatch):
+    """With a tolerance of 0 each implementation is wrong."""
+    monkeypatch.setattr(bench_sape2, 'SIZES', {16: (1, 1)})
+    monkeypatch.setattr(bench_sape2, 'TOLERANCE', {torch.float32: 0.})
+    with pytest.raises(RuntimeError, match="backend 'torch' at N=16 is off by .* so it was not timed"):
+        list(bench_sape2.bench_operator(['torch'], [16], 'cpu', 1))
+    monkeypatch.setattr(bench_naflex, 'TOLERANCE', 0.)
+    with pytest.raises(RuntimeError, match="pos_enc='rope2d': logits of the batch are off by .* so it was not timed"):
+        list(bench_naflex.bench_naflex(['rope2d'], 'cpu', 1, size='vit_tiny'))
