@@ -49,6 +49,7 @@ def test_what_is_predicted():
     for pos_enc in ('nope', 'ape', 'rope2d', 'alibi2d', 'sape2_k'):
         for key, row in by_name(probe(build(pos_enc), picture())).items():
             (exact if row.expected == '0' else changes if row.expected else {}).setdefault(pos_enc, set()).add(key)
+        assert ('image in a batch', 'class logits') in exact[pos_enc]
     for direction in ('right', 'down'):
         shift = (f'patches shifted {direction}', 'first layer, attention logits')
         assert shift in exact['rope2d'] and shift in exact['alibi2d'] and shift in changes['ape']
@@ -76,6 +77,13 @@ def test_a_broken_encoding_fails(monkeypatch):
     assert rows['patches shifted right', 'first layer, attention logits'].verdict == 'pass'
     untrained = timm.create_model('test_vit_irpe_k', img_size=(32, 40), patch_size=8)  # its tables start at zero
     assert by_name(probe(untrained, picture()))['patches permuted', 'class logits'].verdict == 'fail'
+
+
+def test_images_that_are_mixed_fail(monkeypatch):
+    cls = timm_sape.get_encoding('sape2_k')
+    monkeypatch.setattr(cls, 'attend', timm_sape.PositionEncoding.attend)
+    monkeypatch.setattr(cls, 'content_bias', lambda self, q, k, grid: (q @ k.mT).mean(dim=0))
+    assert by_name(probe(build('sape2_k'), picture()))['image in a batch', 'class logits'].verdict == 'fail'
 
 
 @pytest.mark.parametrize('axis, direction', [(0, 'down'), (1, 'right')])
@@ -113,7 +121,7 @@ def test_what_moves_nothing_is_left_out():
     assert 'rows exchanged' not in names and 'patches mirrored' in names and 'patches permuted' in names
     model = timm.create_model('test_vit_ape', img_size=8, patch_size=8, num_classes=10)
     assert {row.probe for row in probe(model, picture()[:, :, :8, :8])} == {
-        'image shifted by half a patch', 'image mirrored', 'image twice as large'}
+        'image in a batch', 'image shifted by half a patch', 'image mirrored', 'image twice as large'}
 
 
 def test_masked_logits_that_move():
@@ -124,7 +132,7 @@ def test_masked_logits_that_move():
 def test_stock_model():
     model = timm.create_model('vit_tiny_patch16_224', depth=2, img_size=64, num_classes=10)
     rows = probe(model, torch.randn(1, 3, 64, 64))
-    assert len(rows) == 5 * 3 + 3 and not any(row.verdict for row in rows)
+    assert len(rows) == 5 * 3 + 4 and not any(row.verdict for row in rows)
 
 
 def test_what_is_wrong():

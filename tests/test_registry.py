@@ -87,6 +87,9 @@ def test_help_of_a_third_party():
         def __init__(self, *, strength=1.0, colour='red', **host):
             super().__init__(**host)
 
+        def position_bias(self, grid):
+            return torch.zeros(())
+
     @register_encoding('mine')
     class Mine(Base):
         """My own.
@@ -194,7 +197,7 @@ def test_what_authors_forget():
             return torch.zeros(grid.num_patches, grid.num_patches)
 
     register_encoding('yours')(NoPrefix)
-    says = r"'yours': position_bias returned \[16, 16\],.* N = 17 tokens.* grid.between_tokens"
+    says = r"'yours': position_bias returned \[16, 16\],.* = \[1, 4, 17, 17\]; 1 of the tokens .* grid.between_tokens"
     with pytest.raises(ValueError, match=says):
         build('yours')(torch.zeros(1, 3, 32, 32))
 
@@ -337,6 +340,9 @@ def test_keywords_of_base_classes_are_accepted():
         def __init__(self, *, strength=1.0, **host):
             super().__init__(**host)
             self.strength = strength
+
+        def position_bias(self, grid):
+            return torch.zeros(())
 
     @register_encoding('mine')
     class Mine(Base):
@@ -698,8 +704,9 @@ def test_what_the_host_tells():
         told.append(host)
         PositionEncoding.__init__(self, **host)
 
-    register_encoding('outer')(type('Outer', (PositionEncoding,), {'__init__': init, 'per_layer': False}))
-    register_encoding('inner')(type('Inner', (PositionEncoding,), {'__init__': init}))
+    acts = {'__init__': init, 'position_bias': lambda self, grid: torch.zeros(())}
+    register_encoding('outer')(type('Outer', (PositionEncoding,), {**acts, 'per_layer': False}))
+    register_encoding('inner')(type('Inner', (PositionEncoding,), acts))
     build('outer+inner', img_size=(16, 40), reg_tokens=4, depth=3, ref_grid_size=(7, 6))
     common = dict(dim=64, num_heads=4, grid_size=(2, 5), num_prefix_tokens=5, depth=3, ref_grid_size=(7, 6))
     assert len(told) == 4
@@ -757,7 +764,8 @@ def test_a_bias_of_other_heads():
             return grid.between_tokens(torch.zeros(3, grid.num_patches, grid.num_patches))
 
     encoding = Wrong(dim=32, num_heads=4, grid_size=(2, 3))
-    with pytest.raises(ValueError, match=r'returned \[3, 7, 7\], which does not broadcast .* 4 heads and N = 7'):
+    message = r'returned \[3, 7, 7\], which does not broadcast to \[B, h, N, N\] = \[1, 4, 7, 7\]'
+    with pytest.raises(ValueError, match=message):
         encoding(torch.zeros(1), grid=timm_sape.Grid(2, 3, 1), hook='position_bias')
 
 

@@ -566,7 +566,8 @@ def _refuse_other_logits(model: nn.Module, folder: Path, input_size: Sequence[in
     if not torch.equal(again, logits):
         raise ValueError(
             f'Not saved, since its logits differ by up to {(again - logits).abs().max():.2g} when it is loaded back. '
-            'Something was changed after timm.create_model that is no parameter: give it to create_model instead.')
+            'Something was changed after timm.create_model that is no parameter: give it to create_model instead. '
+            'Or an encoding draws numbers that it does not save: make them a parameter or a persistent buffer.')
 
 
 def _card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict[str, Any]) -> Dict[str, Any]:

@@ -19,6 +19,9 @@ class Decays(PositionEncoding):
         super().__init__(**host)
         self.slope_2d = nn.Parameter(torch.ones(2, 2))
 
+    def embed(self, x, grid):
+        return self.slope_2d.sum()
+
     def no_weight_decay(self):
         return self.names
 

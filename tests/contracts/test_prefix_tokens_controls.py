@@ -40,7 +40,7 @@ class BiasesPrefix(PositionEncoding):
 
     def position_bias(self, grid):
         num_tokens = grid.num_prefix_tokens + grid.num_patches
-        return torch.arange(num_tokens, dtype=torch.float32).expand(num_tokens, -1) < grid.num_prefix_tokens
+        return (torch.arange(num_tokens).expand(num_tokens, -1) < grid.num_prefix_tokens).float()
 
 
 @controls.broken_code('prefix_rule', 'attention: differs', pos_enc='rope2d')

@@ -72,7 +72,7 @@ def pads_on_the_left(model):
     model.patch_embed.forward = lambda x: forward(nn.functional.pad(x, (-x.shape[-1] % PATCH, 0)))
 
 
-@controls.broken_code('dynamic_img_pad', 'must match the size', RuntimeError)
+@controls.broken_code('dynamic_img_pad', r'embed returned \[1, 13, 32\]', ValueError)
 def rounds_grid_down(patch):
     patch.setattr(vit_pos_enc, '_grid', lambda images, patch_size, num_prefix_tokens, **_: Grid(
         images.shape[2] // patch_size[0], images.shape[3] // patch_size[1], num_prefix_tokens))

@@ -4,6 +4,7 @@ Each measured change is reported along with what theory predicts, if it predicts
 and eval mode. A predicted '0' always holds. A predicted 'changes' holds except by coincidence: an encoding whose
 parameters are all zero, or an image that is its own mirror image, gives no change.
 
+- Every image of a batch gets the logits that it gets alone.
 - Without position (`nope`) a Vision Transformer does not know the order of its patches. With any other encoding it
   does.
 - With relative encodings only, the logits between two patches in the first attention layer do not change when both are
@@ -128,6 +129,9 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         'image mirrored': lambda x: x.flip(-1),
     }
     logits = before['class logits']
+    in_batch = model(torch.cat([-images, images]))[len(images):]
+    rows.append(ProbeRow(
+        'image in a batch', 'class logits', _change(logits, in_batch), '0' if isinstance(model, PosEncModel) else ''))
     rows += [ProbeRow(name, 'class logits', _change(logits, model(move(images))), '') for name, move in pixels.items()]
     if hasattr(model, 'set_input_size'):
         larger = nn.functional.interpolate(images, scale_factor=2, mode='bilinear')

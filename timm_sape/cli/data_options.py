@@ -2,6 +2,7 @@
 import argparse
 import os
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
@@ -218,13 +219,23 @@ def readable() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as e:
-        raise CommandError(_one_line(e)) from e
+        raise CommandError(_in_own_encoding(e) + _one_line(e)) from e
     except Image.DecompressionBombError as e:
         raise CommandError(f'{_one_line(e)}; give a smaller size, or leave the image out') from e
     except (MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and "can't allocate memory" not in str(e):  # as torch says it on a CPU
             raise
         raise CommandError('there is not enough memory; give a smaller size, or fewer images at a time') from e
+
+
+def _in_own_encoding(e: Exception) -> str:
+    """Where an encoding of the user's own raised an error, and which; empty if it was none of them."""
+    from ..encodings import get_encoding, list_encodings
+
+    modules = {cls.__module__ for cls in map(get_encoding, list_encodings())}
+    files = {getattr(sys.modules.get(name), '__file__', None) for name in modules if not name.startswith('timm_sape.')}
+    frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in files]
+    return f'{frames[-1].filename}, line {frames[-1].lineno}, {type(e).__name__}: ' if frames else ''
 
 
 def _one_line(e: Exception) -> str:

@@ -48,6 +48,7 @@ from timm.layers import trunc_normal_
 from .. import ops
 from ..checks import is_integer
 from ..grid import MAX_SIDE, Grid, is_grid_size
+from .hook_results import check_result
 
 __all__ = [
     'BlockRotaryEncoding',
@@ -189,6 +190,8 @@ class PositionEncoding(nn.Module):
         self.head_dim = dim // num_heads
         self.grid_size = tuple(grid_size)
         self.num_prefix_tokens = num_prefix_tokens
+        self.layer = layer
+        self.depth = depth
         self.gate = None if gate is None else Gate(gate, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor, *tensors: torch.Tensor, hook: str, **given) -> Any:
@@ -204,35 +207,24 @@ class PositionEncoding(nn.Module):
             What the hook returns, gated.
 
         Raises:
-            ValueError: If a bias does not broadcast to `[B, h, N, N]`, or it needs the whole of a large grid for a few
-                patches.
+            ValueError: If the hook returns something else than its docstring says, or needs the whole of a large grid
+                for a few patches.
         """
         if hook in ('turn', 'position_bias', 'content_bias', 'channels', 'attend') and not self.skips_dropped:
             given['grid'].check_density(self.name)
         if hook in ('rotation', 'position_bias', 'layer_embed', 'logit_factor'):
-            found = getattr(self, hook)(**given)
+            with ops.no_autocast(x):  # in bfloat16 many patches of a large grid would have the same position
+                found = getattr(self, hook)(**given)
         else:
             found = getattr(self, hook)(x, *tensors, **given)
-        if hook in ('position_bias', 'content_bias'):
-            self._check_bias(hook, found, given['grid'])
+        if hook != 'logit_factor':
+            check_result(self, hook, found, (x, *tensors), given['grid'])
         # a temperature has no gate, and the others apply theirs themselves
         if self.gate is None or hook in ('turn', 'rotation', 'channels', 'attend', 'logit_factor'):
             return found
         if hook == 'mix':
             return tuple(before + self.gate(after - before) for before, after in zip((x, *tensors), found))
         return self.gate(found)
-
-    def _check_bias(self, hook: str, bias: torch.Tensor, grid: Grid) -> None:
-        patches = grid.num_patches if grid.keep_indices is None else grid.keep_indices.shape[1]
-        num_tokens = grid.num_prefix_tokens + patches
-        expected = (self.num_heads, num_tokens, num_tokens)
-        fits = (size in (1, full) for size, full in zip(bias.shape[-3:], expected[-bias.ndim:]) if type(size) is int)
-        if type(num_tokens) is int and not all(fits):
-            raise ValueError(
-                f'{self.name!r}: {hook} returned {list(bias.shape)}, which does not broadcast to [B, h, N, N] with '
-                f'{self.num_heads} heads and N = {num_tokens} tokens, {grid.num_prefix_tokens} of them prefix tokens. '
-                'grid.between_tokens(bias) turns a bias between all patches into one between the tokens in the '
-                'sequence.')
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """x times the gate, if there is one. For hooks that must apply it before they round or take a sine."""
@@ -323,8 +315,9 @@ class PositionEncoding(nn.Module):
         The hook applies the gate itself, to the angles.
 
         Returns:
-            Sines and cosines of the angles of patches, as `rotation_table` returns them, in at least float32,
-            `[N-P, 2*d]`, `[h, N-P, 2*d]` or `[B, h|1, N-P, 2*d]`. Prefix tokens have no rows: they are not rotated.
+            Sines and cosines of the angles of patches, as `rotation_table` in this file returns them, in at least
+            float32, `[N-P, 2*d]`, `[h, N-P, 2*d]` or `[B, h|1, N-P, 2*d]`. Prefix tokens have no rows: they are not
+            rotated.
         """
         raise NotImplementedError
 
@@ -444,6 +437,7 @@ class PositionEncoding(nn.Module):
 
     def set_depth(self, depth: int) -> None:
         """Drop everything that belongs to layers from index `depth` on, after the model was truncated."""
+        self.depth = depth
 
     def no_weight_decay(self) -> Set[str]:
         """Names of its parameters that get no weight decay: by default all, as for `pos_embed` in timm."""
@@ -472,8 +466,17 @@ class FixedEncoding(PositionEncoding, ABC):
         """The table of a whole grid. Its shape is up to the subclass."""
 
     def make_table(self) -> None:
-        """Compute the buffer `table`."""
-        self.register_buffer('table', self._own_table(**self._table_kwargs), persistent=False)
+        """Compute the buffer `table`.
+
+        Raises:
+            ValueError: If it depends on a parameter.
+        """
+        table = self._own_table(**self._table_kwargs)
+        if table.requires_grad:
+            raise ValueError(
+                f'{self.name!r}: compute of a FixedEncoding is called once, so its table would not follow a parameter. '
+                'Derive it from PositionEncoding, or use the parameter in the hook.')
+        self.register_buffer('table', table, persistent=False)
 
     def _own_table(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return self.compute(Grid(*self.grid_size, self.num_prefix_tokens), device, dtype)

@@ -13,7 +13,6 @@ from typing import Optional, Tuple
 import torch
 import torch.nn as nn
 
-from .. import ops
 from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import ReferenceGridEncoding
@@ -93,10 +92,9 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         # Take the device from the grid, not from the weights: some libraries load a layer's weights only for its call.
         dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters()), torch.float32)
         offsets = self._squeezed_offsets(grid, grid.device, dtype)
-        with ops.no_autocast(offsets):
-            values = self.mlp(offsets)  # [(2H-1)*(2W-1), h]
-            if self.mode == 'swin':
-                values = 16 * values.sigmoid()
+        values = self.mlp(offsets)  # [(2H-1)*(2W-1), h]
+        if self.mode == 'swin':
+            values = 16 * values.sigmoid()
         return grid.pad_prefix(between_patches(values, grid))  # [(B,) h, N, N]
 
     def _squeezed_offsets(self, grid: Grid, device: Optional[torch.device], dtype: torch.dtype) -> torch.Tensor:

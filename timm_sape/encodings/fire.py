@@ -12,7 +12,6 @@ from typing import Optional
 import torch
 import torch.nn as nn
 
-from .. import ops
 from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import PositionEncoding
@@ -106,9 +105,8 @@ class FunctionalInterpolation(PositionEncoding):
         dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters()), torch.float32)
         dy, dx = (torch.arange(1 - size, size, device=grid.device, dtype=dtype) for size in grid.size)
         distances = self._distance(dy[:, None], dx)  # [2H-1, 2W-1]
-        with ops.no_autocast(distances):
-            log_scale = self.log_scale.to(dtype).abs()
-            largest = torch.maximum(self.threshold.to(dtype), distances[0, 0])  # from corner to corner
-            scaled = (log_scale * distances).log1p() / ((log_scale * largest).log1p() + EPSILON)
-            values = self.mlp(scaled.flatten()[:, None])  # [(2H-1)*(2W-1), h]
+        log_scale = self.log_scale.to(dtype).abs()
+        largest = torch.maximum(self.threshold.to(dtype), distances[0, 0])  # from corner to corner
+        scaled = (log_scale * distances).log1p() / ((log_scale * largest).log1p() + EPSILON)
+        values = self.mlp(scaled.flatten()[:, None])  # [(2H-1)*(2W-1), h]
         return grid.pad_prefix(between_patches(values, grid))  # [(B,) h, N, N]

@@ -12,7 +12,8 @@ import torch
 import torch.nn as nn
 
 from ..checks import MOST, is_number
-from .base import FixedEncoding, PositionEncoding, RotaryEncoding
+from ..grid import Grid
+from .base import FixedEncoding, Gate, PositionEncoding, RotaryEncoding
 
 __all__ = [
     'create_encoding',
@@ -52,9 +53,10 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
 
     Raises:
         ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
-            looks like a misspelled hook, a hook or the constructor does not take what the model passes, the constructor
-            leaves parameters without initial values, or its `per_layer` does not fit its hooks: `mix` and `layer_embed`
-            run once per model, hooks that depend on q, k or probabilities run once per layer.
+            looks like a misspelled hook, a hook or the constructor does not take what the model passes, a keyword is
+            called `init`, the constructor leaves parameters without initial values, or its `per_layer` does not fit its
+            hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k or probabilities run once per
+            layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
@@ -102,6 +104,10 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 raise ValueError(
                     f'Encoding {new!r} is already registered, by {owner.__module__}.{owner.__qualname__}. '
                     'Choose another name.')
+        if 'init' in _class_keywords(cls):
+            raise ValueError(
+                f"Encoding {name!r}: the keyword 'init' is the initial value of the gate of 'auto_{name}'. Choose "
+                'another name for yours.')
         cls.name = name
         _describe_inherited_keywords(cls)
         for old in [*names, *(alias for alias, of in _aliases.items() if of == name)]:  # of the same class, run before
@@ -117,8 +123,9 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
 def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
     """Refuse a class that would do nothing, or could not be created, because of a slip."""
     bases = [base for base in cls.__mro__ if base.__module__ == PositionEncoding.__module__]
+    users = cls.__mro__[:cls.__mro__.index(bases[0])]
     own = {
-        method for base in cls.__mro__[:cls.__mro__.index(bases[0])] for method, value in vars(base).items()
+        method for base in users for method, value in vars(base).items()
         if callable(value) and not method.startswith('_')} - set(dir(bases[0]))
     hooks = [*PositionEncoding.HOOKS, 'attend']
     for method in sorted(own):
@@ -127,10 +134,17 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} has a method {method!r}, which nothing calls. If it is meant to be '
                 f'the hook {close[0]!r}, rename it; otherwise give it a name less like that.')
-    if own and not cls.acts_on():
+    if not cls.acts_on() and (own or any({'__init__', 'forward'} & vars(base).keys() for base in users)):
+        hint = 'For a rotation derive it from RotaryEncoding, too.' if 'angles' in own else (
+            f'The hooks are {", ".join(PositionEncoding.HOOKS)}: help(timm_sape.PositionEncoding).')
         raise ValueError(
-            f'Encoding {name!r}: {cls.__name__} overrides no hook, so it would do nothing. The hooks are '
-            f'{", ".join(PositionEncoding.HOOKS)}: help(timm_sape.PositionEncoding).')
+            f'Encoding {name!r}: {cls.__name__} overrides no hook, so it would do nothing. {hint}')
+    try:
+        inspect.signature(cls.forward).bind(cls, torch.Tensor, torch.Tensor, hook='', grid=None)
+    except TypeError as e:
+        raise ValueError(
+            f'Encoding {name!r}: the model cannot call {cls.__name__}.forward ({e}). It runs the hooks: override one '
+            'of them instead.') from None
     for hook in filter(cls.overrides, PositionEncoding.HOOKS):
         expected = inspect.signature(getattr(PositionEncoding, hook)).parameters.values()
         given = [parameter for parameter in expected if parameter.kind is not parameter.VAR_KEYWORD]
@@ -145,9 +159,10 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
                 f'def {hook}({", ".join([*(parameter.name for parameter in given), *asked])}).') from None
     names = cls.__init__.__code__.co_names if '__init__' in vars(cls) else ()
     sets = any(re.search(r'reset|^_?init_|[^_]_$', word) for word in names)  # such as init_weights, zeros_
-    if 'empty' in names and not sets:
+    uninitialized = {'empty', 'empty_like', 'new_empty', 'Tensor', 'FloatTensor'} & set(names)
+    if uninitialized and not sets:
         raise ValueError(
-            f'Encoding {name!r}: the constructor of {cls.__name__} makes a parameter by torch.empty, which holds '
+            f'Encoding {name!r}: the constructor of {cls.__name__} makes a tensor by {min(uninitialized)}, which holds '
             'whatever was in memory, and does not set it. Set it in reset_parameters, and end the constructor by '
             'self.reset_parameters().')
     parameters = inspect.signature(cls.__init__).parameters.values()
@@ -272,9 +287,47 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
                 '1 the encoding does nothing at the start anyway.')
         kwargs['gate'] = init
     encoding = cls(**kwargs)
+    _check_instance(name, encoding, kwargs.get('gate'))
+    return encoding
+
+
+def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]) -> None:
+    """Refuse an encoding that would be wrong, or never learn, because of a slip in its constructor."""
+    cls = type(encoding)
     if isinstance(encoding, FixedEncoding) and 'table' not in encoding._buffers:
         raise ValueError(f'{name!r}: call self.make_table() at the end of the constructor of {cls.__name__}.')
-    return encoding
+    if type(encoding.gate) is not (type(None) if gate is None else Gate):
+        raise ValueError(
+            f'{name!r}: {cls.__name__} sets self.gate, which is the gate of an encoding with {AUTO}. Choose another '
+            'name.')
+    resets = cls.reset_parameters is not PositionEncoding.reset_parameters
+    if not resets and any(p.is_meta for p in encoding.parameters(recurse=False)):
+        raise ValueError(
+            f'{name!r}: to build it without memory, on the device meta, set the parameters of {cls.__name__} in '
+            'reset_parameters, and end its constructor by self.reset_parameters().')
+    if gate == 0 and _does_nothing(encoding):
+        raise ValueError(
+            f'{name!r}: a gate of 0 on an encoding that starts at 0 would never learn. Set gate_init = 1 in '
+            f'{cls.__name__}, and leave init out: it does nothing at the start anyway.')
+
+
+def _does_nothing(encoding: PositionEncoding) -> bool:
+    """Whether all that an encoding adds is 0, because all its parameters are. A rotation always does something."""
+    own = [parameter for key, parameter in encoding.named_parameters() if key != 'gate.weight']
+    # The type is another one, or there are no values, where a model is built without memory.
+    if not own or any(type(p) is not nn.Parameter or p.is_meta or p.any() for p in own):
+        return False
+    grid = Grid(*encoding.grid_size, encoding.num_prefix_tokens, device=own[0].device)
+    tokens = torch.eye(grid.num_prefix_tokens + grid.num_patches, encoding.dim).to(own[0])[None]  # [1, N, D]
+    q = tokens.unflatten(-1, (encoding.num_heads, -1)).transpose(1, 2)  # [1, h, N, d]
+    given = {
+        'embed': (tokens,), 'layer_embed': (), 'position_bias': (), 'content_bias': (q, q),
+        'values': ((q @ q.mT).softmax(dim=-1),)}
+    hooks = [hook for hook in encoding.HOOKS if encoding.overrides(hook)]
+    if encoding.asks_for or not given.keys() >= set(hooks):
+        return False
+    with torch.no_grad():
+        return not any(getattr(encoding, hook)(*given[hook], grid=grid).any() for hook in hooks)
 
 
 def encoding_keywords(name: str) -> Dict[str, Any]:

@@ -86,7 +86,7 @@ def bench_naflex(
     images, batch = _batch(device)
     name = size.replace('vit', 'naflexvit')
     shape = dict(num_classes=10, global_pool='avg', fc_norm=True, device=device)
-    timms = timm.create_model(f'{size}_patch16_224', use_naflex=True, **shape)
+    timms = timm.create_model(size if timm.is_model(size) else f'{size}_patch16_224', use_naflex=True, **shape)
     base = _Step(timms, [batch], amp)
     for pos_enc in pos_encs:
         torch.manual_seed(0)

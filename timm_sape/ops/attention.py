@@ -125,8 +125,8 @@ def attend(
         assert q.shape[-1] > v.shape[-1], 'encodings add channels to q and k, they take none away'
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         return attend(q, k, padded, mask, scale=scale, dropout_p=dropout_p)[..., :v.shape[-1]]
-    if mask is not None and mask.ndim == 3:
-        mask = mask[None]  # on a CPU fused kernels take masks of two or four dimensions, others are slower
+    if mask is not None and mask.ndim not in (2, 4):
+        mask = mask[(None,) * (4 - mask.ndim)]  # no kernel takes less than two; on a CPU three are slower
     if not additive:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)
     dtype = torch.promote_types(q.dtype, mask.dtype)

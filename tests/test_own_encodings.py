@@ -1,0 +1,250 @@
+"""Slips in an encoding of one's own: each is an error that names the encoding, and none is a wrong result."""
+import sys
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from PIL import Image
+
+import timm_sape
+from timm_sape import FixedEncoding, PositionEncoding
+from timm_sape.cli import main
+from timm_sape.encodings import registry
+from timm_sape.encodings.base import FixedRotaryEncoding, RotaryEncoding
+from timm_sape.encodings.frequencies import FrequencyEncoding
+
+N, D, HEADS, LAYERS = 7, 64, 4, 2  # a grid of 2 x 3 patches and a class token
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch):
+    """Forget whatever a test registers."""
+    monkeypatch.setattr(registry, '_encodings', dict(registry._encodings))
+
+
+def register(hook, function, base=PositionEncoding, **attributes):
+    return timm_sape.register_encoding('mine')(type('Mine', (base,), {hook: function, **attributes}))
+
+
+def build(pos_enc='mine', **kwargs):
+    kwargs = {'img_size': (16, 24), 'patch_size': 8, 'embed_dim': D, 'num_heads': HEADS, 'depth': LAYERS, **kwargs}
+    return timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).eval()
+
+
+RESULTS = [
+    ('embed', lambda self, x, grid: x[:, 1:], r'embed returned \[2, 6, 64\], .*\[B, N, D\] = \[2, 7, 64\].*pad_tokens'),
+    ('embed', lambda self, x, grid: x[None], r'embed returned \[1, 2, 7, 64\]'),
+    ('embed', lambda self, x, grid: x.new_zeros(3, 1, D), r'embed returned \[3, 1, 64\]'),
+    ('embed', lambda self, x, grid: None, 'embed returned None. Is a `return` missing'),
+    ('layer_embed', lambda self, grid: torch.zeros(N, D), r'layer_embed returned \[7, 64\], .*\[L, N, D\] = \[2, 7'),
+    ('layer_embed', lambda self, grid: torch.zeros(5, N, D), r'layer_embed returned \[5, 7, 64\]'),
+    ('layer_embed', lambda self, grid: None, 'layer_embed returned None'),
+    ('mix', lambda self, x, term, grid: x + term, r'mix returned torch.float32 \[2, 7, 64\]. It must return two'),
+    ('turn', lambda self, q, k, grid: q, r'turn returned torch.float32 .*It must return two tensors'),
+    ('turn', lambda self, q, k, grid: (q.double(), k), r'turn returned torch.float64. It must have the dtype of q'),
+    ('turn', lambda self, q, k, grid: (q.mT, k.mT), r'turn returned \[2, 4, 16, 7\], which is not \[B, h, N, d\]'),
+    ('rotation', lambda self, grid: None, 'rotation returned None'),
+    ('rotation', lambda self, grid: (torch.zeros(6, 32),) * 2, 'rotation returned a tuple of 2'),
+    ('rotation', lambda self, grid: torch.zeros(N, 32), r'rotation returned \[7, 32\].*\[B, h, N-P, 2\*d\]'),
+    ('rotation', lambda self, grid: torch.zeros(6, 16), r'rotation returned \[6, 16\]'),
+    ('position_bias', lambda self, grid: torch.eye(N) > 0, r'position_bias returned torch.bool \[7, 7\]. It must be a'),
+    ('position_bias', lambda self, grid: torch.eye(N).long(), 'position_bias returned torch.int64'),
+    ('position_bias', lambda self, grid: torch.eye(N) * 1j, 'position_bias returned torch.complex64'),
+    ('position_bias', lambda self, grid: 1., 'position_bias returned float 1.0'),
+    ('position_bias', lambda self, grid: torch.zeros(3, 1, N, N), r'position_bias returned \[3, 1, 7, 7\]'),
+    ('position_bias', lambda self, grid: torch.zeros(1, 1, 1, N, N), r'position_bias returned \[1, 1, 1, 7, 7\]'),
+    ('content_bias', lambda self, q, k, grid: q.new_zeros(3, HEADS, N, N), r'content_bias returned \[3, 4, 7, 7\]'),
+    ('content_bias', lambda self, q, k, grid: (q @ k.mT)[..., 1:, 1:], r'content_bias returned \[2, 4, 6, 6\].*betw'),
+    ('channels', lambda self, q, k, x, grid, scale: (q, k[..., :2]), r'channels returned \[2, 4, 7, 2\], which is not'),
+    ('channels', lambda self, q, k, x, grid, scale: (q[0], k[0]), r'channels returned \[4, 7, 16\]'),
+    ('channels', lambda self, q, k, x, grid, scale: q, 'channels returned .*two tensors'),
+    ('values', lambda self, attn, grid: attn.new_zeros(2, N, HEADS, 16), r'values returned \[2, 7, 4, 16\]'),
+    ('values', lambda self, attn, grid: attn.new_zeros(3, 1, 1, 16), r'values returned \[3, 1, 1, 16\]'),
+]
+
+
+@pytest.mark.parametrize('hook, function, message', RESULTS, ids=[f'{i}-{row[0]}' for i, row in enumerate(RESULTS)])
+def test_results_of_hooks(hook, function, message):
+    register(hook, function, per_layer=hook not in ('layer_embed', 'mix'))
+    model = build('ape+mine')
+    with pytest.raises(ValueError, match=f"'mine': {message}"):
+        model(torch.randn(2, 3, 16, 24))
+
+
+@pytest.mark.parametrize('hook, function', [
+    ('embed', lambda self, x, grid: x.new_ones(())),
+    ('embed', lambda self, x, grid: x.double()),
+    ('layer_embed', lambda self, grid: torch.ones(LAYERS, N, D)),
+    ('layer_embed', lambda self, grid: torch.ones(LAYERS, 2, N, D)),
+    ('mix', lambda self, x, term, grid: [2 * x, term]),
+    ('turn', lambda self, q, k, grid: [2 * q, k]),
+    ('rotation', lambda self, grid: torch.ones(HEADS, 6, 32)),
+    ('rotation', lambda self, grid: torch.ones(2, 1, 6, 32)),
+    ('position_bias', lambda self, grid: torch.arange(7.)),
+    ('position_bias', lambda self, grid: torch.arange(7.).expand(2, 1, 1, 7).to(torch.bfloat16)),
+    ('content_bias', lambda self, q, k, grid: (q @ k.mT)[:, :1]),
+    ('channels', lambda self, q, k, x, grid, scale: (q[..., :3], k[..., :3])),
+    ('values', lambda self, attn, grid: attn.new_ones(16)),
+])
+def test_what_fits_acts(hook, function):
+    register(hook, function, per_layer=hook not in ('layer_embed', 'mix'))
+    torch.manual_seed(0)
+    model = build('ape+mine')
+    plain = build('ape')
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 16, 24)
+    assert not torch.allclose(model(x), plain(x))
+
+
+class Slope(PositionEncoding):
+    """Attention falls with distance."""
+
+    def __init__(self, *, start=0.1, device=None, dtype=None, **host):
+        super().__init__(device=device, dtype=dtype, **host)
+        self.start = start
+        self.slope = nn.Parameter(torch.empty(self.num_heads, 1, 1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.slope, self.start)
+
+    def position_bias(self, grid):
+        yx = grid.coordinates(self.slope.device, torch.float32)
+        return grid.between_tokens(-self.slope * torch.cdist(yx, yx))
+
+
+def test_a_gate_of_0_on_zeros():
+    """Neither would get a gradient. With gate_init = 1, or other values, both learn."""
+    cls = timm_sape.register_encoding('mine')(Slope)
+    for pos_enc_kwargs in ({'mine': {'start': 0}}, {'mine': {'start': 0, 'init': 0}}):
+        with pytest.raises(ValueError, match='that starts at 0 would never learn. Set gate_init = 1 in Slope'):
+            timm_sape.graft('test_vit', 'mine', pos_enc_kwargs=pos_enc_kwargs)
+    for start, gate_init in ((0, 1), (0.1, 0.5)):
+        timm_sape.register_encoding('mine')(type('Slope', (Slope,), {
+            'gate_init': gate_init, '__module__': Slope.__module__, '__qualname__': cls.__qualname__}))
+        model = timm_sape.graft('test_vit', 'mine', pos_enc_kwargs={'mine': {'start': start}})
+        model(torch.randn(2, 3, 160, 160)).sum().backward()
+        own = [p for name, p in model.named_parameters() if 'mine' in name and '.5.' not in name]
+        assert any(p.grad.abs().max() > 0 for p in own)
+
+
+def test_a_gate_of_0_on_what_acts_without_parameters():
+    def content_bias(self, q, k, grid):
+        return grid.between_tokens(self.slope + grid.coordinates(q.device, q.dtype).sum(-1))
+
+    timm_sape.register_encoding('mine')(type('Acts', (Slope,), {
+        'content_bias': content_bias, 'position_bias': PositionEncoding.position_bias}))
+    assert build('auto_mine', pos_enc_kwargs={'auto_mine': {'start': 0, 'init': 0}}) is not None
+
+
+def test_forward_in_place_of_a_hook():
+    with pytest.raises(ValueError, match='overrides no hook, so it would do nothing. The hooks are embed'):
+        register('forward', lambda self, x: x)
+    with pytest.raises(ValueError, match=r'cannot call Mine.forward .* override one of them instead'):
+        register('forward', lambda self, x: x, position_bias=lambda self, grid: torch.zeros(()))
+
+
+def test_angles_without_a_base_that_rotates():
+    with pytest.raises(ValueError, match='For a rotation derive it from RotaryEncoding, too'):
+        register('angles', lambda self, grid: torch.zeros(6, 8), base=FrequencyEncoding)
+
+
+def test_a_gate_of_its_own():
+    def init(self, **host):
+        PositionEncoding.__init__(self, **host)
+        self.gate = nn.Sigmoid()
+
+    register('__init__', init, content_bias=lambda self, q, k, grid: self.gate(q @ k.mT))
+    for pos_enc in ('mine', 'auto_mine'):
+        with pytest.raises(ValueError, match='Mine sets self.gate, .* Choose another name'):
+            build(pos_enc)
+
+
+def test_a_keyword_of_the_gate():
+    def init(self, *, init=7., **host):
+        PositionEncoding.__init__(self, **host)
+
+    with pytest.raises(ValueError, match="the keyword 'init' is the initial value of the gate of 'auto_mine'"):
+        register('__init__', init, position_bias=lambda self, grid: torch.zeros(()))
+
+
+def _by_tensor(self, **host):
+    PositionEncoding.__init__(self, **host)
+    self.w = nn.Parameter(torch.Tensor(3))
+
+
+def _by_empty_like(self, **host):
+    PositionEncoding.__init__(self, **host)
+    self.w = nn.Parameter(torch.empty_like(torch.zeros(3)))
+
+
+def _by_new_empty(self, **host):
+    PositionEncoding.__init__(self, **host)
+    self.w = nn.Parameter(torch.zeros(3).new_empty(3))
+
+
+@pytest.mark.parametrize('init', [_by_tensor, _by_empty_like, _by_new_empty])
+def test_memory_as_a_parameter(init):
+    with pytest.raises(ValueError, match='which holds whatever was in memory'):
+        register('__init__', init, position_bias=lambda self, grid: self.w.sum())
+
+
+def test_parameters_that_nothing_sets_again():
+    def init(self, *, device=None, **host):
+        PositionEncoding.__init__(self, device=device, **host)
+        self.w = nn.Parameter(torch.ones(1, device=device))
+
+    register('__init__', init, position_bias=lambda self, grid: self.w)
+    build()
+    with pytest.raises(ValueError, match='set the parameters of Mine in reset_parameters'):
+        build(device='meta')
+
+
+def test_a_parameter_in_a_table():
+    def init(self, **host):
+        FixedEncoding.__init__(self, **host)
+        self.w = nn.Parameter(torch.ones(1))
+        self.make_table()
+
+    register(
+        '__init__', init, FixedEncoding, compute=lambda self, grid, device, dtype: self.w * torch.eye(6),
+        position_bias=lambda self, grid: grid.pad_prefix(self.table_for(grid)))
+    with pytest.raises(ValueError, match='its table would not follow a parameter. Derive it from PositionEncoding'):
+        build()
+
+
+@pytest.mark.parametrize('fixed', [False, True])
+def test_positions_under_autocast(fixed):
+    """A product of coordinates and frequencies in bfloat16 would give many patches the same position."""
+    def angles(self, grid, *_):
+        return grid.coordinates(dtype=torch.float32) @ torch.ones(2, self.head_dim // 2).mul(.01)
+
+    def init(self, **host):
+        FixedRotaryEncoding.__init__(self, **host)
+        self.make_table()
+
+    if fixed:
+        register('compute_angles', angles, FixedRotaryEncoding, __init__=init)
+    else:
+        register('angles', angles, RotaryEncoding)
+    encoding = timm_sape.create_encoding('mine', dim=D, num_heads=HEADS, grid_size=(2, 3))
+    given = dict(grid=timm_sape.Grid(40, 40, 1), hook='rotation')
+    x = torch.zeros(1, 1601, D)
+    with torch.autocast('cpu', torch.bfloat16):
+        found = encoding(x, **given)
+    assert torch.equal(found, encoding(x, **given)) and found.dtype == torch.float32
+
+
+def test_commands_say_where_an_own_encoding_fails(tmp_path, capsys, monkeypatch):
+    file = tmp_path / 'failing_encoding.py'
+    file.write_text('\n'.join([
+        'import timm_sape', '', '', "@timm_sape.register_encoding('failing')",
+        'class Failing(timm_sape.PositionEncoding):', '    def position_bias(self, grid):',
+        '        a, b, c = grid.size']))
+    Image.new('RGB', (160, 160), 'red').save(tmp_path / 'red.png')
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    assert main([
+        'probe', 'test_vit_pos_enc@random', '--import', str(file), '--pos-enc', 'failing', '--image',
+        str(tmp_path / 'red.png')]) == 2
+    assert f'{file}, line 7, ValueError: not enough values to unpack' in capsys.readouterr().err

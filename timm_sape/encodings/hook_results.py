@@ -1,0 +1,112 @@
+"""What a hook must return, checked at each call, so that a slip in an encoding is an error that names it.
+
+Without the check most slips would show far from their cause, and some not at all: a term without the axis of layers
+would be added row by row, a bool bias would count as 0 and 1, a forgotten `return` would be no encoding.
+"""
+from typing import TYPE_CHECKING, Any, Sequence, Tuple
+
+import torch
+
+from ..grid import Grid
+
+if TYPE_CHECKING:
+    from .base import PositionEncoding
+
+__all__ = ['check_result']
+
+PAIRS = ('mix', 'turn', 'channels')  # hooks that return two tensors
+OF_BIAS = 'grid.between_tokens(bias) turns a bias between all patches into one between the tokens in the sequence.'
+OF_TERM = 'grid.pad_tokens(term) adds rows for prefix tokens, grid.keep_tokens(table) takes the tokens in the sequence.'
+HINTS = {
+    'embed': OF_TERM,
+    'layer_embed': OF_TERM,
+    'rotation': (
+        'Prefix tokens have no rows; the columns are the sines of all channels, then their cosines. The angles of a '
+        'RotaryEncoding are [(h,) H*W, d/2].'),
+    'position_bias': OF_BIAS,
+    'content_bias': OF_BIAS,
+}
+
+
+def check_result(
+        encoding: 'PositionEncoding',
+        hook: str,
+        found: Any,
+        tensors: Sequence[torch.Tensor],
+        grid: Grid,
+) -> None:
+    """Check the number, the dtypes and the shapes of what a hook returned. Symbolic sizes are not looked at.
+
+    Args:
+        encoding: The encoding.
+        hook: The name of its hook.
+        found: What the hook returned.
+        tensors: The tensors that it got; if it takes none, one with the batch size of the tokens.
+        grid: The grid that it got.
+
+    Raises:
+        ValueError: If something is not as the hook's docstring says.
+    """
+    what = f'{encoding.name!r}: {hook} returned'
+    if found is None:
+        raise ValueError(f'{what} None. Is a `return` missing?')
+    is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+    if hook in PAIRS and not is_pair:
+        raise ValueError(f'{what} {_described(found)}. It must return two tensors.')
+    for result in found if hook in PAIRS else (found,):
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            raise ValueError(f'{what} {_described(result)}. It must be a tensor of floating-point numbers.')
+        if hook in ('turn', 'channels') and result.dtype != tensors[0].dtype:
+            raise ValueError(f'{what} {result.dtype}. It must have the dtype of q, {tensors[0].dtype}: .to(q.dtype).')
+        axes, sizes, fixed = _expected(encoding, hook, result.ndim, tensors, grid)
+        if hook == 'channels':
+            sizes = (*sizes[:3], found[0].shape[-1] if found[0].ndim else 0)
+        pairs = zip(reversed(result.shape), reversed(sizes))
+        fits = fixed <= result.ndim <= len(sizes) and all(
+            _same(size, expected) or size == 1 and i >= fixed for i, (size, expected) in enumerate(pairs))
+        if not fits:
+            raise ValueError(
+                f'{what} {list(result.shape)}, which {"is not" if fixed == len(sizes) else "does not broadcast to"} '
+                f'[{axes}] = {list(sizes)}; {grid.num_prefix_tokens} of the tokens are prefix tokens. '
+                f'{HINTS.get(hook, "")}'.rstrip())
+
+
+def _expected(
+        encoding: 'PositionEncoding',
+        hook: str,
+        ndim: int,
+        tensors: Sequence[torch.Tensor],
+        grid: Grid,
+) -> Tuple[str, Tuple[int, ...], int]:
+    """The axes of a result, their sizes, and how many of the last ones must be there: the others may be broadcast."""
+    x, h, d = tensors[0], encoding.num_heads, encoding.head_dim
+    patches = grid.num_patches if grid.keep_indices is None else grid.keep_indices.shape[1]
+    n = grid.num_prefix_tokens + patches
+    if hook in ('embed', 'mix'):
+        return 'B, N, D', tuple(x.shape), 0
+    if hook == 'layer_embed' and ndim == 4:
+        return 'L, B, N, D', (encoding.depth, x.shape[0], n, encoding.dim), 4
+    if hook == 'layer_embed':
+        return 'L, N, D', (encoding.depth, n, encoding.dim), 3
+    if hook == 'rotation':
+        return 'B, h, N-P, 2*d', (x.shape[0], h, patches, 2 * d), 2
+    if hook == 'position_bias':
+        return 'B, h, N, N', (x.shape[0], h, n, n), 0
+    if hook == 'content_bias':
+        return 'B, h, N, N', (*x.shape[:3], tensors[1].shape[2]), 0
+    if hook == 'values':
+        return 'B, h, N, d', (*x.shape[:3], d), 0
+    return ('B, h, N, C' if hook == 'channels' else 'B, h, N, d'), (*x.shape[:3], d), 4  # turn, channels, attend
+
+
+def _same(size: Any, other: Any) -> bool:
+    """Whether two sizes are the same, as far as they are known."""
+    return type(size) is not int or type(other) is not int or size == other
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, torch.Tensor):
+        return f'{found.dtype} {list(found.shape)}'
+    if isinstance(found, (tuple, list)):
+        return f'a {type(found).__name__} of {len(found)}'
+    return f'{type(found).__name__} {found!r}'
