@@ -97,7 +97,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 @VARIANTS
 def test_separable(combine):
     """The difference between two rows is the same in all columns, whatever the tables."""
-    table = create('ape2d', (3, 5), combine=combine)(torch.zeros(1), grid=Grid(3, 5), hook='embed')
+    table = create('ape2d', (3, 5), combine=combine)(torch.zeros(1, 15, 16), grid=Grid(3, 5), hook='embed')
     steps = table.unflatten(0, (3, 5)).diff(dim=0)
     assert torch.allclose(steps, steps[:, :1].expand_as(steps))
 

@@ -264,7 +264,8 @@ def test_mutants_are_caught(mutant, monkeypatch):
 # --- properties ------------------------------------------------------------------------------------------------------
 
 def own_table(grid_size):
-    return create('cape', grid_size)(torch.zeros(1), grid=Grid(*grid_size), hook='embed').unflatten(0, grid_size)
+    grid = Grid(*grid_size)
+    return create('cape', grid_size)(make_tokens(grid), grid=grid, hook='embed').unflatten(0, grid_size)
 
 
 def test_products_of_waves_are_relative():

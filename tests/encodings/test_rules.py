@@ -10,7 +10,7 @@ import reference_rpe2d
 import reference_rules as reference
 import timm_sape
 from bias_checks import bias_of
-from harness import assert_near, attend, catches, compare, create, make_grid, make_qkv, where
+from harness import assert_near, attend, catches, compare, create, make_grid, make_qkv, make_tokens, where
 from loops import attention
 from timm_sape import Grid
 from timm_sape.encodings import FrequencyEncoding, LogitScaling
@@ -218,7 +218,7 @@ def test_trained_grid(name):
         q, k, v = make_qkv(grid, heads=4, head_dim=24)
         if cls.overrides('embed'):
             given = dict.fromkeys(cls.asks_for, torch.zeros(1, 15, dtype=torch.long))
-            found[rule] = encoding(q, grid=grid, hook='embed', **given)
+            found[rule] = encoding(make_tokens(grid, dim=96), grid=grid, hook='embed', **given)
         else:
             found[rule] = attend(encoding, q, k, v, grid)
     assert all(torch.equal(out, found['extrapolate']) for out in found.values()) and len(found) == len(cls.rules)

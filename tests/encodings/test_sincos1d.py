@@ -68,7 +68,7 @@ def test_rescaled_index(length):
     """Twice as many patches, half the step: every second one has an old position. Extrapolated, the first ones have."""
     for rule, kept in (('rescale', slice(0, None, 2)), ('extrapolate', slice(0, length))):
         encoding = create('sincos1d', (length, 1), resolution=rule)
-        old, new = (encoding(torch.zeros(1), grid=Grid(length, width), hook='embed') for width in (1, 2))
+        old, new = (encoding(torch.zeros(1, length * width, 16), grid=Grid(length, width), hook='embed') for width in (1, 2))
         assert_near(new[kept], old, 1e-12)
 
 
@@ -101,7 +101,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 def test_products_are_relative_along_the_raster():
     """Nothing about it is 2-D: the last patch of a row is next to the first one of the next."""
-    table = create('sincos1d', (4, 5))(torch.zeros(1), grid=Grid(4, 5), hook='embed')
+    table = create('sincos1d', (4, 5))(torch.zeros(1, 20, 16), grid=Grid(4, 5), hook='embed')
     products = table @ table.T
     assert_near(products[1:, 1:], products[:-1, :-1], 1e-12)
     assert products[4, 5] == pytest.approx(products[0, 1].item())  # (0, 4) and (1, 0), (0, 0) and (0, 1)

@@ -66,7 +66,8 @@ def test_three_paths_to_another_grid(resolution):
 
 def own_table(grid_size, dim=16, dtype=torch.float64):
     encoding = create('sincos2d', grid_size, dim=dim, dtype=dtype)
-    return encoding(torch.zeros(1), grid=Grid(*grid_size), hook='embed').unflatten(0, grid_size)  # [H, W, D]
+    grid = Grid(*grid_size)
+    return encoding(make_tokens(grid, dim=dim), grid=grid, hook='embed').unflatten(0, grid_size)  # [H, W, D]
 
 
 @pytest.mark.parametrize('grid_size', GRIDS)

@@ -41,7 +41,7 @@ def check_result(
         encoding: The encoding.
         hook: The name of its hook.
         found: What the hook returned.
-        tensors: The tensors that it got; if it takes none, one with the batch size of the tokens.
+        tensors: The tensors that it got. If it takes none, they are not looked at.
         grid: The grid that it got.
 
     Raises:
@@ -80,18 +80,18 @@ def _expected(
 ) -> Tuple[str, Tuple[int, ...], int]:
     """The axes of a result, their sizes, and how many of the last ones must be there: the others may be broadcast."""
     x, h, d = tensors[0], encoding.num_heads, encoding.head_dim
-    patches = grid.num_patches if grid.keep_indices is None else grid.keep_indices.shape[1]
+    batch, patches = (1, grid.num_patches) if grid.keep_indices is None else grid.keep_indices.shape
     n = grid.num_prefix_tokens + patches
     if hook in ('embed', 'mix'):
         return 'B, N, D', tuple(x.shape), 0
     if hook == 'layer_embed' and ndim == 4:
-        return 'L, B, N, D', (encoding.depth, x.shape[0], n, encoding.dim), 4
+        return 'L, B, N, D', (encoding.depth, batch, n, encoding.dim), 4
     if hook == 'layer_embed':
         return 'L, N, D', (encoding.depth, n, encoding.dim), 3
     if hook == 'rotation':
-        return 'B, h, N-P, 2*d', (x.shape[0], h, patches, 2 * d), 2
+        return 'B, h, N-P, 2*d', (batch, h, patches, 2 * d), 2
     if hook == 'position_bias':
-        return 'B, h, N, N', (x.shape[0], h, n, n), 0
+        return 'B, h, N, N', (batch, h, n, n), 0
     if hook == 'content_bias':
         return 'B, h, N, N', (*x.shape[:3], tensors[1].shape[2]), 0
     if hook == 'values':
