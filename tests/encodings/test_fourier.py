@@ -88,7 +88,8 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 def test_not_separable():
     """The difference between two rows is not the same in all columns, unlike in ape2d."""
-    steps = create('fourier', (3, 5))(torch.zeros(1, 15, 16), grid=Grid(3, 5), hook='embed').unflatten(0, (3, 5)).diff(dim=0)
+    grid = Grid(3, 5)
+    steps = create('fourier', (3, 5))(make_tokens(grid), grid=grid, hook='embed').unflatten(0, (3, 5)).diff(dim=0)
     assert not torch.allclose(steps, steps[:, :1].expand_as(steps))
 
 

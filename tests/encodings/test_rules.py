@@ -218,7 +218,7 @@ def test_trained_grid(name):
         q, k, v = make_qkv(grid, heads=4, head_dim=24)
         if cls.overrides('embed'):
             given = dict.fromkeys(cls.asks_for, torch.zeros(1, 15, dtype=torch.long))
-            found[rule] = encoding(make_tokens(grid, dim=96), grid=grid, hook='embed', **given)
+            found[rule] = encoding(make_tokens(grid, dim=96, batch=1), grid=grid, hook='embed', **given)
         else:
             found[rule] = attend(encoding, q, k, v, grid)
     assert all(torch.equal(out, found['extrapolate']) for out in found.values()) and len(found) == len(cls.rules)

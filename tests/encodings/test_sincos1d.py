@@ -68,7 +68,7 @@ def test_rescaled_index(length):
     """Twice as many patches, half the step: every second one has an old position. Extrapolated, the first ones have."""
     for rule, kept in (('rescale', slice(0, None, 2)), ('extrapolate', slice(0, length))):
         encoding = create('sincos1d', (length, 1), resolution=rule)
-        old, new = (encoding(torch.zeros(1, length * width, 16), grid=Grid(length, width), hook='embed') for width in (1, 2))
+        old, new = (encoding(make_tokens(grid), grid=grid, hook='embed') for grid in (Grid(length, 1), Grid(length, 2)))
         assert_near(new[kept], old, 1e-12)
 
 
