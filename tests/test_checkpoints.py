@@ -1053,3 +1053,19 @@ def test_another_patch_size_without_entries_of_encodings(host, pos_enc, tmp_path
 def test_no_pretrained_weights(name):
     with pytest.raises(ValueError, match=f"no pretrained weights for '{name}'. Give a file, pretrained_cfg_overlay="):
         timm.create_model(name, pretrained=True)
+
+
+def test_hooks_may_rename_entries():
+    """A library's hook runs before the entries are looked at, as for timm's models."""
+    model, other = (timm.create_model('test_vit_sape2_k_ape', num_classes=3) for _ in range(2))
+
+    def rename(module, state_dict, prefix, *_):
+        for key in list(state_dict):
+            state_dict[key.removeprefix('module.')] = state_dict.pop(key)
+
+    state_dict = {f'module.{key}': value for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match='does not fit'):
+        other.load_state_dict(state_dict)
+    other.register_load_state_dict_pre_hook(rename)
+    other.load_state_dict(state_dict)
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())

@@ -136,7 +136,8 @@ class PosEncModel(nn.Module):
         Raises:
             ValueError: On such a checkpoint, naming the loading paths that would adapt it.
         """
-        checkpoints.refuse_misfit(self, state_dict, strict)
+        if not self._load_state_dict_pre_hooks:  # which may rename its entries
+            checkpoints.refuse_misfit(self, state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> 'PosEncModel':

@@ -185,9 +185,47 @@ def test_folder_that_cannot_be_written(not_built, caplog):
 def test_library_that_cannot_be_loaded(not_built, caplog):
     """As one that was compiled for a newer C library."""
     not_built.parent.mkdir()
-    not_built.write_text('no library')
+    not_built.write_bytes(bytes(64))
     line = refused('set TORCH_EXTENSIONS_DIR', caplog)
     assert 'kernels.so' in line
+
+
+@pytest.mark.cpp
+@pytest.mark.parametrize('kept', [0, 64, 4096, 100_000])
+def test_part_of_a_library_is_replaced(not_built, monkeypatch, kept):
+    """As a copy leaves it that was cut off. To load it would end the process."""
+    monkeypatch.undo()
+    whole = cpp_build._library()
+    assert cpp_build._is_whole(whole)
+    monkeypatch.setattr(cpp_build, '_is_loaded', lambda: False)
+    monkeypatch.setattr(cpp_build, '_library', lambda: not_built)
+    monkeypatch.setattr(cpp_build, '_compile', lambda library: shutil.copy(whole, library))
+    loaded = []
+    monkeypatch.setattr(torch.ops, 'load_library', loaded.append)  # in earnest it would end this process
+    not_built.parent.mkdir()
+    not_built.write_bytes(whole.read_bytes()[:kept])
+    cpp_build.find_cpp.cache_clear()
+    assert 'have not been compiled' in cpp_build.find_cpp()
+    assert build_cpp() == not_built and cpp_build._is_whole(not_built) and loaded == [str(not_built)]
+
+
+@pytest.mark.cpp
+def test_operators_of_a_saved_graph():
+    """A graph that another process compiled calls them by name, before anything has chosen a backend."""
+    code = (
+        'import torch, timm_sape\n'
+        'q = torch.randn(1, 1, 5, 16)\n'
+        'w, table = q[:, :, 1:], q[0, 0]\n'
+        'codes = torch.ops.timm_sape.cpp_axis_codes(w, w, table, table, 2, 2, "k", 1., 1., 1.)\n'
+        'print(torch.ops.timm_sape.cpp_distance_attention(q, q, q, *codes, torch.ones(1), 1.).isfinite().all())')
+    done = subprocess.run([sys.executable, '-c', code], text=True, capture_output=True)
+    assert done.stdout == 'tensor(True)\n', done.stderr
+
+
+def test_operators_without_kernels(not_built):
+    q = torch.zeros(1, 1, 2, 16)
+    with pytest.raises(RuntimeError, match="kernels of the backend 'cpp' cannot be used: they have not been compiled"):
+        torch.ops.timm_sape.cpp_distance_attention(q, q, q, q, q, torch.ones(1), 1.)
 
 
 def test_another_process_that_never_ends(not_built, monkeypatch, caplog):

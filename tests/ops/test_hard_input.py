@@ -4,7 +4,9 @@ import torch
 import torch.nn as nn
 
 import timm_sape
-from operators import DEVICE, FAST, HALVES, KINDS, NAMES, device_of, make_hard, make_near_codes, run
+from harness import assert_near
+from operators import DEVICE, FAST, HALVES, KINDS, NAMES, device_of, make_hard, make_inputs, make_near_codes, run
+from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops.cpp_operators import cpp_distance_attention
 from timm_sape.ops.distances import distance_attention
@@ -217,3 +219,49 @@ def test_gains_gradient_keeps_the_digits_of_small_distances(backend, grid, kind)
     """Computed from the gradient of the codes, it was 3 and 6 times as far off as the reference's."""
     reference, found = (errors.square().mean().sqrt() for errors in gain_errors(backend, kind, grid, 16, 100))
     assert found <= 2 * reference
+
+
+# --- numbers that are too large, or none ------------------------------------------------------------------------------
+
+def test_distance_that_overflows_is_not_0():
+    for large in (1e20, float('inf')):
+        distances = ops.pairwise_distance(torch.tensor([[large, 0.], [0., 0.]]))
+        assert not distances[0, 1].isfinite() and not distances[1, 0].isfinite()
+    assert ops.pairwise_distance(torch.tensor([[1e18, 0.], [0., 0.]]))[0, 1] == 1e18
+
+
+@pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])
+def test_a_diverged_model_does_not_look_healthy(backend):
+    """Distances of inf, and codes of inf or NaN, are seen in the output."""
+    q, k, v, table_x, table_y, _ = (t.float() for t in make_inputs((3, 4), dim=16))
+    kwargs = dict(grid_size=(3, 4), num_prefix_tokens=1, backend=backend)
+    large = sape2_attention(q, k, v, 1e20 * table_x, 1e20 * table_y, bias_scale=1e-19, **kwargs)
+    assert not large[:, :, 1:].isfinite().any()
+    for number in (float('inf'), float('nan')):
+        table = table_y.clone()
+        table[-1, 0] = number
+        found = sape2_attention(q, k, v, table_x, table, **kwargs)
+        expected = sape2_attention(q, k, v, table_x, table, **{**kwargs, 'backend': 'reference'})
+        assert not found[~expected.isfinite()].isfinite().any() and not expected.isfinite().all()
+
+
+@pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])
+def test_a_single_patch_that_is_nan(backend):
+    """It has no other patch whose distance would show it."""
+    q, k, v, table_x, table_y, _ = (t.float() for t in make_inputs((1, 1), num_prefix_tokens=1))
+    kwargs = dict(grid_size=(1, 1), num_prefix_tokens=1, backend=backend)
+    assert sape2_attention(q, k, v, table_x, table_y, **kwargs).isfinite().all()
+    assert sape2_attention(q, k, v, table_x * float('nan'), table_y, **kwargs)[:, :, 1:].isnan().all()
+
+
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_gain_that_is_large_on_distances_that_are_small(backend):
+    """Their product is as usual, so no factor of a gradient may overflow."""
+    inputs = [t.float() for t in make_inputs((3, 4), dim=16)]
+    inputs[3:] = 1e-20 * inputs[3], 1e-20 * inputs[4], torch.full((2,), 1e20)
+    kwargs = dict(grid_size=(3, 4), num_prefix_tokens=1)
+    expected, expected_grads = run(sape2_attention, inputs, torch.float64, backend='reference', **kwargs)
+    found, grads = run(sape2_attention, inputs, backend=backend, **kwargs)
+    assert_near(found, expected, 1e-5)
+    for a, b in zip(grads[:5], expected_grads):
+        assert ((a - b).abs().max() <= 1e-4 * b.abs().max()).all()

@@ -87,9 +87,40 @@ def test_forward_derivatives(pos_enc, frozen):
     assert_near(tangent, expected, 1e-6)
 
 
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'ape+cope'])
+def test_forward_derivatives_of_compiled_models(pos_enc, backend):
+    """A graph that was compiled without forward mode is not used with it, where its operators would lose a part."""
+    make_model = Maker(pos_enc)
+    model = make_model().double().requires_grad_(False)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    x = make_model.images().double()
+    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = jvp(model, (x,), (t,))[1]
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend)
+    assert_near(compiled(x), model(x), 1e-10)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, t))).tangent
+    assert_near(tangent, expected, 1e-10)
+
+
 def attention(*inputs, **kwargs):
     *tensors, bias_scale = inputs
     return sape2_attention(*tensors, (2, 3), bias_scale=bias_scale, num_prefix_tokens=1, **kwargs)
+
+
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+def test_compiled_forward_derivatives(backend):
+    q, *others = make_inputs((2, 3), dim=4)
+    t = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def derivative(q, t):
+        return jvp(lambda q: attention(q, *others), (q,), (t,))[1]
+
+    torch.compiler.reset()
+    assert_near(torch.compile(derivative, backend=backend)(q, t), derivative(q, t), 1e-10)
 
 
 def test_functional():

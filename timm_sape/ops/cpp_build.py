@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import sys
 import tempfile
 import threading
@@ -70,7 +71,7 @@ def _load(compiling: bool) -> Path:
     with _lock:
         try:
             library = _library()
-            if not _is_loaded() and not library.exists():
+            if not _is_loaded() and not _is_whole(library):
                 if not compiling:
                     raise RuntimeError('they have not been compiled; timm_sape.ops.build_cpp() does that')
                 _compile(library)
@@ -101,6 +102,19 @@ def _library() -> Path:
     return Path(root) / name
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether it is there, to its end. A process that loads a part of a library dies without a word."""
+    if not library.exists():
+        return False
+    with open(library, 'rb') as f:
+        head = f.read(64)  # of an ELF file of 64 bits; the table of its sections is the last thing in it
+    if len(head) < 64:
+        return False
+    table, = struct.unpack_from('<Q', head, 40)
+    size, count = struct.unpack_from('<HH', head, 58)
+    return library.stat().st_size >= table + size * count
+
+
 @contextmanager
 def _ninja_on_path() -> Iterator[None]:
     """`pip install ninja` puts it beside Python, which is not on the path of an environment that is not activated."""
@@ -127,7 +141,7 @@ def _compile(library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(library.with_suffix('.lock'), timeout=LONGEST_WAIT):
-            if library.exists():
+            if _is_whole(library):
                 return
             with tempfile.TemporaryDirectory(dir=library.parent) as folder, _ninja_on_path():
                 built = cpp_extension.load(

@@ -159,7 +159,8 @@ struct Codes {
     const Matrix<const T> from(tensor, head);
     for (int64_t i = 0; i < size; ++i) {
       std::copy_n(from[i], channels, &codes[i * row]);
-      noise[i] = floor * floor * std::inner_product(from[i], from[i] + channels, from[i], T(0));
+      const T squares = std::inner_product(from[i], from[i] + channels, from[i], T(0));
+      noise[i] = std::min(floor * floor * squares, std::numeric_limits<T>::max());  // a distance of inf is no noise
     }
   }
 
@@ -216,10 +217,10 @@ struct Codes {
     });
   }
 
-  void store_gradient(const Tensor& tensor, int64_t head) const {
+  void store_gradient(const Tensor& tensor, int64_t head, T gain) const {
     const Matrix<T> to(tensor, head);
     for (int64_t i = 0; i < size; ++i) {
-      for (int64_t c = 0; c < channels; ++c) to[i][c] = grad_keys[i * row + c] - grad_queries[i * row + c];
+      for (int64_t c = 0; c < channels; ++c) to[i][c] = gain * (grad_keys[i * row + c] - grad_queries[i * row + c]);
     }
   }
 };
@@ -298,8 +299,9 @@ void attention(
   });
 }
 
-// The gradient of a distance D is that of the logit times the gain. Divided by D it is R, and the gradient of code w_i
-// is the sum over j of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small.
+// The gradient of a logit, divided by the distance D, is R, and the gradient of code w_i is the gain times the sum over j
+// of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because
+// R times it may be too large for a number.
 void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
@@ -340,7 +342,7 @@ void attention_backward(
                 T* distance = &codes->distances[at - prefix * width];
                 const Vec<T> d = Vec<T>::loadu(distance);
                 both = both + d;
-                Vec<T>::blendv(ds * Vec<T>(factor) / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
+                Vec<T>::blendv(ds / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
               }
               return ds * both;
             });
@@ -355,8 +357,8 @@ void attention_backward(
           block.x.add_gradients(i - prefix, n, width);
           block.y.add_gradients(i - prefix, n, width);
         }
-        block.x.store_gradient(grad_x, head);
-        block.y.store_gradient(grad_y, head);
+        block.x.store_gradient(grad_x, head, factor);
+        block.y.store_gradient(grad_y, head, factor);
         grad_gain.mutable_data_ptr<T>()[head] = gain_sum;
       }
     });

@@ -9,10 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from .codes import empty_codes, register_pair as register_codes
+from .cpp_build import find_cpp
 from .distances import register_pair as register_attention
 from .precision import wide
 
 __all__ = ['cpp_axis_codes', 'cpp_distance_attention']
+
+
+def _kernels():
+    """The compiled kernels. A graph that another process saved calls the operators without choosing a backend."""
+    reason = find_cpp()
+    if reason:
+        raise RuntimeError(f"the kernels of the backend 'cpp' cannot be used: {reason}")
+    return torch.ops.timm_sape_cpp
 
 
 def _rows(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -41,7 +50,7 @@ def cpp_axis_codes(
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     codes = empty_codes(q, height, width, mode)
-    torch.ops.timm_sape_cpp.codes(
+    _kernels().codes(
         *_rows(q, k, table_x, table_y), height, width, mode, gate_scale, shrink_x, shrink_y, *codes)
     return codes
 
@@ -65,7 +74,7 @@ def cpp_axis_codes_backward(
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rows[:2]]
     heads = q.shape[0] * q.shape[1]
     grads += [t.new_empty(heads, *t.shape) for t in rows[2:]]
-    torch.ops.timm_sape_cpp.codes_backward(
+    _kernels().codes_backward(
         *wide(grad_x, grad_y), *rows, height, width, mode, gate_scale, shrink_x, shrink_y, *grads)
     grads[2:] = (g.sum(0) for g in grads[2:])
     return tuple(_like(t, g) for t, g in zip((q, k, table_x, table_y), grads))
@@ -87,7 +96,7 @@ def cpp_distance_attention(
     rows = _rows(q, k, v)
     gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
     out = torch.empty_like(rows[2], memory_format=torch.contiguous_format)
-    torch.ops.timm_sape_cpp.attention(*rows, *wide(codes_x, codes_y), gain, scale, out)
+    _kernels().attention(*rows, *wide(codes_x, codes_y), gain, scale, out)
     return _like(v, out)
 
 
@@ -106,7 +115,7 @@ def cpp_distance_attention_backward(
     gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*rows[1:], *codes)]
     grad_gain = gain.new_empty(q.shape[:2])
-    torch.ops.timm_sape_cpp.attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
+    _kernels().attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
     grad_gain = grad_gain.sum(0)
     if bias_scale.shape[0] == 1:
         grad_gain = grad_gain.sum(0, keepdim=True)

@@ -134,5 +134,6 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
             distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
         else:
             distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
-        noise = 64 * torch.finfo(codes.dtype).eps * codes.detach().norm(dim=-1)  # [..., N]
+        limits = torch.finfo(codes.dtype)
+        noise = (64 * limits.eps * codes.detach().norm(dim=-1)).clamp(max=limits.max)  # [..., N]; inf is no noise
         return distance.masked_fill(distance <= torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2)), 0.0)

@@ -7,6 +7,7 @@ from ..grid import Grid
 from . import reference
 from .attention import attend, merge_masks
 from .backend import choose_backend
+from .cpp_operators import cpp_axis_codes, cpp_distance_attention
 from .devices import check_devices
 from .torch_codes import torch_axis_codes
 from .torch_distances import torch_distance_attention
@@ -118,7 +119,7 @@ def sape2_attention(
     if backend == 'triton':
         from .triton_distances import triton_distance_attention as operator
     elif backend == 'cpp':
-        from .cpp_operators import cpp_distance_attention as operator
+        operator = cpp_distance_attention
     else:
         operator = torch_distance_attention
     return operator(rotated_q, rotated_k, v, codes_x, codes_y, bias_scale, scale)
@@ -165,7 +166,7 @@ def axis_codes(
     if backend == 'triton':
         from .triton_codes import triton_axis_codes as operator
     elif backend == 'cpp':
-        from .cpp_operators import cpp_axis_codes as operator
+        operator = cpp_axis_codes
     else:
         operator = torch_axis_codes
     p, (height, width) = grid.num_prefix_tokens, grid.size

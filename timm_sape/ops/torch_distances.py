@@ -113,7 +113,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         square = (w.index_select(0, i) - w.index_select(0, j)).square_().sum(dim=-1)
         square.masked_fill_(square <= torch.maximum(noise[i], noise[j]), 0)
         squares.view(-1).index_copy_(0, where, square)
-    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
+    _clear_unbiased(codes, rows, num_prefix_tokens, squares)
     return near
 
 
@@ -124,11 +124,17 @@ def _fill_unbiased(pairs: torch.Tensor, rows: slice, num_prefix_tokens: int, val
     pairs.diagonal(rows.start, 1, 2).fill_(value)
 
 
+def _clear_unbiased(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
+    """Make the squared distances of these pairs 0. That of a code to itself is NaN if the code is not finite."""
+    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
+    squares.diagonal(rows.start, 1, 2).copy_((0 * codes.raw[:, rows]).sum(dim=-1))
+
+
 def _squares_by_difference(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
     w, noise = codes.raw, codes.noise
     torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
     squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
-    _fill_unbiased(squares, rows, num_prefix_tokens, 0)
+    _clear_unbiased(codes, rows, num_prefix_tokens, squares)
 
 
 def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Whether torch.func or forward-mode differentiation is active.
 
-Our operators do not support torch.func, and in forward mode their derivatives would silently be zero. (Under
-torch.compile, forward mode is right or raises.)
+Our operators do not support torch.func, and in forward mode their derivatives would silently be zero. torch.compile
+traces these functions, and compiles anew if the answer changes.
 """
 import torch
 
@@ -10,8 +10,6 @@ __all__ = ['is_forward_mode', 'is_transformed']
 
 def is_transformed() -> bool:
     """Whether any transform of torch.func, or forward mode, is active."""
-    if torch.compiler.is_compiling():
-        return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
