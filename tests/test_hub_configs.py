@@ -267,6 +267,9 @@ def test_an_encoding_that_cannot_be_built_without_numbers(tmp_path):
             super().__init__(**host)
             self.value = torch.ones(1).item()
 
+        def embed(self, x, grid):
+            return x.new_tensor(self.value)
+
     from common import registered
     with registered(stubborn=Stubborn):
         model = timm.create_model('test_vit_nope', pos_enc='stubborn', num_classes=3)

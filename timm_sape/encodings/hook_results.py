@@ -3,14 +3,12 @@
 Without the check most slips would show far from their cause, and some not at all: a term without the axis of layers
 would be added row by row, a bool bias would count as 0 and 1, a forgotten `return` would be no encoding.
 """
-from typing import TYPE_CHECKING, Any, Sequence, Tuple
+from typing import Any, Sequence, Tuple
 
 import torch
+import torch.nn as nn
 
 from ..grid import Grid
-
-if TYPE_CHECKING:
-    from .base import PositionEncoding
 
 __all__ = ['check_result']
 
@@ -29,7 +27,7 @@ HINTS = {
 
 
 def check_result(
-        encoding: 'PositionEncoding',
+        encoding: nn.Module,
         hook: str,
         found: Any,
         tensors: Sequence[torch.Tensor],
@@ -38,7 +36,7 @@ def check_result(
     """Check the number, the dtypes and the shapes of what a hook returned. Symbolic sizes are not looked at.
 
     Args:
-        encoding: The encoding.
+        encoding: The `PositionEncoding`.
         hook: The name of its hook.
         found: What the hook returned.
         tensors: The tensors that it got. If it takes none, they are not looked at.
@@ -72,7 +70,7 @@ def check_result(
 
 
 def _expected(
-        encoding: 'PositionEncoding',
+        encoding: nn.Module,
         hook: str,
         ndim: int,
         tensors: Sequence[torch.Tensor],
