@@ -159,7 +159,9 @@ def dense():
     found = {row['model']: row for row in rows_of_table(text.split('\n\n')[1]) if row['size'] == '32 px'}
     return ', '.join(
         f'{name} {found[model]["difference"]} {found[model]["corrected, pairs"]}'
-        for model, name in (('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`')))
+        for model, name in (
+            ('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`'),
+            ('SaPE2(K)+APE', '`ape+sape2_k`')))
 
 
 def kept(model, rule, size):
