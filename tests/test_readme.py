@@ -526,6 +526,21 @@ def test_segmentation():
     assert f'pixels of a patch give {found["pixels", "32 px"][1]} %' in prose(ANSWERS)
 
 
+def test_sape2_in_the_reference_table():
+    """A difference is shown if both corrected intervals exclude 0; all are of models behind APE here."""
+    table = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text().split('\n\n')[2]
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines()]
+    gains, shown = {}, {}
+    for model, _, _, _, gain, *intervals in rows[2:]:
+        gains[model] = gain.lstrip('-')
+        shown[model] = all(', -' in interval for interval in intervals[:2])
+    assert shown['SaPE2(K)'] and not shown['SaPE2(K)+APE'] and not shown['RoPE-2D']
+    text = (
+        f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown, and SaPE2(K)+APE '
+        f'{gains["SaPE2(K)+APE"]} points, which is not.')
+    assert text in prose(ANSWERS)
+
+
 def test_pages_know_the_reference_table():
     rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
     for row in rows:
