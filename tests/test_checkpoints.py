@@ -1069,3 +1069,10 @@ def test_hooks_may_rename_entries():
     other.register_load_state_dict_pre_hook(rename)
     other.load_state_dict(state_dict)
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    larger = timm.create_model('test_vit_sape2_k_ape', num_classes=3, img_size=(96, 160))
+    larger.register_load_state_dict_pre_hook(rename)
+    before = {key: value.clone() for key, value in larger.state_dict().items()}
+    with pytest.raises(ValueError, match='does not fit'):
+        larger.load_state_dict(state_dict)
+    assert all(torch.equal(value, before[key]) for key, value in larger.state_dict().items())
+    assert len(larger._load_state_dict_pre_hooks) == 1

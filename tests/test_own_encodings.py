@@ -37,8 +37,8 @@ RESULTS = [
     ('embed', lambda self, x, grid: x[None], r'embed returned \[1, 2, 7, 64\]'),
     ('embed', lambda self, x, grid: x.new_zeros(3, 1, D), r'embed returned \[3, 1, 64\]'),
     ('embed', lambda self, x, grid: None, 'embed returned None. Is a `return` missing'),
-    ('layer_embed', lambda self, grid: torch.zeros(N, D), r'layer_embed returned \[7, 64\], .*\[L, N, D\] = \[2, 7'),
-    ('layer_embed', lambda self, grid: torch.zeros(5, N, D), r'layer_embed returned \[5, 7, 64\]'),
+    ('layer_embed', lambda self, grid: torch.zeros(N, D), r'layer_embed returned \[7, 64\], .*\[L, N, D\] = \[L, 7'),
+    ('layer_embed', lambda self, grid: torch.zeros(LAYERS, 6, D), r'layer_embed returned \[2, 6, 64\].*\[L, 7, 64\]'),
     ('layer_embed', lambda self, grid: None, 'layer_embed returned None'),
     ('mix', lambda self, x, term, grid: x + term, r'mix returned torch.float32 \[2, 7, 64\]. It must return two'),
     ('turn', lambda self, q, k, grid: q, r'turn returned torch.float32 .*It must return two tensors'),
@@ -76,6 +76,7 @@ def test_results_of_hooks(hook, function, message):
     ('embed', lambda self, x, grid: x.new_ones(())),
     ('embed', lambda self, x, grid: x.double()),
     ('layer_embed', lambda self, grid: torch.ones(LAYERS, N, D)),
+    ('layer_embed', lambda self, grid: torch.arange(8.).view(8, 1, 1).expand(8, 1, D)),
     ('layer_embed', lambda self, grid: torch.ones(LAYERS, 1, N, D)),
     ('mix', lambda self, x, term, grid: [2 * x, term]),
     ('turn', lambda self, q, k, grid: [2 * q, k]),
@@ -129,9 +130,28 @@ def test_a_gate_of_0_on_zeros():
         assert any(p.grad.abs().max() > 0 for p in own)
 
 
+def test_a_gate_of_0_on_what_returns_nothing():
+    timm_sape.register_encoding('mine')(type('Forgets', (Slope,), {'position_bias': lambda self, grid: None}))
+    with pytest.raises(ValueError, match='position_bias returned None. Is a `return` missing'):
+        build('auto_mine', pos_enc_kwargs={'auto_mine': {'start': 0, 'init': 0}})
+
+
+def test_a_table_that_is_not_returned():
+    def init(self, **host):
+        FixedEncoding.__init__(self, **host)
+        self.make_table()
+
+    register(
+        '__init__', init, FixedEncoding, compute=lambda self, grid, device, dtype: None,
+        position_bias=lambda self, grid: self.table_for(grid))
+    with pytest.raises(ValueError, match='compute returned NoneType, not a tensor. Is a `return` missing'):
+        build()
+
+
 def test_a_gate_of_0_on_what_acts_without_parameters():
     def content_bias(self, q, k, grid):
-        return grid.between_tokens(self.slope + grid.coordinates(q.device, q.dtype).sum(-1))
+        places = grid.coordinates(q.device, q.dtype).sum(-1)  # [H*W], of the keys
+        return grid.between_tokens(self.slope + places.expand(grid.num_patches, -1))
 
     timm_sape.register_encoding('mine')(type('Acts', (Slope,), {
         'content_bias': content_bias, 'position_bias': PositionEncoding.position_bias}))
@@ -141,8 +161,25 @@ def test_a_gate_of_0_on_what_acts_without_parameters():
 def test_forward_in_place_of_a_hook():
     with pytest.raises(ValueError, match='overrides no hook, so it would do nothing. The hooks are embed'):
         register('forward', lambda self, x: x)
-    with pytest.raises(ValueError, match=r'cannot call Mine.forward .* override one of them instead'):
+    with pytest.raises(ValueError, match=r'cannot call Mine.forward .* leave it out, or write def forward'):
         register('forward', lambda self, x: x, position_bias=lambda self, grid: torch.zeros(()))
+    register('forward', lambda self, x, *, hook, grid: x.new_ones(()), position_bias=lambda self, grid: None)
+    assert build()(torch.zeros(1, 3, 16, 24)).shape == (1, 1000)
+
+
+def test_a_factor_alone():
+    def init(self, **host):
+        PositionEncoding.__init__(self, **host)
+
+    register('__init__', init, logit_factor=lambda self, grid: 2.)
+    assert not torch.equal(*(build(name)(torch.ones(1, 3, 16, 24).cumsum(3)) for name in ('mine', 'nope')))
+
+
+def test_terms_of_layers_that_were_taken_away():
+    register('layer_embed', lambda self, grid: torch.ones(LAYERS, N, D), per_layer=False)
+    model = build()
+    model.prune_intermediate_layers([0])
+    assert len(model.blocks) == 1 and model.forward_features(torch.zeros(1, 3, 16, 24)).shape == (1, N, D)
 
 
 def test_angles_without_a_base_that_rotates():
@@ -169,11 +206,6 @@ def test_a_keyword_of_the_gate():
         register('__init__', init, position_bias=lambda self, grid: torch.zeros(()))
 
 
-def _by_tensor(self, **host):
-    PositionEncoding.__init__(self, **host)
-    self.w = nn.Parameter(torch.Tensor(3))
-
-
 def _by_empty_like(self, **host):
     PositionEncoding.__init__(self, **host)
     self.w = nn.Parameter(torch.empty_like(torch.zeros(3)))
@@ -184,7 +216,7 @@ def _by_new_empty(self, **host):
     self.w = nn.Parameter(torch.zeros(3).new_empty(3))
 
 
-@pytest.mark.parametrize('init', [_by_tensor, _by_empty_like, _by_new_empty])
+@pytest.mark.parametrize('init', [_by_empty_like, _by_new_empty])
 def test_memory_as_a_parameter(init):
     with pytest.raises(ValueError, match='which holds whatever was in memory'):
         register('__init__', init, position_bias=lambda self, grid: self.w.sum())
@@ -196,9 +228,11 @@ def test_parameters_that_nothing_sets_again():
         self.w = nn.Parameter(torch.ones(1, device=device))
 
     register('__init__', init, position_bias=lambda self, grid: self.w)
-    build()
-    with pytest.raises(ValueError, match='set the parameters of Mine in reset_parameters'):
-        build(device='meta')
+    state_dict = build().state_dict()
+    model = build(device='meta')
+    model.load_state_dict(state_dict, assign=True)
+    with pytest.raises(ValueError, match='Set the parameters of Mine in reset_parameters'):
+        build(device='meta').to_empty(device='cpu').init_weights()
 
 
 def test_a_parameter_in_a_table():

@@ -197,7 +197,7 @@ def test_what_authors_forget():
             return torch.zeros(grid.num_patches, grid.num_patches)
 
     register_encoding('yours')(NoPrefix)
-    says = r"'yours': position_bias returned \[16, 16\],.* = \[1, 4, 17, 17\]; 1 of the tokens .* grid.between_tokens"
+    says = r"'yours': position_bias returned \[16, 16\],.* = \[1, 4, 17, 17\], with 1 prefix .* grid.between_tokens"
     with pytest.raises(ValueError, match=says):
         build('yours')(torch.zeros(1, 3, 32, 32))
 

@@ -136,9 +136,13 @@ class PosEncModel(nn.Module):
         Raises:
             ValueError: On such a checkpoint, naming the loading paths that would adapt it.
         """
-        if not self._load_state_dict_pre_hooks:  # which may rename its entries
-            checkpoints.refuse_misfit(self, state_dict, strict)
-        return super().load_state_dict(state_dict, strict, assign)
+        # The last of the hooks: those before it may rename the entries.
+        check = self.register_load_state_dict_pre_hook(
+            lambda module, entries, *_: checkpoints.refuse_misfit(module, entries, strict))
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            check.remove()
 
     def train(self, mode: bool = True) -> 'PosEncModel':
         """As in torch, with a warning if a gate is 0 and frozen: its encoding does nothing, and cannot learn."""

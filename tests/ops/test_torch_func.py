@@ -123,6 +123,19 @@ def test_compiled_forward_derivatives(backend):
     assert_near(torch.compile(derivative, backend=backend)(q, t), derivative(q, t), 1e-10)
 
 
+def test_compiled_vmap():
+    """In one graph."""
+    q, *others = (t.detach() for t in make_inputs((2, 3), dim=4, batch=3))
+    torch.compiler.reset()
+    others[:2] = (t[:1] for t in others[:2])
+
+    def of_image(q):
+        return attention(q[None], *others)[0]
+
+    found = torch.compile(vmap(of_image), fullgraph=True, backend='aot_eager')(q)
+    assert_near(found, torch.stack([of_image(image) for image in q]), 1e-10)
+
+
 def test_functional():
     """grad, vjp, vmap, jvp and hessian of `sape2_attention`, which chooses the reference then."""
     inputs = make_inputs((2, 3), dim=4)

@@ -39,16 +39,17 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(handler=handler, command=name)
-    add_import_option(parser, 'imports_of_command')  # argparse would drop what was given before COMMAND
+    # A `dest` of its own: argparse would drop what was given before COMMAND. Experiments refuse it.
+    add_import_option(parser, 'imports_of_command', shown=name != 'experiment')
     return parser
 
 
-def add_import_option(parser: argparse.ArgumentParser, dest: str) -> None:
+def add_import_option(parser: argparse.ArgumentParser, dest: str, shown: bool = True) -> None:
     """Add `--import`, which works before the subcommand and after it."""
     parser.add_argument(
         '--import', dest=dest, action='append', default=[], metavar='MODULE',
-        help='import this module first, a name or a .py file, e.g. with encodings of your own; may be repeated ('
-             'not in experiment, whose plans name modules)')
+        help='import this module first, a name or a .py file, e.g. with encodings of your own; may be repeated'
+        if shown else argparse.SUPPRESS)
 
 
 def import_modules(args: argparse.Namespace) -> None:

@@ -116,8 +116,8 @@ class PositionEncoding(nn.Module):
         num_heads: h, attention heads.
         grid_size: (H, W), the model's own grid.
         num_prefix_tokens: P, class and register tokens.
-        layer: Index of the attention layer, from 0 (0 for an encoding that the whole model shares).
-        depth: Number of attention layers.
+        layer: Index of the attention layer, from 0 (0 for an encoding that the whole model shares). Not stored.
+        depth: Number of attention layers. Not stored.
         ref_grid_size: (H, W) of the grid that the parameters were trained on, if it is not the model's own. Only some
             encodings use it.
         gate: Initial value of the learned scalar that multiplies what the encoding contributes, for `auto_<name>`. None
@@ -190,8 +190,6 @@ class PositionEncoding(nn.Module):
         self.head_dim = dim // num_heads
         self.grid_size = tuple(grid_size)
         self.num_prefix_tokens = num_prefix_tokens
-        self.layer = layer
-        self.depth = depth
         self.gate = None if gate is None else Gate(gate, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor, *tensors: torch.Tensor, hook: str, **given) -> Any:
@@ -426,7 +424,16 @@ class PositionEncoding(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Give all parameters and buffers their initial values."""
+        """Give all parameters and buffers their initial values.
+
+        Raises:
+            ValueError: If there are parameters of its own, and no override of this method that sets them.
+        """
+        own = [name for name, _ in self.named_parameters(recurse=False)]
+        if own and type(self).reset_parameters is PositionEncoding.reset_parameters:
+            raise ValueError(
+                f'{self.name!r}: nothing gives {own[0]} its initial values again. Set the parameters of '
+                f'{type(self).__name__} in reset_parameters, and end its constructor by self.reset_parameters().')
 
     def init_non_persistent_buffers(self) -> None:
         """Recompute the buffers that are not saved, after the module was constructed on the meta device."""
@@ -437,7 +444,6 @@ class PositionEncoding(nn.Module):
 
     def set_depth(self, depth: int) -> None:
         """Drop everything that belongs to layers from index `depth` on, after the model was truncated."""
-        self.depth = depth
 
     def no_weight_decay(self) -> Set[str]:
         """Names of its parameters that get no weight decay: by default all, as for `pos_embed` in timm."""
@@ -469,9 +475,12 @@ class FixedEncoding(PositionEncoding, ABC):
         """Compute the buffer `table`.
 
         Raises:
-            ValueError: If it depends on a parameter.
+            ValueError: If `compute` returns no tensor, or one that depends on a parameter.
         """
         table = self._own_table(**self._table_kwargs)
+        if not isinstance(table, torch.Tensor):
+            raise ValueError(
+                f'{self.name!r}: compute returned {type(table).__name__}, not a tensor. Is a `return` missing?')
         if table.requires_grad:
             raise ValueError(
                 f'{self.name!r}: compute of a FixedEncoding is called once, so its table would not follow a parameter. '

@@ -3,7 +3,7 @@
 Without the check most slips would show far from their cause, and some not at all: a term without the axis of layers
 would be added row by row, a bool bias would count as 0 and 1, a forgotten `return` would be no encoding.
 """
-from typing import Any, Sequence, Tuple
+from typing import Any, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,7 @@ OF_BIAS = 'grid.between_tokens(bias) turns a bias between all patches into one b
 OF_TERM = 'grid.pad_tokens(term) adds rows for prefix tokens, grid.keep_tokens(table) takes the tokens in the sequence.'
 HINTS = {
     'embed': OF_TERM,
-    'layer_embed': OF_TERM,
+    'layer_embed': f'It needs a term for each layer. {OF_TERM}',
     'rotation': (
         'Prefix tokens have no rows; the columns are the sines of all channels, then their cosines. The angles of a '
         'RotaryEncoding are [(h,) H*W, d/2].'),
@@ -60,12 +60,13 @@ def check_result(
         if hook == 'channels':
             sizes = (*sizes[:3], found[0].shape[-1] if found[0].ndim else 0)
         pairs = zip(reversed(result.shape), reversed(sizes))
-        fits = fixed <= result.ndim <= len(sizes) and all(
+        least = 3 if hook == 'layer_embed' else fixed
+        fits = least <= result.ndim <= len(sizes) and all(
             _same(size, expected) or size == 1 and i >= fixed for i, (size, expected) in enumerate(pairs))
         if not fits:
             raise ValueError(
-                f'{what} {list(result.shape)}, which {"is not" if fixed == len(sizes) else "does not broadcast to"} '
-                f'[{axes}] = {list(sizes)}; {grid.num_prefix_tokens} of the tokens are prefix tokens. '
+                f'{what} {list(result.shape)}, which {"is not" if fixed else "does not broadcast to"} [{axes}] = '
+                f'[{", ".join(map(str, sizes))}], with {grid.num_prefix_tokens} prefix tokens. '
                 f'{HINTS.get(hook, "")}'.rstrip())
 
 
@@ -75,17 +76,16 @@ def _expected(
         ndim: int,
         tensors: Sequence[torch.Tensor],
         grid: Grid,
-) -> Tuple[str, Tuple[int, ...], int]:
+) -> Tuple[str, Tuple[Union[int, str], ...], int]:
     """The axes of a result, their sizes, and how many of the last ones must be there: the others may be broadcast."""
     x, h, d = tensors[0], encoding.num_heads, encoding.head_dim
     batch, patches = (1, grid.num_patches) if grid.keep_indices is None else grid.keep_indices.shape
     n = grid.num_prefix_tokens + patches
     if hook in ('embed', 'mix'):
         return 'B, N, D', tuple(x.shape), 0
-    if hook == 'layer_embed' and ndim == 4:
-        return 'L, B, N, D', (encoding.depth, batch, n, encoding.dim), 4
-    if hook == 'layer_embed':
-        return 'L, N, D', (encoding.depth, n, encoding.dim), 3
+    if hook == 'layer_embed':  # L is not known here: a model may have lost layers since
+        images = (batch,) if ndim == 4 else ()
+        return 'L, B, N, D' if images else 'L, N, D', ('L', *images, n, encoding.dim), 0
     if hook == 'rotation':
         return 'B, h, N-P, 2*d', (batch, h, patches, 2 * d), 2
     if hook == 'position_bias':

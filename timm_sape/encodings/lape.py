@@ -51,7 +51,6 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
             norm.reset_parameters()
 
     def set_depth(self, depth: int) -> None:
-        super().set_depth(depth)
         del self.norms[depth:]
 
     def resample(

@@ -14,6 +14,7 @@ import torch.nn as nn
 from ..checks import MOST, is_number
 from ..grid import Grid
 from .base import FixedEncoding, Gate, PositionEncoding, RotaryEncoding
+from .hook_results import check_result
 
 __all__ = [
     'create_encoding',
@@ -134,17 +135,12 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} has a method {method!r}, which nothing calls. If it is meant to be '
                 f'the hook {close[0]!r}, rename it; otherwise give it a name less like that.')
-    if not cls.acts_on() and (own or any({'__init__', 'forward'} & vars(base).keys() for base in users)):
+    scales = any('logit_factor' in vars(base) and not base.__module__.startswith('timm_sape.') for base in users)
+    if not cls.acts_on() and not scales and (own or any({'__init__', 'forward'} & vars(base).keys() for base in users)):
         hint = 'For a rotation derive it from RotaryEncoding, too.' if 'angles' in own else (
             f'The hooks are {", ".join(PositionEncoding.HOOKS)}: help(timm_sape.PositionEncoding).')
         raise ValueError(
             f'Encoding {name!r}: {cls.__name__} overrides no hook, so it would do nothing. {hint}')
-    try:
-        inspect.signature(cls.forward).bind(cls, torch.Tensor, torch.Tensor, hook='', grid=None)
-    except TypeError as e:
-        raise ValueError(
-            f'Encoding {name!r}: the model cannot call {cls.__name__}.forward ({e}). It runs the hooks: override one '
-            'of them instead.') from None
     for hook in filter(cls.overrides, PositionEncoding.HOOKS):
         expected = inspect.signature(getattr(PositionEncoding, hook)).parameters.values()
         given = [parameter for parameter in expected if parameter.kind is not parameter.VAR_KEYWORD]
@@ -157,9 +153,16 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
             raise ValueError(
                 f'Encoding {name!r}: the model cannot call {cls.__name__}.{hook} ({e}). Write '
                 f'def {hook}({", ".join([*(parameter.name for parameter in given), *asked])}).') from None
+        try:
+            inspect.signature(cls.forward).bind(
+                cls, *tensors or [torch.Tensor], hook=hook, **dict.fromkeys([*others, *asked]))
+        except TypeError as e:
+            raise ValueError(
+                f'Encoding {name!r}: the model cannot call {cls.__name__}.forward ({e}). It runs the hooks: leave it '
+                'out, or write def forward(self, x, *tensors, hook, **given).') from None
     names = cls.__init__.__code__.co_names if '__init__' in vars(cls) else ()
     sets = any(re.search(r'reset|^_?init_|[^_]_$', word) for word in names)  # such as init_weights, zeros_
-    uninitialized = {'empty', 'empty_like', 'new_empty', 'Tensor', 'FloatTensor'} & set(names)
+    uninitialized = {'empty', 'empty_like', 'new_empty'} & set(names)
     if uninitialized and not sets:
         raise ValueError(
             f'Encoding {name!r}: the constructor of {cls.__name__} makes a tensor by {min(uninitialized)}, which holds '
@@ -300,11 +303,6 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
         raise ValueError(
             f'{name!r}: {cls.__name__} sets self.gate, which is the gate of an encoding with {AUTO}. Choose another '
             'name.')
-    resets = cls.reset_parameters is not PositionEncoding.reset_parameters
-    if not resets and any(p.is_meta for p in encoding.parameters(recurse=False)):
-        raise ValueError(
-            f'{name!r}: to build it without memory, on the device meta, set the parameters of {cls.__name__} in '
-            'reset_parameters, and end its constructor by self.reset_parameters().')
     if gate == 0 and _does_nothing(encoding):
         raise ValueError(
             f'{name!r}: a gate of 0 on an encoding that starts at 0 would never learn. Set gate_init = 1 in '
@@ -327,7 +325,12 @@ def _does_nothing(encoding: PositionEncoding) -> bool:
     if encoding.asks_for or not given.keys() >= set(hooks):
         return False
     with torch.no_grad():
-        return not any(getattr(encoding, hook)(*given[hook], grid=grid).any() for hook in hooks)
+        for hook in hooks:
+            found = getattr(encoding, hook)(*given[hook], grid=grid)  # not by way of the gate, which is 0
+            check_result(encoding, hook, found, given[hook] or (tokens,), grid)
+            if found.any():
+                return False
+    return True
 
 
 def encoding_keywords(name: str) -> Dict[str, Any]:

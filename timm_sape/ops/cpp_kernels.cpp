@@ -299,9 +299,9 @@ void attention(
   });
 }
 
-// The gradient of a logit, divided by the distance D, is R, and the gradient of code w_i is the gain times the sum over j
-// of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because
-// R times it may be too large for a number.
+// The gradient of a logit, divided by the distance D, is R. The gradient of code w_i is the gain times the sum over j of
+// (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because R
+// times it may be too large for a number.
 void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
