@@ -11,8 +11,8 @@ from timm_sape.vit_pos_enc import VisionTransformerPosEnc
 controls = Controls(contracts)
 
 
-@controls.broken_encoding('init_weights', 'slope was not initialised')
-@controls.broken_encoding('weight_init_skip', 'slope was not initialised')
+@controls.broken_encoding('init_weights', 'nothing gives slope its initial values again', ValueError)
+@controls.broken_encoding('weight_init_skip', 'nothing gives slope its initial values again', ValueError)
 class InitialisesOnce(PositionEncoding):
     def __init__(self, **host):
         super().__init__(**host)
