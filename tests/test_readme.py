@@ -245,6 +245,11 @@ def test_differences_that_hang_on_the_interval():
         assert sum(low < 0 < high for low, high in (paired, unpaired)) == 1
 
 
+def cells_of(line):
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in line.split('|')[1:-1]]
+
+
 def prose(page):
     return ' '.join(page.read_text().split())
 
@@ -468,7 +473,7 @@ def test_advice_is_that_of_the_results():
 def rows_of_retrofit(section):
     """The lines of tables of differences: name, px, difference, both intervals, whether it is shown."""
     for line in section.splitlines():
-        cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
+        cells = cells_of(line)
         if len(cells) == 9 and cells[1].endswith(' px'):
             yield cells[0], int(cells[1][:-3]), *cells[5:]
 
@@ -493,8 +498,8 @@ def test_what_is_left_at_other_sizes():
     assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)
     section = (folder / 'retrofit.md').read_text().partition('\n## ')[0]
     found = {base: cells for base, size, *cells in rows_of_retrofit(section) if size == 96}
-    for base in ('FIRE', 'CPB', 'LookHere, 4 heads'):
-        assert f'| {" | ".join((base, *found[base]))} |' in ANSWERS.read_text()
+    for base, shown in (('FIRE', 'yes'), ('CPB', 'yes'), ('LookHere, 4 heads', 'no')):
+        assert found[base][-1] == shown and f'| {" | ".join((base, *found[base]))} |' in ANSWERS.read_text()
     gain, *_, shown = next(cells for base, size, *cells in rows_of_retrofit(section) if (base, size) == ('FIRE', 32))
     assert shown == 'yes' and f'FIRE is behind at 32 px already, by {gain[1:]}' in prose(ANSWERS)
     reference = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
@@ -513,12 +518,13 @@ def test_segmentation():
     text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text()
     found = {}
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip('| ').split(' | ')]
+        cells = cells_of(line)
         if len(cells) >= 8 and cells[1].endswith(' px'):
             found[cells[0], cells[1]] = cells[2:8]
     assert '## Which encoding gives the best maps of features? APE has the highest mean' in prose(ANSWERS)
     models = [model for model, size in found if size == '32 px' and model != 'pixels']
     assert models[0] == 'APE'  # the best is first
+    assert all(gain.startswith('-') for (model, _), (*_, gain, _, _, _) in found.items() if model in models[1:])
     for model in models:
         assert f'| {" | ".join((model, *found[model, "32 px"]))} |' in ANSWERS.read_text()
     gains = [found[model, '64 px'][2] for model in models[1:]]
@@ -527,9 +533,9 @@ def test_segmentation():
 
 
 def test_sape2_in_the_reference_table():
-    """A difference is shown if both corrected intervals exclude 0; all are of models behind APE here."""
+    """A model is shown to be behind APE if both corrected intervals are below 0."""
     table = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text().split('\n\n')[2]
-    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines()]
+    rows = list(map(cells_of, table.splitlines()))
     gains, shown = {}, {}
     for model, _, _, _, gain, *intervals in rows[2:]:
         gains[model] = gain.lstrip('-')

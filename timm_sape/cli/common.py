@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Callable
 
-__all__ = ['CommandError', 'add_command', 'add_import_option', 'import_modules', 'where_scripts_are']
+__all__ = ['CommandError', 'add_command', 'add_import_option', 'import_modules', 'where_raised', 'where_scripts_are']
 
 
 class CommandError(Exception):
@@ -83,11 +83,16 @@ def _import(name: str) -> None:
             raise CommandError(
                 f'--import {name}: there is no such module in {folder} or among the installed ones; give the path of '
                 'its file, FOLDER/NAME.py') from e
-        frames = [frame for frame in traceback.extract_tb(e.__traceback__) if Path(frame.filename).stem == module]
-        where = f'{frames[-1].filename}, line {frames[-1].lineno}, ' if frames else ''
+        where = where_raised(e, lambda file: Path(file).stem == module)
         raise CommandError(f'--import {name}: {where}{type(e).__name__}: {" ".join(str(e).split())}') from e
     if is_file and not (found and os.path.samefile(found, name)):
         raise CommandError(f'--import {name}: {module} is the name of another module too, {found}; rename the file')
+
+
+def where_raised(e: Exception, is_users: Callable[[str], bool]) -> str:
+    """`FILE, line N, ` of the innermost frame of an error in a file of the user's; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(e.__traceback__) if is_users(frame.filename)]
+    return f'{frames[-1].filename}, line {frames[-1].lineno}, ' if frames else ''
 
 
 def where_scripts_are() -> str:

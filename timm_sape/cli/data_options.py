@@ -2,12 +2,11 @@
 import argparse
 import os
 import sys
-import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
-from .common import CommandError
+from .common import CommandError, where_raised
 
 __all__ = [
     'MODELS_HELP',
@@ -234,8 +233,8 @@ def _in_own_encoding(e: Exception) -> str:
 
     modules = {cls.__module__ for cls in map(get_encoding, list_encodings())}
     files = {getattr(sys.modules.get(name), '__file__', None) for name in modules if not name.startswith('timm_sape.')}
-    frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in files]
-    return f'{frames[-1].filename}, line {frames[-1].lineno}, {type(e).__name__}: ' if frames else ''
+    where = where_raised(e, files.__contains__)
+    return where and f'{where}{type(e).__name__}: '
 
 
 def _one_line(e: Exception) -> str:

@@ -5,9 +5,8 @@ minute, and nobody who did not ask should wait for it in a forward pass. Whoever
 which later processes use unasked.
 
 The name of the library tells processor, torch, source and flags, so machines that share a home directory do not share
-libraries by mistake. It is compiled in a folder of its own and then moved, so nobody sees one that is being
-written; a copy that was cut off is compiled again. Processes
-that want it at the same time wait for one of them.
+libraries by mistake. It is compiled in a folder of its own and then moved, so nobody sees one that is being written; a
+copy that was cut off is compiled again. Processes that want it at the same time wait for one of them.
 """
 import functools
 import hashlib
