@@ -37,6 +37,15 @@ except RuntimeError as e:
     NO_CPP = f"the kernels of the backend 'cpp' cannot be used: {e}"
 
 
+@pytest.fixture
+def own_registry(monkeypatch):
+    """What a test registers is forgotten after it."""
+    from timm_sape.encodings import registry
+
+    for names in ('_encodings', '_aliases'):
+        monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
+
+
 def pytest_report_header():
     return NO_CPP or None
 

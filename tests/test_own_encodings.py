@@ -10,17 +10,12 @@ from PIL import Image
 import timm_sape
 from timm_sape import FixedEncoding, PositionEncoding
 from timm_sape.cli import main
-from timm_sape.encodings import registry
 from timm_sape.encodings.base import FixedRotaryEncoding, RotaryEncoding
 from timm_sape.encodings.frequencies import FrequencyEncoding
 
 N, D, HEADS, LAYERS = 7, 64, 4, 2  # a grid of 2 x 3 patches and a class token
 
-
-@pytest.fixture(autouse=True)
-def no_traces(monkeypatch):
-    """Forget whatever a test registers."""
-    monkeypatch.setattr(registry, '_encodings', dict(registry._encodings))
+pytestmark = pytest.mark.usefixtures('own_registry')
 
 
 def register(hook, function, base=PositionEncoding, **attributes):
@@ -268,6 +263,30 @@ def test_positions_under_autocast(fixed):
     with torch.autocast('cpu', torch.bfloat16):
         found = encoding(x, **given)
     assert torch.equal(found, encoding(x, **given)) and found.dtype == torch.float32
+
+
+def test_tables_under_autocast():
+    """The same for the table of a fixed encoding: of another grid, of a model that is built or resized there."""
+    def init(self, **host):
+        FixedEncoding.__init__(self, **host)
+        self.make_table()
+
+    def compute(self, grid, device, dtype):
+        return grid.coordinates(device, dtype) @ torch.full((2, D), .01, device=device, dtype=dtype)
+
+    register('embed', lambda self, x, grid: x + grid.pad_tokens(self.table_for(grid)), FixedEncoding,
+             __init__=init, compute=compute)
+
+    def embedded(autocast):
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+            encoding = timm_sape.create_encoding('mine', dim=D, num_heads=HEADS, grid_size=(2, 400))
+            grids = [timm_sape.Grid(*size, 1) for size in ((2, 400), (400, 2))]
+            found = [encoding(torch.zeros(1, 801, D), grid=grid, hook='embed') for grid in grids]
+            encoding.set_grid_size((400, 2))
+        return *found, encoding.table
+
+    for found, expected in zip(embedded(True), embedded(False)):
+        assert torch.equal(found, expected) and found.unique().numel() > 400
 
 
 def test_commands_say_where_an_own_encoding_fails(tmp_path, capsys, monkeypatch):

@@ -22,16 +22,7 @@ from timm_sape.position import LayerEncodings, SharedEncodings
 
 HOST = dict(dim=64, num_heads=4, grid_size=(4, 4), num_prefix_tokens=1)
 
-
-@pytest.fixture(autouse=True)
-def no_traces():
-    """Remove whatever a test registers."""
-    encodings, aliases = dict(registry._encodings), dict(registry._aliases)
-    yield
-    for known, before in ((registry._encodings, encodings), (registry._aliases, aliases)):
-        for name in known.keys() - before.keys():
-            known.pop(name)
-        assert known == before
+pytestmark = pytest.mark.usefixtures('own_registry')
 
 
 def build(pos_enc, pos_enc_kwargs=None, model='test_vit_pos_enc', **kwargs):

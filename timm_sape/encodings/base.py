@@ -477,7 +477,7 @@ class FixedEncoding(PositionEncoding, ABC):
         Raises:
             ValueError: If `compute` returns no tensor, or one that depends on a parameter.
         """
-        table = self._own_table(**self._table_kwargs)
+        table = self._own_table(torch.empty(0, **self._table_kwargs))
         if not isinstance(table, torch.Tensor):
             raise ValueError(
                 f'{self.name!r}: compute returned {type(table).__name__}, not a tensor. Is a `return` missing?')
@@ -487,22 +487,26 @@ class FixedEncoding(PositionEncoding, ABC):
                 'Derive it from PositionEncoding, or use the parameter in the hook.')
         self.register_buffer('table', table, persistent=False)
 
-    def _own_table(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        return self.compute(Grid(*self.grid_size, self.num_prefix_tokens), device, dtype)
+    def _compute(self, grid: Grid, like: torch.Tensor) -> torch.Tensor:
+        with ops.no_autocast(like):  # products of matrices would round positions to bfloat16
+            return self.compute(grid, like.device, like.dtype)
+
+    def _own_table(self, like: torch.Tensor) -> torch.Tensor:
+        return self._compute(Grid(*self.grid_size, self.num_prefix_tokens), like)
 
     def table_for(self, grid: Grid) -> torch.Tensor:
         """What `compute` returns for the whole of `grid`, taken from the buffer if it is the model's own grid."""
-        return self.table if grid.matches(self.grid_size) else self.compute(grid, self.table.device, self.table.dtype)
+        return self.table if grid.matches(self.grid_size) else self._compute(grid, self.table)
 
     def reset_parameters(self) -> None:
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
-        self.table.copy_(self._own_table(self.table.device, self.table.dtype))
+        self.table.copy_(self._own_table(self.table))
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         super().set_grid_size(grid_size)
-        self.table = self._own_table(self.table.device, self.table.dtype)
+        self.table = self._own_table(self.table)
 
     def _apply(self, fn, *args, **kwargs):
         # Recompute the table: model.half() would round it, model.double() would not make it more exact, and to_empty()
@@ -510,8 +514,7 @@ class FixedEncoding(PositionEncoding, ABC):
         before = self.table
         super()._apply(fn, *args, **kwargs)
         if self.table is not before and not self.table.is_meta:
-            dtype = torch.promote_types(self.table.dtype, torch.float32)
-            self.table = self._own_table(self.table.device, dtype)
+            self.table = self._own_table(ops.upcast(self.table)[0])
         return self
 
 
