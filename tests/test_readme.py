@@ -20,7 +20,7 @@ from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.experiment import load_plan, summary_table
 from timm_sape.lab.experiment.results import read_archive
-from timm_sape.lab.intervals import mean_interval, unpaired_interval
+from timm_sape.lab.intervals import corrected_intervals, mean_interval, unpaired_interval
 
 ROOT = Path(__file__).parent.parent
 README, DOCS, RESULTS = ROOT / 'README.md', ROOT / 'docs', ROOT / 'results'
@@ -540,11 +540,18 @@ def test_sape2_in_the_reference_table():
     for model, _, _, _, gain, *intervals in rows[2:]:
         gains[model] = gain.lstrip('-')
         shown[model] = all(', -' in interval for interval in intervals[:2])
-    assert shown['SaPE2(K)'] and not shown['SaPE2(K)+APE'] and not shown['RoPE-2D']
+    assert shown['SaPE2(K)'] and not any(shown[name] for name in ('SaPE2(K)+APE', 'SaPE2(Q)+APE', 'RoPE-2D'))
     text = (
-        f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown, and SaPE2(K)+APE '
-        f'{gains["SaPE2(K)+APE"]} points, which is not.')
+        f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown. SaPE2(K)+APE is '
+        f'{gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}, which is not shown.')
     assert text in prose(ANSWERS)
+
+
+def test_k_and_q_in_the_reference_table():
+    rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
+    k, q = ({row['seed']: float(row['top1']) for row in rows if row['model'] == f'SaPE2({x})+APE'} for x in 'KQ')
+    gain, pairs, _ = corrected_intervals(k, q, 1)
+    assert f'{gain:+.2f} [{pairs[0]:+.2f}, {pairs[1]:+.2f}]. Of the other changes' in prose(ANSWERS)
 
 
 def test_pages_know_the_reference_table():
