@@ -170,8 +170,8 @@ def table(args):
     rates = chosen_rates(plan, args.output)
     if plan.baseline not in rates:
         raise ValueError(f'{args.output} has no finished trials of {plan.baseline!r}; name the folder of `run`')
-    planned = len(plan.labels)
-    comparisons = planned - 1  # of the whole plan, also while it is being trained
+    planned = plan.labels
+    comparisons = len(planned) - 1  # of the whole plan, also while it is being trained
     plan = with_rates(plan, rates)
     rows, measures = rows_of(plan, args.output), read_measures(args.output)
     columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed'})
@@ -184,7 +184,8 @@ def table(args):
     top1 = {label: {row['seed']: row['top1'] for row in rows if row['model'] == label and row['top1'] is not None}
             for label in plan.labels}
     sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
-    intervals = _dunnett(top1, plan.baseline)
+    bases = {label: _baseline_of(label, plan.baseline, planned) for label in plan.labels}
+    intervals = _dunnett({label: top1[label] for label in top1 if bases[label] == plan.baseline}, plan.baseline)
     beside = []
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, _), line in measures.items() if model == label]
@@ -193,7 +194,8 @@ def table(args):
             'pos_enc': f'`{names[label]}`',
             'learning rate': f'{rates[label]:g}',
             'top-1 (%)': spread(list(top1[label].values())),
-            **_corrected(top1[label], {} if label == plan.baseline else top1[plan.baseline], comparisons),
+            'minus': '' if label == plan.baseline else bases[label],
+            **_corrected(top1[label], {} if label == plan.baseline else top1.get(bases[label], {}), comparisons),
             'Dunnett': intervals.get(label, ''),
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
@@ -202,13 +204,20 @@ def table(args):
             **_costs(names[label], args.costs),
         })
     about_rows = (
-        f'{len(plan.labels)} of {planned} rows so far. Intervals are corrected for {comparisons} comparisons with '
-        f'{plan.baseline}, those of Dunnett for {len(intervals)}. {trained_with(rows)}')
+        f'{len(plan.labels)} of {len(planned)} rows so far. Intervals are corrected for {comparisons} comparisons, '
+        f'those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), markdown(beside), about_rows]) + '\n'
     (args.output / f'{args.plan.stem}.md').write_text(text)
     print(text)
     return 0
+
+
+def _baseline_of(label, baseline, labels):
+    """What a row is compared with: 'X, NOTE' with the baseline of that note if there is one, as '4 heads' has."""
+    _, comma, note = label.partition(', ')
+    alike = f'{baseline}{comma}{note}'
+    return alike if alike in labels and alike != label else baseline
 
 
 def _corrected(values, others, comparisons):

@@ -360,12 +360,28 @@ def test_reference_table(lab, reference, capsys):
         row for row in csv.DictReader((CHECKOUT / 'results' / 'cost_cpu.csv').read_text().splitlines())
         if (row['setting'], row['pos_enc']) == ('224/16', 'rpb'))
     assert (
-        f'| B | `rpb` | 0.0005 | 62.00 ± 2.83 | +11.00 | [{11 - half:+.1f}, {11 + half:+.1f}] | '
+        f'| B | `rpb` | 0.0005 | 62.00 ± 2.83 | A | +11.00 | [{11 - half:+.1f}, {11 + half:+.1f}] | '
         f'[{11 - unpaired:+.1f}, {11 + unpaired:+.1f}] | [{11 - dunnett:+.1f}, {11 + dunnett:+.1f}] | '
         '40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 | '
         f'{float(costs["step_ratio"]):.2f} | {float(costs["step_peak_ratio"]):.2f} |') in lines
     assert 'trial' not in (lab.output / 'plan.md').read_text()
     assert {(row['lr'], row['pshap']) for (label, _), row in lab.rows().items() if label == 'B'} == {('0.0005', '0.25')}
+
+
+def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsys):
+    """B has four heads, and so has a row of the baseline."""
+    lab.plan({
+        'A': {'model': 'test_vit_ape', 'model_kwargs': {'top1': {1: 50, 2: 52}}},
+        'A, 4 heads': {'model': 'test_vit_ape', 'model_kwargs': {'top1': {1: 53, 2: 57}}},
+        'B, 4 heads': {'model': 'test_vit_rpb', 'model_kwargs': {'top1': {1: 60, 2: 64}}},
+        'B, gate 0': {'model': 'test_vit_rpb', 'model_kwargs': {'top1': {1: 40, 2: 42}}}})
+    assert reference(*reference.training) == 0 and reference('table') == 0
+    table = capsys.readouterr().out.split('\n\n')[2]
+    found = {cells[0]: cells[4:6] for cells in (line.strip('| ').split(' | ') for line in table.splitlines()[2:])}
+    assert found['B, 4 heads'] == ['A, 4 heads', '+7.00'] and found['B, gate 0'] == ['A', '-10.00']
+    assert found['A, 4 heads'] == ['A', '+4.00']
+    dunnett, = (line.split(' | ')[8] for line in table.splitlines() if line.startswith('| B, 4 heads'))
+    assert not dunnett.strip()  # Dunnett's comparisons have one control
 
 
 def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):

@@ -20,7 +20,7 @@ from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.experiment import load_plan, summary_table
 from timm_sape.lab.experiment.results import read_archive
-from timm_sape.lab.intervals import corrected_intervals, mean_interval, unpaired_interval
+from timm_sape.lab.intervals import mean_interval, unpaired_interval
 
 ROOT = Path(__file__).parent.parent
 README, DOCS, RESULTS = ROOT / 'README.md', ROOT / 'docs', ROOT / 'results'
@@ -135,9 +135,9 @@ def test_results_are_those_of_the_runs():
 
 
 def difference_of(values, others, digits=2):
-    """The mean of three or six differences with its t interval."""
+    """The mean of three, five or six differences with its t interval."""
     found = [a - b for a, b in zip(values, others)]
-    t = {3: 4.302653, 6: 2.570582}[len(found)]
+    t = {3: 4.302653, 5: 2.776445, 6: 2.570582}[len(found)]
     mean, half = statistics.mean(found), t * statistics.stdev(found) / len(found) ** 0.5
     return f'{mean:+.{digits}f} [{mean - half:+.{digits}f}, {mean + half:+.{digits}f}]'
 
@@ -269,6 +269,30 @@ def test_digits_are_those_of_the_runs():
         assert f'| {line} |' in DETAILS.read_text()
 
 
+def five_seeds():
+    """Top-1 of each model of the reference table."""
+    top1 = {}
+    for row in read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv'):
+        top1.setdefault(row['model'], {})[row['seed']] = float(row['top1'])
+    return {model: [found[seed] for seed in ('21', '22', '23', '24', '25')] for model, found in top1.items()}
+
+
+def retrofit(key, base, size, model='not fine-tuned', **where):
+    """Figures of a trained model at another size, or of what it was fine-tuned to, a list over seeds."""
+    wanted = {'base': base, 'size': str(size), 'model': model, 'split': 'test', **where}
+    return [float(row[key]) for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')
+            if wanted.items() <= row.items()]
+
+
+def over_bases(key, size, model, other):
+    """What fine-tuning with `model` gives beside `other`, averaged over the four bases, a list over three seeds."""
+    gains = []
+    for base in ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed'):
+        values, others = retrofit(key, base, size, model), retrofit(key, base, size, other)[:3]
+        gains.append([a - b for a, b in zip(values, others)])
+    return [statistics.mean(of_seed) for of_seed in zip(*gains, strict=True)]
+
+
 def areas(name):
     """Areas under the ROC curve by model, then by state, score and mask; a list over seeds."""
     found = {}
@@ -331,7 +355,28 @@ def claims():
     sizes, shifts = kept('resolutions_cpu.csv', 'height', '32', '64'), kept('shifts_cpu.csv', 'shift', '0', '8')
     roc = areas('white')[sape2]
     distance = roc['trained', 'distance', 'own']
+    five, nothing = five_seeds(), [0, 0, 0]
+    rope, mixed = 'RoPE-2D', 'RoPE-2D mixed'
     return [
+        ('The five seeds show it ahead, {}.', five[mixed], five['APE'], 2, True),
+        ('APE with four is ahead of APE with two, {},', five['APE, 4 heads'], five['APE'], 2, True),
+        ('is not shown to differ from it: {}.', five[rope], five['APE, 4 heads'], 2, False),
+        ('SaPE2(K) alone is not shown to be ahead of no encoding: {}.', five['SaPE2(K)'], five['none'], 2, False),
+        ('SaPE2(K) changes RoPE-2D by {} (the', five[f'{rope}+SaPE2(K)'], five[rope], 2, False),
+        ('starts at 0 by {}. It', five[f'{rope}+SaPE2(K), gate 0'], five[rope], 2, False),
+        ('It changes RoPE-2D mixed by {},', five[f'{mixed}+SaPE2(K)'], five[mixed], 2, False),
+        ('and behind the gate by {}.', five[f'{mixed}+SaPE2(K), gate 0'], five[mixed], 2, False),
+        ('with the five seeds {}. Of the other changes', five[sape2], five['SaPE2(Q)+APE'], 2, False),
+        ('not shown to be ahead of no encoding: {};', five['FIRE'], five['none'], 2, False),
+        ('RoPE-2D keeps more than APE, {},', retrofit('kept', rope, 64), retrofit('kept', 'APE', 64), 1, True),
+        ('and sincos2d, too: {}.', retrofit('kept', 'sincos2d', 64), retrofit('kept', 'APE', 64), 1, True),
+        ('at 64 px the difference is {}.', retrofit('kept', 'LookHere, 4 heads', 64),
+         retrofit('kept', 'APE, 4 heads', 64), 1, False),
+        ('SaPE2(K) changes what is kept at 96 px by {}',
+         over_bases('kept', 96, 'sape2_k', 'unchanged'), nothing, 1, False),
+        ('and PaPE by {}.', over_bases('kept', 96, 'pape', 'unchanged'), nothing, 1, False),
+        ('gave {} points of top-1 at 32 px', over_bases('top1', 32, 'unchanged', 'not fine-tuned'), nothing, 2, True),
+        ('At 96 px no change is shown: {}.', over_bases('top1', 96, 'unchanged', 'not fine-tuned'), nothing, 2, False),
         ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
         ("RoPE-2D mixed comes nearest, at the recipe's rate: {}", ten['RoPE-2D mixed'], ten['APE'], 2, False),
@@ -357,7 +402,7 @@ def claims():
         ('with the masks of other images: {}', distance, roc['trained', 'distance', 'shuffled'], 3, True),
         ("does better. SaPE2's minus that: {}", distance, roc['trained', 'keys', 'own'], 3, True),
         ("makes SaPE2's distance worse at this: {}", distance, roc['untrained', 'distance', 'own'], 3, True),
-        ('without a class token, it is as far behind APE: {}',
+        ('without a class token, its mean is as far behind APE: {}',
          pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
     ]
 
@@ -400,8 +445,8 @@ def test_what_else_the_answers_say():
     for words, *found in (
             ('SaPE2(K)+APE keeps {} % of its accuracy above chance, and APE {} %: -',
              sizes['SaPE2(K)+APE', 'own'], sizes['APE', 'own']),
-            ("RoPE-2D with `resolution='rescale'` keeps {} % of its accuracy above chance, and APE {} %.",
-             sizes['RoPE-2D', 'rescale'], sizes['APE', 'own']),
+            ('RoPE-2D keeps {} % of its accuracy above chance, and APE {} %, if',
+             retrofit('kept', 'RoPE-2D', 64), retrofit('kept', 'APE', 64)),
             ('RoPE-2D keeps {} % if positions are rescaled', sizes['RoPE-2D', 'rescale']),
             ('it keeps {} %, less than APE', sizes['RoPE-2D', 'extrapolate']),
             ('SaPE2(K)+APE keeps {} % of its accuracy above chance, and APE {} %: +',
@@ -494,8 +539,6 @@ def test_what_is_left_at_other_sizes():
         assert {len(values) for values in found} == {5}
         cells = (spread_of(values, 1) for values in found)
         assert f'| {base} | {" | ".join(cells)} |' in ANSWERS.read_text()
-    extrapolated = statistics.mean(kept('RoPE-2D', '64', 'held_out', rule='extrapolate'))
-    assert f'that extrapolates keeps {extrapolated:.0f} % at 64 px' in prose(ANSWERS)
     section = (folder / 'retrofit.md').read_text().partition('\n## ')[0]
     found = {base: cells for base, size, *cells in rows_of_retrofit(section) if size == 96}
     for base, shown in (('FIRE', 'yes'), ('CPB', 'yes'), ('LookHere, 4 heads', 'no')):
@@ -506,11 +549,21 @@ def test_what_is_left_at_other_sizes():
     shares = [f'{statistics.mean(float(row["pshap"]) for row in reference if row["model"] == model):.2f}'.lstrip('0')
               for model in ('FIRE', 'RoPE-2D')]
     assert 'its Position-SHAP is {}, that of RoPE-2D {}.'.format(*shares) in prose(ANSWERS)
+    differences = list(rows_of_retrofit(section))
+    assert f'corrected for the {len(differences)} rows' in prose(ANSWERS)
+    assert {cells[-1] for base, size, *cells in differences if base == 'CPB' and size in (64, 128)} == {'no'}
+    for size in ('64', '96', '128'):
+        assert not all(verdicts(kept('LookHere, 4 heads', size), kept('APE, 4 heads', size)))
     images = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('test', size))
               for size in ('64', '96', '128')]
     assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(ANSWERS)
-    chosen = [row['rule'] for row in rows if row['split'] == 'test' and int(row['size']) >= 96]
-    assert sum(rule.endswith('+log') for rule in chosen) > len(chosen) / 2
+    scaled = [sum(row['rule'].endswith('+log') for row in rows if (row['split'], row['size']) == ('test', size))
+              for size in ('64', '96', '128')]
+    assert scaled[1] == scaled[2]
+    assert 'for {} of the 40 models at 64 px and for {} at 96 and 128 px'.format(*scaled) in prose(ANSWERS)
+    choosing = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('held_out', size))
+                for size in ('96', '128')]
+    assert 'the rule was chosen on {} and {} images'.format(*choosing) in prose(ANSWERS)
 
 
 def test_segmentation():
@@ -528,7 +581,8 @@ def test_segmentation():
     for model in models:
         assert f'| {" | ".join((model, *found[model, "32 px"]))} |' in ANSWERS.read_text()
     gains = [found[model, '64 px'][2] for model in models[1:]]
-    assert f'At 64 px the differences are {", ".join(gains[:-1])} and {gains[-1]}.' in prose(ANSWERS)
+    text = f'At 64 px, in the order of this table, the differences are {", ".join(gains[:-1])} and {gains[-1]}.'
+    assert text in prose(ANSWERS)
     assert f'pixels of a patch give {found["pixels", "32 px"][1]} %' in prose(ANSWERS)
 
 
@@ -537,21 +591,17 @@ def test_sape2_in_the_reference_table():
     table = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text().split('\n\n')[2]
     rows = list(map(cells_of, table.splitlines()))
     gains, shown = {}, {}
-    for model, _, _, _, gain, *intervals in rows[2:]:
+    for model, _, _, _, _, gain, *intervals in rows[2:]:
         gains[model] = gain.lstrip('-')
         shown[model] = all(', -' in interval for interval in intervals[:2])
     assert shown['SaPE2(K)'] and not any(shown[name] for name in ('SaPE2(K)+APE', 'SaPE2(Q)+APE', 'RoPE-2D'))
+    assert 'no encoding is shown to be ahead of APE.' in prose(ANSWERS)
+    assert not any(all(interval.startswith('[+') for interval in cells[6:8]) for cells in rows[2:])
     text = (
-        f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown. SaPE2(K)+APE is '
-        f'{gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}, which is not shown.')
+        f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown with its corrected intervals. '
+        f'SaPE2(K)+APE is {gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}; '
+        'neither is shown.')
     assert text in prose(ANSWERS)
-
-
-def test_k_and_q_in_the_reference_table():
-    rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
-    k, q = ({row['seed']: float(row['top1']) for row in rows if row['model'] == f'SaPE2({x})+APE'} for x in 'KQ')
-    gain, pairs, _ = corrected_intervals(k, q, 1)
-    assert f'{gain:+.2f} [{pairs[0]:+.2f}, {pairs[1]:+.2f}]. Of the other changes' in prose(ANSWERS)
 
 
 def test_pages_know_the_reference_table():
@@ -565,22 +615,23 @@ def test_pages_know_the_reference_table():
 def test_grafts_at_other_sizes():
     """No difference is shown, and the means are as large as the text says."""
     sections = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.md').read_text().split('\n## ')[1:]
-    grafts, trained = {}, {}
+    grafts = {}
     for section in sections:
         base = section.partition('\n')[0]
         for name, size, gain, _, _, shown in rows_of_retrofit(section):
             assert shown == 'no', (base, name, size)
-            if name == 'not fine-tuned':
-                trained.setdefault(size, []).append(-float(gain))
-            else:
+            if name != 'not fine-tuned':
                 grafts[base, name, size] = float(gain)
     assert grafts.keys() == set(itertools.product(
         ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed'), ('fire', 'cpb', 'pape', 'sape2_k'), (32, 48, 64, 96, 128)))
     for sizes, what in (((48, 64, 96, 128), 'at larger sizes'), ((32,), 'at 32 px')):
         largest = max(abs(gain) for (*_, size), gain in grafts.items() if size in sizes)
-        assert f'{largest:.1f} points {what}' in prose(ANSWERS)
-    for size in (32, 96):
-        assert f'{min(trained[size]):+.1f} to {max(trained[size]):+.1f} at {size} px' in prose(ANSWERS)
+        assert re.search(rf'{largest:.1f} % (of that accuracy )?{what}', prose(ANSWERS))
+    halves = {}  # of the intervals over the four bases
+    for name in ('fire', 'cpb', 'sape2_k', 'pape'):
+        _, low, high = mean_interval(over_bases('kept', 96, name, 'unchanged'))
+        halves[name] = high - low
+    assert max(halves['fire'], halves['cpb']) < min(halves['sape2_k'], halves['pape'])
     lines = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.jsonl').read_text().splitlines()
     lines = [json.loads(line) for line in lines]
     moved = {}  # what a graft adds to the logits, means over seeds; of the last layer it is 0
@@ -610,6 +661,15 @@ def test_figures_in_docs():
         for rule in ('extrapolate', 'rescale') for name in ('rope2d', 'rope2d_mixed')]
     text = 'lose {} and {} points at twice the size where angles extrapolate, {} and {} where they are rescaled'
     assert f'`rope2d` and `rope2d_mixed` {text.format(*lost)}' in prose(DOCS / 'resolutions.md')
+
+    gains = []
+    for size in (64, 96, 128):
+        scaled, plain = (
+            retrofit('top1', 'RoPE-2D', size, split='held_out', rule=rule) for rule in ('rescale+log', 'rescale'))
+        gains.append(difference_of(scaled, plain, 1))
+        assert all(verdicts(scaled, plain)) == (size > 64)
+    text = 'it adds {} points of top-1 at 64 px, {} at 96 px and {} at 128 px.'
+    assert text.format(*gains) in prose(DOCS / 'resolutions.md')
 
     grafts = read_csv(RESULTS / 'finetune_graft_cpu.csv')  # docs/choosing.md: no gain is shown
     top1 = {name: [float(row['top1']) for row in grafts if row['graft'] == name] for name in ('none', 'rope2d')}
