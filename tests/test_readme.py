@@ -604,6 +604,13 @@ def test_sape2_in_the_reference_table():
     assert text in prose(ANSWERS)
 
 
+def test_interrupted_runs_are_named():
+    lines = (RESULTS / 'cpu_cifar10' / 'reference' / 'runs.jsonl').read_text().splitlines()
+    resumed = [(run['label'], run['seed']) for run in map(json.loads, lines) if len(run['starts']) > 1]
+    text = ' and '.join(f'{label} with seed {seed}' for label, seed in sorted(resumed))
+    assert f'slightly other figures](#what-to-keep): {text}.' in prose(ROOT / 'train_configs' / 'EXPERIMENTS.md')
+
+
 def test_pages_know_the_reference_table():
     rows = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
     for row in rows:
