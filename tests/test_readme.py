@@ -363,6 +363,8 @@ def claims():
         ('is not shown to differ from it: {}.', five[rope], five['APE, 4 heads'], 2, False),
         ('ahead, too**: {} beside APE with four,', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2, True),
         ('SaPE2(K) alone is not shown to be ahead of no encoding: {}.', five['SaPE2(K)'], five['none'], 2, False),
+        ('is not shown to differ from APE either: {}.', five[f'{sape2}, 4 heads'], five['APE, 4 heads'], 2, False),
+        ('RoPE-2D with four heads is ahead of it: {}.', five[f'{rope}, 4 heads'], five[f'{sape2}, 4 heads'], 2, True),
         ('SaPE2(K) changes RoPE-2D by {} (the', five[f'{rope}+SaPE2(K)'], five[rope], 2, False),
         ('starts at 0 by {}. It', five[f'{rope}+SaPE2(K), gate 0'], five[rope], 2, False),
         ('It changes RoPE-2D mixed by {},', five[f'{mixed}+SaPE2(K)'], five[mixed], 2, False),
