@@ -162,23 +162,16 @@ def choosing():
     ])
 
 
-DENSE = {
-    'none': 'no encoding', 'RoPE-2D': '`rope2d`', 'RoPE-2D mixed': '`rope2d_mixed`', 'SaPE2(K)+APE': '`ape+sape2_k`'}
-
-
-def segmented():
-    """What segmentation at the models' own size gave, by model."""
-    text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text(encoding='utf-8')
-    return {row['model']: row for row in rows_of_table(text.split('\n\n')[1]) if row['size'] == '32 px'}
-
-
 def dense():
-    """How far models are behind APE in segmentation, in words, and for which that is shown."""
-    found = segmented()
+    """How far models are behind APE in segmentation at their own size, in words, and for which that is shown."""
+    text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text(encoding='utf-8')
+    found = {row['model']: row for row in rows_of_table(text.split('\n\n')[1]) if row['size'] == '32 px'}
+    rows = {name: found[model] for model, name in (
+        ('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`'),
+        ('SaPE2(K)+APE', '`ape+sape2_k`'))}
     return '{}. It is shown for {}'.format(
-        ', '.join(f'{name} {found[model]["difference"]} {found[model]["corrected, pairs"]}'
-                  for model, name in DENSE.items()),
-        ' and '.join(name for model, name in DENSE.items() if found[model]['shown'] == 'yes'))
+        ', '.join(f'{name} {row["difference"]} {row["corrected, pairs"]}' for name, row in rows.items()),
+        ' and '.join(name for name, row in rows.items() if row['shown'] == 'yes'))
 
 
 def kept(model, size):

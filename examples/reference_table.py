@@ -185,7 +185,7 @@ def table(args):
             for label in plan.labels}
     sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
     bases = {label: _baseline_of(label, plan.baseline, planned) for label in plan.labels}
-    intervals = _dunnett({label: top1[label] for label in top1 if bases[label] == plan.baseline}, plan.baseline)
+    intervals = _dunnett({label: top1[label] for label in top1 if bases[label] in ('', plan.baseline)}, plan.baseline)
     beside = []
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, _), line in measures.items() if model == label]
@@ -194,8 +194,8 @@ def table(args):
             'pos_enc': f'`{names[label]}`',
             'learning rate': f'{rates[label]:g}',
             'top-1 (%)': spread(list(top1[label].values())),
-            'minus': '' if label == plan.baseline else bases[label],
-            **_corrected(top1[label], {} if label == plan.baseline else top1.get(bases[label], {}), comparisons),
+            'minus': bases[label],
+            **_corrected(top1[label], top1.get(bases[label], {}), comparisons),
             'Dunnett': intervals.get(label, ''),
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
@@ -214,7 +214,12 @@ def table(args):
 
 
 def _baseline_of(label, baseline, labels):
-    """What a row is compared with: 'X, NOTE' with the baseline of that note if there is one, as '4 heads' has."""
+    """What a row is compared with: 'X, NOTE' with the baseline of that note if there is one, as '4 heads' has.
+
+    The baseline itself is compared with nothing, ''.
+    """
+    if label == baseline:
+        return ''
     _, comma, note = label.partition(', ')
     alike = f'{baseline}{comma}{note}'
     return alike if alike in labels and alike != label else baseline

@@ -39,11 +39,15 @@ except RuntimeError as e:
 
 @pytest.fixture
 def own_registry(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """What a test registers is forgotten after it. It must not replace or remove what was there."""
     from timm_sape.encodings import registry
 
-    for names in ('_encodings', '_aliases'):
-        monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
+    before = {names: getattr(registry, names) for names in ('_encodings', '_aliases')}
+    for names, known in before.items():
+        monkeypatch.setattr(registry, names, dict(known))
+    yield
+    for names, known in before.items():
+        assert known.items() <= getattr(registry, names).items()
 
 
 def pytest_report_header():

@@ -529,18 +529,13 @@ def rows_of_retrofit(section):
 
 
 def test_what_is_left_at_other_sizes():
-    """The table of results/README.md, the rule that extrapolates, and biases beside RoPE-2D."""
+    """The table of results/README.md, the rules that were chosen, and biases beside RoPE-2D."""
     folder = RESULTS / 'cpu_cifar10' / 'retrofit'
     rows = [row for row in read_csv(folder / 'retrofit.csv') if row['model'] == 'not fine-tuned']
-
-    def kept(base, size, split='test', **where):
-        return [float(row['kept']) for row in rows if {
-            'base': base, 'size': size, 'split': split, **where}.items() <= row.items()]
-
     bases = dict.fromkeys(row['base'] for row in rows)
     assert len(bases) == 8
     for base in bases:
-        found = [kept(base, size) for size in ('64', '96', '128')]
+        found = [retrofit('kept', base, size) for size in ('64', '96', '128')]
         assert {len(values) for values in found} == {5}
         cells = (spread_of(values, 1) for values in found)
         assert f'| {base} | {" | ".join(cells)} |' in ANSWERS.read_text()
@@ -558,7 +553,7 @@ def test_what_is_left_at_other_sizes():
     assert f'corrected for the {len(differences)} rows' in prose(ANSWERS)
     assert {cells[-1] for base, size, *cells in differences if base == 'CPB' and size in (64, 128)} == {'no'}
     for size in ('64', '96', '128'):
-        assert not all(verdicts(kept('LookHere, 4 heads', size), kept('APE, 4 heads', size)))
+        assert not all(verdicts(*(retrofit('kept', f'{name}, 4 heads', size) for name in ('LookHere', 'APE'))))
     images = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('test', size))
               for size in ('64', '96', '128')]
     assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(ANSWERS)
@@ -637,14 +632,14 @@ def test_grafts_at_other_sizes():
                 grafts[base, name, size] = float(gain)
     assert grafts.keys() == set(itertools.product(
         ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed'), ('fire', 'cpb', 'pape', 'sape2_k'), (32, 48, 64, 96, 128)))
-    for sizes, what in (((48, 64, 96, 128), 'at larger sizes'), ((32,), 'at 32 px')):
+    for sizes, what in (((48, 64, 96, 128), 'of that accuracy at larger sizes'), ((32,), 'at 32 px')):
         largest = max(abs(gain) for (*_, size), gain in grafts.items() if size in sizes)
-        assert re.search(rf'{largest:.1f} % (of that accuracy )?{what}', prose(ANSWERS))
-    halves = {}  # of the intervals over the four bases
+        assert f'by up to {largest:.1f} % {what}' in prose(ANSWERS)
+    widths = {}  # of the intervals over the four bases
     for name in ('fire', 'cpb', 'sape2_k', 'pape'):
         _, low, high = mean_interval(over_bases('kept', 96, name, 'unchanged'))
-        halves[name] = high - low
-    assert max(halves['fire'], halves['cpb']) < min(halves['sape2_k'], halves['pape'])
+        widths[name] = high - low
+    assert max(widths['fire'], widths['cpb']) < min(widths['sape2_k'], widths['pape'])
     lines = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.jsonl').read_text().splitlines()
     lines = [json.loads(line) for line in lines]
     moved = {}  # what a graft adds to the logits, means over seeds; of the last layer it is 0
