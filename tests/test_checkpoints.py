@@ -273,17 +273,45 @@ def test_wrong_prefix_tokens_of_a_small_table(reg_tokens, tmp_path):
         from_file('ape', path, (16, 16), (16, 16), reg_tokens=reg_tokens)
 
 
-@pytest.mark.parametrize('pos_enc', ['ape', 'ape+sape2_k'])
-def test_grid_that_nobody_declared(pos_enc, tmp_path):
+def test_grid_that_nobody_declared(tmp_path):
     """15 patches can be 3x5, 5x3 or 1x15, and the file does not say which."""
-    saved = tiny(pos_enc, A)
+    saved = tiny('ape', A)
     path = save(saved, tmp_path / 'w.pth')
     with pytest.raises(ValueError, match=r'16 rows.*neither a square.*input_size=\(3, height, width\)'):
-        from_file(pos_enc, path, B, declared=None)
+        from_file('ape', path, B, declared=None)
     for size in (A, B, C):
         expected = copy.deepcopy(saved)
         expected.set_input_size(size)
-        torch.testing.assert_close(logits(from_file(pos_enc, path, size, declared=A)), logits(expected), **SAME)
+        torch.testing.assert_close(logits(from_file('ape', path, size, declared=A)), logits(expected), **SAME)
+
+
+@pytest.mark.parametrize('pos_enc,trained,declared', [
+    ('ape+rpb', (16, 64), None),
+    ('ape+rpb', (16, 64), (16, 64)),
+    ('ape+rpb', (16, 64), B),
+    ('ape+rpb', A, None),
+    ('ape+sape2_k', A, None),
+])
+def test_grid_that_an_encoding_saved(pos_enc, trained, declared, tmp_path):
+    """The table has the grid of an encoding that is resized along, even if its rows are as many as a square's."""
+    path = save(tiny(pos_enc, trained), tmp_path / 'w.pth')
+    for size in (trained, B, C):
+        saved = tiny(pos_enc, trained)
+        saved.set_input_size(size)
+        loaded = from_file(pos_enc, path, size, declared=declared)
+        torch.testing.assert_close(logits(loaded), logits(saved), **SAME)
+
+
+def test_grids_that_contradict_each_other(tmp_path):
+    """16 patches: 2x8, where SaPE2's tables are from, or 4x4, if the model was resized before it was saved."""
+    path = save(tiny('ape+sape2_k', (16, 64)), tmp_path / 'w.pth')
+    for declared in (None, B):
+        with pytest.raises(ValueError, match=r'grid may be 2x8 or 4x4\. .*If it is not 2x8.*load_state_dict'):
+            from_file('ape+sape2_k', path, B, declared=declared)
+    expected = tiny('ape+sape2_k', (16, 64))
+    expected.set_input_size(B)
+    loaded = from_file('ape+sape2_k', path, B, declared=(16, 64))
+    torch.testing.assert_close(logits(loaded), logits(expected), **SAME)
 
 
 def test_row_of_the_class_token_is_no_patch(tmp_path):

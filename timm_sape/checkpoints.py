@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -111,8 +111,16 @@ def filter_state_dict(
 def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
     """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
     _refuse_other_host(state_dict, model)
-    state_dict = from_timm(state_dict, model)
-    return checkpoint_filter_fn(_resize_pos_embed(state_dict, model), model)
+    state_dict = dict(from_timm(state_dict, model))
+    if 'patch_embed.proj.weight' not in state_dict or model.pos_embed is None:
+        return checkpoint_filter_fn(state_dict, model)
+    # timm knows neither what encodings have saved nor of a convolutional stem before the last kernel
+    table = state_dict.pop('pos_embed', None)
+    if table is not None:
+        prefix = num_prefix_rows(model)
+        grid = _grid_of_table({**state_dict, 'pos_embed': table}, model, {prefix})
+        table = {'pos_embed': resample_pos_embed(table, grid, model.grid_size, prefix)}
+    return {**checkpoint_filter_fn(state_dict, model), **(table or {})}
 
 
 def convert_to_naflex(
@@ -138,7 +146,7 @@ def convert_to_naflex(
         tokens = [name for name in ('cls_token', 'reg_token') if name in out]
         num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
         if rows is not None:
-            grid = grid or _grid_of_rows(out, num_prefix_tokens, model)
+            grid = grid or _grid_of_table(out, model, {0, num_prefix_tokens})
             split = rows.shape[1] - math.prod(grid)
             if split and model.encodings.acting_on('mix'):
                 raise ValueError(
@@ -193,34 +201,56 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     return weight
 
 
-def _grid_of_rows(entries: Mapping[str, torch.Tensor], num_prefix_tokens: int, model: nn.Module) -> GridSize:
-    """The grid of a plain model's `pos_embed`, which may have rows for prefix tokens or not.
+def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
+    """The grid of a plain model's `pos_embed`.
+
+    A saved config knows the size of the images. Of a bare file, an encoding that is resized along with the table may
+    have saved the grid. Otherwise what is declared must not contradict what an encoding has saved, and if nothing is
+    declared only one of the grids that come to mind may fit.
 
     Args:
         entries: The checkpoint.
-        num_prefix_tokens: How many prefix tokens it has.
-        model: The model that it is loaded into. Its grid is tried besides squares.
+        model: The model that it is loaded into.
+        prefix_rows: How many rows of prefix tokens the table may have.
 
     Raises:
         ValueError: If it can be none or several.
     """
-    rows, own = entries['pos_embed'].shape[1], model.grid_size
-    saved = [tuple(v.tolist()) for k, v in entries.items() if k.endswith(GRID) and v.shape == (2,)]
-    declared = _grid_of(model, to_2tuple(model.pretrained_cfg['input_size'][-2:]), model.kernel_size)
-    squares = [(math.isqrt(n),) * 2 for n in (rows, rows - num_prefix_tokens) if n > 0]
-    fits = [g for g in dict.fromkeys((*saved[:1], own, *squares)) if rows - math.prod(g) in (0, num_prefix_tokens)]
+    rows = entries['pos_embed'].shape[1]
+    size = model.pretrained_model_args.get('img_size')
+    declared = _grid_of(
+        model, to_2tuple(size or model.pretrained_cfg['input_size'][-2:]), entries['patch_embed.proj.weight'].shape[-2:])
+    saved, encodings = _saved_grids(entries), model.position_encodings()
+    resized = [grid for path, grid in saved.items() if isinstance(encodings.get(path), ResizedEncoding)]
+    known = [declared] if size else resized[:1]
+    squares = [(math.isqrt(rows - n),) * 2 for n in prefix_rows if rows > n]
+    candidates = known or [*saved.values(), declared, model.grid_size, *squares]
+    fits = [grid for grid in dict.fromkeys(candidates) if rows - math.prod(grid) in prefix_rows]
+    has = f'pos_embed of the checkpoint has {rows} rows, {" or ".join(map(str, sorted(prefix_rows)))} for prefix tokens'
+    say = 'say what it was trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).'
     if not fits:
+        expected = f'not {_spell(known)}' if known else f'neither a square grid nor {_spell([declared, model.grid_size])}'
         raise ValueError(
-            f'pos_embed of the checkpoint has {rows} rows. With or without its {num_prefix_tokens} prefix tokens they '
-            f'are neither a square grid nor that of the model, {own[0]}x{own[1]}. Give the img_size that it was '
-            'trained with.')
-    if len(fits) > 1 and fits[0] not in (*saved[:1], declared):
-        height, width = (n * size for n, size in zip(own, model.patch_size))
+            f'{has}; the others are {expected}. Create the model with the prefix tokens of the checkpoint '
+            f'(class_token, reg_tokens, no_embed_class), and {say}')
+    others = [grid for grid in saved.values() if grid in fits and grid != declared]
+    if len(fits) > 1 and (declared not in fits or others):
         raise ValueError(
-            f'pos_embed of the checkpoint has {rows} rows, which with or without its {num_prefix_tokens} prefix tokens '
-            f'are {" or ".join(f"{h}x{w}" for h, w in fits)}. Give the img_size that it was trained with; and if that '
-            f'is {height}x{width}, say so: pretrained_cfg_overlay=dict(file=..., input_size=(3, {height}, {width})).')
-    return fits[0]
+            f'{has}; its grid may be {_spell(fits)}. To choose one, {say}' + (
+                f' If it is not {_spell(others)}, because the model was resized before it was saved, load it by '
+                'load_state_dict into a model of its size, then call set_input_size.' if others else ''))
+    return declared if declared in fits else fits[0]
+
+
+def _saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
+    """The grids that encodings have saved with their parameters, by the path of the encoding."""
+    return {
+        key.removesuffix(GRID): tuple(value.tolist()) for key, value in entries.items()
+        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,)}
+
+
+def _spell(grids: Iterable[GridSize]) -> str:
+    return ' or '.join(f'{height}x{width}' for height, width in dict.fromkeys(grids))
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -289,41 +319,6 @@ def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -
     strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
     height, width = (size // stride for size, stride in zip(size, strides))
     return height, width
-
-
-def _resize_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Resample `pos_embed` where timm would do it wrongly: it overlooks a convolutional stem before the last kernel."""
-    grid = _grid_of_pos_embed(state_dict, model)
-    if grid is None or model.patch_size == model.patch_embed.patch_size:
-        return state_dict
-    return {**state_dict, 'pos_embed': resample_pos_embed(
-        state_dict['pos_embed'], grid, model.patch_embed.grid_size, num_prefix_rows(model))}
-
-
-def _grid_of_pos_embed(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Optional[GridSize]:
-    """The grid of a `pos_embed`. None if there is none, or nothing says what it is and timm takes it for square.
-
-    Raises:
-        ValueError: If it cannot be square.
-    """
-    pos_embed, patch = state_dict.get('pos_embed'), state_dict.get('patch_embed.proj.weight')
-    if pos_embed is None or model.pos_embed is None or patch is None:
-        return None
-    rows, prefix = pos_embed.shape[1], num_prefix_rows(model)
-    saved_size = model.pretrained_model_args.get('img_size')
-    height, width = to_2tuple(saved_size or model.pretrained_cfg['input_size'][-2:])
-    grid = _grid_of(model, (height, width), patch.shape[-2:])
-    fits = is_known = rows - prefix == math.prod(grid)
-    if saved_size is None:  # a bare file: the declared size may just be the architecture's default
-        is_square = math.isqrt(max(rows - prefix, 0)) ** 2 == rows - prefix
-        fits = fits or rows == model.pos_embed.shape[1] or is_square
-    if not fits or rows <= prefix:
-        raise ValueError(
-            f'pos_embed of the checkpoint has {rows} rows, {prefix} of them for prefix tokens, as the model has it; '
-            f'the others are neither a square grid nor that of a {height}x{width} image. Create the model with the '
-            'prefix tokens of the checkpoint (class_token, reg_tokens, no_embed_class), and say what it was trained '
-            'on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
-    return grid if is_known else None
 
 
 def _warn_of_lost_head(state_dict: Mapping[str, torch.Tensor], model: nn.Module, heads: Sequence[str]) -> None:
@@ -518,10 +513,8 @@ def _grid_of_entries(
         no_embed_class: bool,
 ) -> Optional[GridSize]:
     """The grid that a checkpoint says or shows, None if it does neither."""
-    for key, value in entries.items():
-        if key.endswith(GRID) and value.shape == (2,):
-            height, width = (int(size) for size in value.tolist())
-            return height, width
+    for grid in _saved_grids(entries).values():
+        return grid
     if 'embeds.pos_embed' in entries and entries['embeds.pos_embed'].ndim == 4:
         height, width = entries['embeds.pos_embed'].shape[1:3]
         return height, width
