@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.layers import PatchDropoutWithIndices
 from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -291,8 +292,9 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _given(self, x: torch.Tensor) -> Dict[str, Any]:
         table = None
         if not self.base_position and self.embeds.pos_embed is not None:
-            # a copy, because FSDP and accelerate move the parameter away after the call
-            table = self.embeds(x, of_table=lambda embeds: embeds.pos_embed.flatten(1, 2).clone())
+            # padding makes a copy, because FSDP and accelerate move the parameter away after the call
+            table = self.embeds(
+                x, of_table=lambda embeds: F.pad(embeds.pos_embed.flatten(1, 2), (0, 0, self.num_prefix_tokens, 0)))
         return {'pos_embed': table, 'patch_size': self.patch_size}
 
     def _size_of(self, patches: torch.Tensor) -> Tuple[int, int]:

@@ -178,9 +178,10 @@ class SharedEncodings(nn.ModuleDict):
         Args:
             x: Tokens without position, prefix tokens first, `[B, N, D]`.
             grid: The grid.
-            given: What encodings may ask for: `pos_embed`, timm's table `[1, (P+)H*W, D]` or None; `images`,
-                `[B, C, height, width]` or None; `patch_size`, height and width of a patch in pixels; `object_index`,
-                the object that each patch belongs to, integers `[B, H*W]` or None.
+            given: What encodings may ask for: `pos_embed`, timm's table `[1, P+H*W, D]` or None, with zeros for the
+                prefix tokens if it has no rows for them; `images`, `[B, C, height, width]` or None; `patch_size`,
+                height and width of a patch in pixels; `object_index`, the object that each patch belongs to, integers
+                `[B, H*W]` or None.
 
         Returns:
             The tokens with position, `[B, N, D]`, and what the layers share.

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
@@ -224,8 +225,11 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         return torch.cat([*prefix, x], dim=1)
 
     def _given(self, images: Optional[torch.Tensor], object_index: Optional[torch.Tensor]) -> Dict[str, Any]:
+        table = self.pos_embed
+        if table is not None and self.no_embed_class:
+            table = F.pad(table, (0, 0, self.num_prefix_tokens, 0))
         return {
-            'pos_embed': self.pos_embed, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
+            'pos_embed': table, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
 
     def _pos_embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor] = None) -> torch.Tensor:
         """timm's step between patch embedding and blocks, for code that calls timm's methods one by one."""

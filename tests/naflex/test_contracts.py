@@ -10,6 +10,7 @@ import test_prefix_tokens
 import test_repeated_passes
 import test_saving_and_loading
 import test_shapes_and_grids
+import torch.nn.functional as F
 from common import POS_ENCS, Maker, ToyLayer, ToyShared, registered
 
 from timm_sape import NaFlexVitPosEnc
@@ -49,7 +50,8 @@ def test_contract(name, contract, pos_enc):
 
 def reads_the_table(self, x):
     table = self.embeds.pos_embed
-    return {'pos_embed': None if table is None else table.flatten(1, 2), 'patch_size': self.patch_size}
+    table = None if table is None else F.pad(table.flatten(1, 2), (0, 0, self.num_prefix_tokens, 0))
+    return {'pos_embed': table, 'patch_size': self.patch_size}
 
 
 def test_a_table_read_outside_of_its_module_is_noticed(monkeypatch):

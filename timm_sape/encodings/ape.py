@@ -2,6 +2,7 @@
 
 A learned vector is added to each token. Only the resampling of its table is 2-D. It is timm's default.
 """
+import math
 from typing import Tuple
 
 import torch
@@ -19,7 +20,7 @@ class AbsolutePositionEncoding(PositionEncoding):
 
     The table is added to the tokens. It is the model's parameter `pos_embed`, so that timm's checkpoints, resampling,
     initialization and parameter groups work with it as usual. It has rows for the prefix tokens too, unless the model
-    has `no_embed_class`.
+    has `no_embed_class`: then the host passes zeros for them.
     """
     asks_for = ('pos_embed',)
     per_layer = False
@@ -28,11 +29,18 @@ class AbsolutePositionEncoding(PositionEncoding):
     paper = 'https://arxiv.org/abs/2010.11929'
 
     def embed(self, x: torch.Tensor, grid: Grid, pos_embed: torch.Tensor) -> torch.Tensor:
-        num_prefix_rows = pos_embed.shape[1] - self.grid_size[0] * self.grid_size[1]
-        if not grid.matches(self.grid_size):
-            pos_embed = resample_pos_embed(pos_embed, self.grid_size, grid.size, num_prefix_rows)
-        pos_embed = F.pad(pos_embed, (0, 0, grid.num_prefix_tokens - num_prefix_rows, 0))  # [1, P+H*W, D]
-        return grid.keep_tokens(pos_embed)
+        p, rows, size = grid.num_prefix_tokens, pos_embed.shape[1], self.grid_size
+        if rows != p + math.prod(size):
+            # in timm, a table resized by hand is right if the patch embedding is resized, too
+            if rows != p + grid.num_patches:
+                raise ValueError(
+                    f'pos_embed has {rows} rows, but the model has {p} prefix tokens and {size[0]}x{size[1]} patches. '
+                    'To change the size of the model, call its set_input_size, which also resamples the table. For '
+                    'other prefix tokens, create it with class_token= and reg_tokens=.')
+            size = grid.size
+        if not grid.matches(size):
+            pos_embed = resample_pos_embed(pos_embed, size, grid.size, p)
+        return grid.keep_tokens(pos_embed)  # [1, P+H*W, D] or [B, N, D]
 
 
 def resample_pos_embed(
