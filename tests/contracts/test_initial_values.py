@@ -94,15 +94,16 @@ def meta_device(make):
     expected = make()
     x = make.images()
 
-    def made(in_context):
+    def made(in_context, empty=True):
         if in_context:
             with torch.device('meta'):
                 model = make(random=False)
         else:
             model = make(random=False, device='meta')
         assert all(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())), 'memory on the meta device'
-        model.to_empty(device='cpu')
-        poison(model)
+        if empty:
+            model.to_empty(device='cpu')
+            poison(model)
         return model
 
     def check_buffers(model):
@@ -119,6 +120,10 @@ def meta_device(make):
         model.load_state_dict(expected.state_dict(), assign=True)
         reinit_non_persistent_buffers(model)
         same(model(x), expected(x), 'filled by assignment', tol=1e-6)
+        if 'toy' not in make.pos_enc:  # buffers of a third party
+            model = made(in_context, empty=False)
+            model.load_state_dict(expected.state_dict(), assign=True)
+            same(model(x), expected(x), 'filled by assignment alone', tol=1e-6)
         model = made(in_context)
         torch.manual_seed(0)
         model.init_weights()

@@ -496,7 +496,18 @@ class FixedEncoding(PositionEncoding, ABC):
 
     def table_for(self, grid: Grid) -> torch.Tensor:
         """What `compute` returns for the whole of `grid`, taken from the buffer if it is the model's own grid."""
-        return self.table if grid.matches(self.grid_size) else self._compute(grid, self.table)
+        like = self.table_like(grid)
+        return self.table if like is self.table and grid.matches(self.grid_size) else self._compute(grid, like)
+
+    def table_like(self, grid: Grid) -> torch.Tensor:
+        """A tensor with the dtype and the device of tables: the table, or an empty tensor if that has no memory.
+
+        A model that was built on the meta device and got its parameters by `load_state_dict(..., assign=True)` still
+        has its tables there. SDPA would read memory that is not theirs.
+        """
+        if self.table.is_meta and grid.device is not None:
+            return torch.empty(0, device=grid.device, dtype=self.table.dtype)
+        return self.table
 
     def reset_parameters(self) -> None:
         self.init_non_persistent_buffers()
@@ -557,7 +568,8 @@ class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
         return rotation_table(angles, self.rotate_half) if self.gate is None else angles
 
     def angles(self, grid: Grid) -> torch.Tensor:
-        return self.compute_angles(grid, self.table.device, self.table.dtype)
+        like = self.table_like(grid)
+        return self.compute_angles(grid, like.device, like.dtype)
 
     def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         table = self.table_for(grid)

@@ -39,7 +39,7 @@ def check_result(
         encoding: The `PositionEncoding`.
         hook: The name of its hook.
         found: What the hook returned.
-        tensors: The tensors that it got. If it takes none, they are not looked at.
+        tensors: The tensors that it got; any tensor of the model's device if it takes none.
         grid: The grid that it got.
 
     Raises:
@@ -54,6 +54,10 @@ def check_result(
     for result in found if hook in PAIRS else (found,):
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             raise ValueError(f'{what} {_described(result)}. It must be a tensor of floating-point numbers.')
+        if result.is_meta and not tensors[0].is_meta:
+            raise ValueError(
+                f'{what} a tensor on the meta device, which holds nothing. Compute it on {tensors[0].device}; timm\'s '
+                'reinit_non_persistent_buffers(model) fills buffers of a model that was built there.')
         if hook in ('turn', 'channels') and result.dtype != tensors[0].dtype:
             raise ValueError(f'{what} {result.dtype}. It must have the dtype of q, {tensors[0].dtype}: .to(q.dtype).')
         axes, sizes, fixed = _expected(encoding, hook, result.ndim, tensors, grid)

@@ -87,7 +87,8 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     def rotation_of_grid(self, grid: Grid) -> torch.Tensor:
         if not self.training or not self.augments:
             return super().rotation_of_grid(grid)
-        position = self._augmented(self._positions(grid, self.table.device, self.table.dtype))
+        like = self.table_like(grid)
+        position = self._augmented(self._positions(grid, like.device, like.dtype))
         return rotation_table(self.gated(self._turn(position)), self.rotate_half)
 
     def _positions(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
