@@ -10,7 +10,7 @@ from PIL import Image
 import timm_sape
 from timm_sape import FixedEncoding, PositionEncoding
 from timm_sape.cli import main
-from timm_sape.encodings.base import FixedRotaryEncoding, RotaryEncoding
+from timm_sape.encodings.base import FixedRotaryEncoding, RotaryEncoding, rotation_table
 from timm_sape.encodings.frequencies import FrequencyEncoding
 
 N, D, HEADS, LAYERS = 7, 64, 4, 2  # a grid of 2 x 3 patches and a class token
@@ -201,20 +201,81 @@ def test_a_keyword_of_the_gate():
         register('__init__', init, position_bias=lambda self, grid: torch.zeros(()))
 
 
-def _by_empty_like(self, **host):
-    PositionEncoding.__init__(self, **host)
-    self.w = nn.Parameter(torch.empty_like(torch.zeros(3)))
+@pytest.mark.parametrize('make', [
+    lambda: torch.empty(3), lambda: torch.empty_like(torch.zeros(3)), lambda: torch.zeros(3).new_empty(3),
+    lambda: torch.Tensor(3)])
+@pytest.mark.parametrize('sets', [False, True])
+def test_memory_as_a_parameter(make, sets):
+    def init(self, **host):
+        PositionEncoding.__init__(self, **host)
+        self.w = nn.Parameter(make())
+        self.register_buffer('like', torch.ones(2).to(torch.empty(0)))
+        if sets:
+            self.start()
+
+    register('__init__', init, position_bias=lambda self, grid: self.w.sum(), start=lambda self: nn.init.ones_(self.w))
+    if sets:
+        build()
+    else:
+        with pytest.raises(ValueError, match='of Mine does not set w, .* end the constructor by self.reset_parameters'):
+            build()
 
 
-def _by_new_empty(self, **host):
-    PositionEncoding.__init__(self, **host)
-    self.w = nn.Parameter(torch.zeros(3).new_empty(3))
+def test_a_helper_with_a_name_much_like_a_hook():
+    register('position_bias', lambda self, grid: torch.zeros(()), channel=lambda self: 3)
 
 
-@pytest.mark.parametrize('init', [_by_empty_like, _by_new_empty])
-def test_memory_as_a_parameter(init):
-    with pytest.raises(ValueError, match='which holds whatever was in memory'):
-        register('__init__', init, position_bias=lambda self, grid: self.w.sum())
+def _turn(self, q, k, grid):
+    return q * self.gated(self.w).exp() if self.applies else q * self.w.exp(), k
+
+
+def _channels(self, q, k, x, grid, scale):
+    w = self.gated(self.w) if self.applies else self.w
+    row = grid.pad_tokens(torch.ones(*q.shape[:2], q.shape[2] - grid.num_prefix_tokens, 1))
+    return row * w, row
+
+
+def _attend(self, q, k, v, rotated_q, rotated_k, mask, grid, scale, dropout_p, drop, fused):
+    bias = self.content_bias(q, k, grid)
+    return drop((scale * rotated_q @ rotated_k.mT + (self.gated(bias) if self.applies else bias)).softmax(dim=-1)) @ v
+
+
+def _rotation_of_grid(self, grid):
+    angles = self.angles(grid) * self.w.exp()
+    return rotation_table(self.gated(angles) if self.applies else angles)
+
+
+OF_GATES = {  # a hook that must apply the gate itself: what is overridden
+    'turn': dict(turn=_turn),
+    'channels': dict(channels=_channels),
+    'attend': dict(attend=_attend, content_bias=lambda self, q, k, grid: q @ k.mT * self.w),
+    'rotation': dict(rotation_of_grid=_rotation_of_grid, base=RotaryEncoding, angles=lambda self, grid: (
+        grid.coordinates(dtype=torch.float32)[:, :1].expand(-1, self.head_dim // 2))),
+}
+
+
+@pytest.mark.parametrize('hook', OF_GATES)
+@pytest.mark.parametrize('applies', [True, False])
+def test_a_gate_that_a_hook_forgets(hook, applies):
+    """A graft would not be neutral, and its gate would never learn."""
+    members = dict(OF_GATES[hook])
+    base = members.pop('base', PositionEncoding)
+
+    def init(self, **host):
+        base.__init__(self, **host)
+        self.w = nn.Parameter(torch.ones(1))
+
+    register('__init__', init, base, applies=applies, **members)
+    if not applies:
+        with pytest.raises(ValueError, match=f'{hook} of Mine acts although its gate is 0. .* self.gated'):
+            build('auto_mine', pos_enc_kwargs={'auto_mine': {'init': 0}})
+        return
+    mine, plain = build('auto_mine', pos_enc_kwargs={'auto_mine': {'init': 0}}), build('nope')
+    plain.load_state_dict({k: v for k, v in mine.state_dict().items() if 'encodings' not in k})
+    x = torch.randn(1, 3, 16, 24)
+    torch.testing.assert_close(mine(x), plain(x))
+    mine(x).square().sum().backward()
+    assert mine.blocks[0].attn.encodings['auto_mine'].gate.weight.grad.any()
 
 
 def test_parameters_that_nothing_sets_again():

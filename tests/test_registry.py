@@ -220,20 +220,6 @@ def test_shared_where_it_cannot_be(hook, per_layer):
     assert 'mine' not in list_encodings()
 
 
-def forgets(self, **host):
-    self.slope = torch.nn.Parameter(torch.empty(3))
-
-
-def sets(self, **host):
-    self.slope = torch.nn.Parameter(torch.empty(3))
-    self.init_weights()
-
-
-def test_initial_values_may_be_set_as_in_timm():
-    members = {'__init__': sets, 'position_bias': lambda self, grid: None}
-    register_encoding('mine')(type('Mine', (PositionEncoding,), members))
-
-
 def test_a_factor_of_the_logits_needs_no_flag():
     class Sharper(PositionEncoding):
         per_layer = False
@@ -262,9 +248,6 @@ def test_a_factor_of_the_logits_needs_no_flag():
         r"cannot call Mine.position_bias \(missing a required argument: 'q'\). Write def position_bias\(self, grid\)"),
     ({'content_bias': lambda self, q, grid: None}, r'Write def content_bias\(self, q, k, grid\)'),
     ({'embed': lambda self, x: None}, r'Write def embed\(self, x, grid\)'),
-    (
-        {'position_bias': lambda self, grid: None, '__init__': forgets},
-        r'end the constructor by self.reset_parameters\(\)'),
     ({'attend': lambda *args, **kwargs: None}, "'attend', which only computes .*Override 'content_bias' as well"),
 ])
 def test_slips_that_would_be_silent_or_a_riddle(members, says):

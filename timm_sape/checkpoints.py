@@ -10,7 +10,21 @@ import math
 import re
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 import torch
 import torch.nn as nn
@@ -217,9 +231,8 @@ def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix
         ValueError: If it can be none or several.
     """
     rows = entries['pos_embed'].shape[1]
-    size = model.pretrained_model_args.get('img_size')
-    declared = _grid_of(
-        model, to_2tuple(size or model.pretrained_cfg['input_size'][-2:]), entries['patch_embed.proj.weight'].shape[-2:])
+    size, kernel = model.pretrained_model_args.get('img_size'), entries['patch_embed.proj.weight'].shape[-2:]
+    declared = _grid_of(model, to_2tuple(size or model.pretrained_cfg['input_size'][-2:]), kernel)
     saved, encodings = _saved_grids(entries), model.position_encodings()
     resized = [grid for path, grid in saved.items() if isinstance(encodings.get(path), ResizedEncoding)]
     known = [declared] if size else resized[:1]
@@ -229,7 +242,8 @@ def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix
     has = f'pos_embed of the checkpoint has {rows} rows, {" or ".join(map(str, sorted(prefix_rows)))} for prefix tokens'
     say = 'say what it was trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).'
     if not fits:
-        expected = f'not {_spell(known)}' if known else f'neither a square grid nor {_spell([declared, model.grid_size])}'
+        expected = f'not {_spell(known)}' if known else (
+            f'neither a square grid nor {_spell([declared, model.grid_size])}')
         raise ValueError(
             f'{has}; the others are {expected}. Create the model with the prefix tokens of the checkpoint '
             f'(class_token, reg_tokens, no_embed_class), and {say}')

@@ -416,7 +416,7 @@ def _adopt(
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):
         vit.base_position = base_position
-        rotations = [name for name in parts if 'q and k' in get_encoding(name).acts_on()]
+        rotations = [name for name in parts if get_encoding(name).rotates()]
         if vit.rope is not None and rotations:
             raise ValueError(
                 f'{rotations[0]!r} cannot be grafted: the base rotates q and k by itself ({base_position}). Choose an '

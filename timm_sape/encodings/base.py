@@ -238,6 +238,11 @@ class PositionEncoding(nn.Module):
         """Whether the encoding acts through this hook."""
         return getattr(cls, hook) is not getattr(PositionEncoding, hook)
 
+    @classmethod
+    def rotates(cls) -> bool:
+        """Whether it multiplies q and k, as at most one encoding of a model may."""
+        return cls.overrides('rotation') or cls.overrides('turn')
+
     @property
     def scales_logits(self) -> bool:
         """Whether `logit_factor` may return anything but None."""

@@ -56,8 +56,9 @@ def check_result(
             raise ValueError(f'{what} {_described(result)}. It must be a tensor of floating-point numbers.')
         if result.is_meta and not tensors[0].is_meta:
             raise ValueError(
-                f'{what} a tensor on the meta device, which holds nothing. Compute it on {tensors[0].device}; timm\'s '
-                'reinit_non_persistent_buffers(model) fills buffers of a model that was built there.')
+                f'{what} a tensor on the meta device, which holds nothing. Compute it on {tensors[0].device}. '
+                'A buffer that is not saved has no values after the model was built there: set it in '
+                'init_non_persistent_buffers, and call that.')
         if hook in ('turn', 'channels') and result.dtype != tensors[0].dtype:
             raise ValueError(f'{what} {result.dtype}. It must have the dtype of q, {tensors[0].dtype}: .to(q.dtype).')
         axes, sizes, fixed = _expected(encoding, hook, result.ndim, tensors, grid)

@@ -5,11 +5,13 @@ import fnmatch
 import functools
 import inspect
 import json
+import math
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checks import MOST, is_number
 from ..grid import Grid
@@ -38,6 +40,8 @@ _aliases: Dict[str, str] = {}
 RESERVED = {
     *dir(nn.ModuleDict), 'act_on_blocks', 'acting_on', 'add_after', 'add_before', 'embed', 'layer', 'logit_scaling',
     'logits', 'needs_position', 'position', 'rotate_half', 'terms', 'training'}
+# Functions that make a tensor without setting it
+UNSET = torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided
 AUTO = 'auto_'  # prefix of a name: what the encoding contributes is multiplied by a learned scalar, the gate
 HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model, not users
 
@@ -55,9 +59,8 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
     Raises:
         ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
             looks like a misspelled hook, a hook or the constructor does not take what the model passes, a keyword is
-            called `init`, the constructor leaves parameters without initial values, or its `per_layer` does not fit its
-            hooks: `mix` and `layer_embed` run once per model, hooks that depend on q, k or probabilities run once per
-            layer.
+            called `init`, or its `per_layer` does not fit its hooks: `mix` and `layer_embed` run once per model, hooks
+            that depend on q, k or probabilities run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
@@ -131,7 +134,7 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
     hooks = [*PositionEncoding.HOOKS, 'attend']
     for method in sorted(own):
         close = difflib.get_close_matches(method, hooks, n=1, cutoff=0.9)
-        if close:
+        if close and _takes_arguments(getattr(cls, method)):
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} has a method {method!r}, which nothing calls. If it is meant to be '
                 f'the hook {close[0]!r}, rename it; otherwise give it a name less like that.')
@@ -160,20 +163,21 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
             raise ValueError(
                 f'Encoding {name!r}: the model cannot call {cls.__name__}.forward ({e}). It runs the hooks: leave it '
                 'out, or write def forward(self, x, *tensors, hook, **given).') from None
-    names = cls.__init__.__code__.co_names if '__init__' in vars(cls) else ()
-    sets = any(re.search(r'reset|^_?init_|[^_]_$', word) for word in names)  # such as init_weights, zeros_
-    uninitialized = {'empty', 'empty_like', 'new_empty'} & set(names)
-    if uninitialized and not sets:
-        raise ValueError(
-            f'Encoding {name!r}: the constructor of {cls.__name__} makes a tensor by {min(uninitialized)}, which holds '
-            'whatever was in memory, and does not set it. Set it in reset_parameters, and end the constructor by '
-            'self.reset_parameters().')
     parameters = inspect.signature(cls.__init__).parameters.values()
     lacks = HOST_KEYWORDS - {parameter.name for parameter in parameters}
     if lacks and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise ValueError(
             f'Encoding {name!r}: the constructor of {cls.__name__} must take what the model passes, such as '
             f'{sorted(lacks)[0]}. Write def __init__(self, *, ..., **host), and pass it on: super().__init__(**host).')
+
+
+def _takes_arguments(method: Callable) -> bool:
+    """Whether it takes more than `self`, as every hook does."""
+    try:
+        inspect.signature(method).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def _describe_inherited_keywords(cls: Type[PositionEncoding]) -> None:
@@ -289,9 +293,23 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
                 f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with the default of '
                 '1 the encoding does nothing at the start anyway.')
         kwargs['gate'] = init
-    encoding = cls(**kwargs)
+    if cls.__module__.startswith('timm_sape.'):
+        encoding = cls(**kwargs)
+    else:
+        with _MarkUnset():
+            encoding = cls(**kwargs)
     _check_instance(name, encoding, kwargs.get('gate'))
     return encoding
+
+
+class _MarkUnset(TorchDispatchMode):
+    """Fill tensors that are made without values with NaN, to find those that a constructor does not set."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in UNSET and not out.is_meta and out.is_floating_point():
+            out.fill_(math.nan)
+        return out
 
 
 def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]) -> None:
@@ -303,17 +321,67 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
         raise ValueError(
             f'{name!r}: {cls.__name__} sets self.gate, which is the gate of an encoding with {AUTO}. Choose another '
             'name.')
+    is_own = not cls.__module__.startswith('timm_sape.')
+    unset = [key for key, t in _tensors(encoding).items() if is_own and t.is_floating_point() and t.isnan().any()]
+    if unset:
+        raise ValueError(
+            f'{name!r}: the constructor of {cls.__name__} does not set {unset[0]}, which holds whatever was in memory. '
+            'Set it in reset_parameters, and end the constructor by self.reset_parameters().')
+    ignores = _ignores_gate(encoding) if is_own and gate == 0 else ''
+    if ignores:
+        raise ValueError(
+            f'{name!r}: {ignores} of {cls.__name__} acts although its gate is 0. It must multiply what it adds by '
+            'the gate: self.gated(x), before anything is rounded.')
     if gate == 0 and _does_nothing(encoding):
         raise ValueError(
             f'{name!r}: a gate of 0 on an encoding that starts at 0 would never learn. Set gate_init = 1 in '
             f'{cls.__name__}, and leave init out: it does nothing at the start anyway.')
 
 
+def _tensors(encoding: PositionEncoding) -> Dict[str, torch.Tensor]:
+    """Its parameters and buffers by name. None if it is built without memory, where they have no values."""
+    tensors = {**dict(encoding.named_parameters()), **dict(encoding.named_buffers())}
+    has_values = all(type(t) in (nn.Parameter, torch.Tensor) and not t.is_meta for t in tensors.values())
+    return tensors if has_values else {}
+
+
+def _ignores_gate(encoding: PositionEncoding) -> str:
+    """Which hook acts, of those that must apply the gate themselves, although the gate is 0. Empty if none does."""
+    tensors = _tensors(encoding)
+    if not tensors:
+        return ''
+    like, generator = encoding.gate.weight, torch.Generator().manual_seed(0)
+    height, width = (min(size, 4) for size in encoding.grid_size)
+    grid = Grid(height, width, encoding.num_prefix_tokens, device=like.device)
+    shape = 1, encoding.num_heads, grid.num_prefix_tokens + grid.num_patches, encoding.head_dim
+    q, k, v = (torch.randn(shape, generator=generator, device='cpu').to(like) for _ in range(3))
+    given = {'grid': grid, 'scale': encoding.head_dim ** -0.5}
+    with torch.no_grad():
+        for hook in filter(encoding.overrides, ('rotation', 'turn', 'channels', 'attend')):
+            expected = q @ k.mT
+            if hook == 'rotation':
+                found, _ = encoding(q, grid=grid, hook=hook).chunk(2, dim=-1)  # the sines
+                expected = torch.zeros_like(found)
+            elif hook == 'turn':
+                turned_q, turned_k = encoding(q, k, grid=grid, hook=hook)
+                found = turned_q @ turned_k.mT
+            elif hook == 'channels':
+                a, b = encoding(q, k, q.transpose(1, 2).flatten(2), **given, hook=hook)
+                found = expected + a @ b.mT
+            else:
+                expected = (expected * given['scale']).softmax(dim=-1) @ v
+                found = encoding(
+                    q, k, v, q, k, None, **given, dropout_p=0., drop=nn.Identity(), fused=False, hook=hook)
+            tolerance = 64 * torch.finfo(like.dtype).eps * expected.abs().max()
+            if (found - expected).abs().max() > tolerance:
+                return hook
+    return ''
+
+
 def _does_nothing(encoding: PositionEncoding) -> bool:
     """Whether all that an encoding adds is 0, because all its parameters are. A rotation always does something."""
-    own = [parameter for key, parameter in encoding.named_parameters() if key != 'gate.weight']
-    # The type is another one, or there are no values, where a model is built without memory.
-    if not own or any(type(p) is not nn.Parameter or p.is_meta or p.any() for p in own):
+    own = [t for key, t in _tensors(encoding).items() if type(t) is nn.Parameter and key != 'gate.weight']
+    if not own or any(p.any() for p in own):
         return False
     grid = Grid(*encoding.grid_size, encoding.num_prefix_tokens, device=own[0].device)
     tokens = torch.eye(grid.num_prefix_tokens + grid.num_patches, encoding.dim).to(own[0])[None]  # [1, N, D]
@@ -426,7 +494,7 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
             raise ValueError(
                 f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}. Keep one of '
                 'them.')
-    rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if 'q and k' in cls.acts_on()]
+    rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.rotates()]
     if len(rotations) > 1:
         raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
     classes = [_encodings[name] for name in plain]

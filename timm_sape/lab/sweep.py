@@ -198,10 +198,10 @@ def check_memory(spec: str, sizes: Sequence[Size], model: torch.nn.Module, batch
     if memory is None or attn is None or not batch:
         return
     parts = [get_encoding(part) for part in model.pos_enc.split('+')] if isinstance(model, PosEncModel) else []
-    kernels = {part.attention_kernel() for part in parts}
-    of_content = 'explicit' in kernels or any(part.overrides('content_bias') for part in parts) or (
-        not getattr(attn, 'fused_attn', True))
-    matrices = getattr(attn, 'num_heads', 1) * (batch if of_content else 'SDPA, a mask' in kernels)
+    of_content = not getattr(attn, 'fused_attn', True) or any(
+        part.overrides(hook) for part in parts for hook in ('values', 'content_bias'))
+    of_position = any(part.overrides('position_bias') for part in parts)
+    matrices = getattr(attn, 'num_heads', 1) * (batch if of_content else of_position)
     patch_height, patch_width = patch_ratio(model)
     for height, width in sizes:
         patches = height // patch_height * (width // patch_width)
