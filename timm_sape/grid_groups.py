@@ -117,9 +117,9 @@ def group_by_grid(
         kept = None if num_patches == height * width else place[samples, :num_patches].to(device)
         grids.append(Grid(height, width, num_prefix_tokens, keep_indices=kept, device=device))
         shapes.append((len(samples), num_prefix_tokens + num_patches))
-        prefix = torch.arange(num_prefix_tokens).expand(len(samples), -1)
+        prefix = torch.arange(num_prefix_tokens, device=order.device).expand(len(samples), -1)
         tokens = torch.cat([prefix, order[samples, :num_patches] + num_prefix_tokens], dim=1)  # [b, n]
-        index.append((torch.tensor(samples)[:, None] * num_tokens + tokens).flatten())
+        index.append((torch.tensor(samples, device=order.device)[:, None] * num_tokens + tokens).flatten())
     return GridGroups(tuple(grids), tuple(shapes), torch.cat(index).to(device), len(coord), num_tokens)
 
 

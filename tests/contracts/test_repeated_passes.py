@@ -82,6 +82,18 @@ def threads(make):
             same(a, b, 'result of a thread', tol=1e-6)
 
 
+@contracts.add(grids=ONE_GRID)
+def surroundings(make):
+    """Neither torch's default device nor the memory format of parameters changes a result."""
+    model, x = make(), make.images()
+    expected = model(x)
+    with torch.device('meta'):
+        same(model(x), expected, 'under another default device', tol=1e-6)
+        built = make(random=False, device='cpu')
+        assert not any(t.is_meta for t in built.state_dict().values()), 'not on the device that was asked for'
+    same(model.to(memory_format=torch.channels_last)(x), expected, 'channels_last', tol=1e-6)
+
+
 def snapshot(model):
     """Everything stored on modules and on classes of encodings, with a copy of what can be changed in place."""
     owners = [(name, vars(module)) for name, module in model.named_modules()]

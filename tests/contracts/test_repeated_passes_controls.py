@@ -25,6 +25,22 @@ class CountsCalls(PositionEncoding):
         return q @ k.transpose(-2, -1) * self.calls
 
 
+@controls.broken_encoding('surroundings', 'position_bias returned a tensor on the meta device', ValueError)
+class OnDefaultDevice(PositionEncoding):
+    def position_bias(self, grid):
+        return torch.zeros(1, 1)
+
+
+@controls.broken_encoding('surroundings', 'view size is not compatible', RuntimeError)
+class ViewsItsTable(PositionEncoding):
+    def __init__(self, *, device=None, dtype=None, **host):
+        super().__init__(device=device, dtype=dtype, **host)
+        self.table = torch.nn.Parameter(torch.ones(2, 3, 4, 4, device=device, dtype=dtype))
+
+    def position_bias(self, grid):
+        return grid.between_tokens(self.table.view(-1).sum().expand(grid.num_patches, grid.num_patches))
+
+
 @controls.broken_encoding('threads', 'result of a thread: differs')
 @controls.broken_encoding('nothing_stored', "stored in forward: .*'height'")
 class RemembersHeight(PositionEncoding):

@@ -27,7 +27,7 @@ CONTRACTS = {
     test_initial_values: ('fix_init', 'meta_device'),
     test_numerics: ('fused_attention_switch', 'autocast', 'float32_bias'),
     test_prefix_tokens: ('prefix_rule',),
-    test_repeated_passes: ('gradient_checkpointing', 'deterministic'),
+    test_repeated_passes: ('gradient_checkpointing', 'deterministic', 'surroundings'),
     test_saving_and_loading: ('deepcopy', 'pickled', 'config'),
     test_shapes_and_grids: ('rectangular', 'relative'),
 }

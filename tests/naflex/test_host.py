@@ -37,6 +37,13 @@ def small(pos_enc, **kwargs):
         'reg_tokens': 1, **kwargs}).eval()
 
 
+def test_another_default_device():
+    model, given = timm.create_model('test_naflexvit_sape2_k_ape', patch_size=PATCH).eval(), batch(pictures(SIZES, torch.float32))
+    expected = model(given)
+    with torch.device('meta'):
+        torch.testing.assert_close(model(given), expected)
+
+
 def test_entrypoints_mirror_the_plain_ones():
     plain = set(timm.list_models(module='vit_pos_enc'))
     naflex = set(timm.list_models(module='naflexvit_pos_enc'))

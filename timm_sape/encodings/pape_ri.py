@@ -46,7 +46,8 @@ class RotationInvariantParabolicEncoding(QuadraticForm, CoordinateEncoding):
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.w_a, -self.dim ** -0.5, self.dim ** -0.5)
         if not self.scale.is_meta:
-            drawn = torch.rand(self.num_heads, dtype=torch.float64, generator=torch.Generator().manual_seed(self.seed))
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = torch.rand(self.num_heads, dtype=torch.float64, device='cpu', generator=generator)
             self.scale.copy_((2 * drawn - 1) * (self.head_dim ** -0.25 * 2 ** -0.5))
 
     def _apply(self, fn, *args, **kwargs):

@@ -30,7 +30,7 @@ def skew(entries: torch.Tensor, size: int) -> torch.Tensor:
 def matrix_exp(a: torch.Tensor) -> torch.Tensor:
     """The matrix exponential of `[..., b, b]`."""
     if not torch.onnx.is_in_onnx_export():
-        return torch.linalg.matrix_exp(a)
+        return torch.linalg.matrix_exp(a.contiguous())  # torch 2.15 fails on some strides, as of channels_last
     # Taylor's series of a / 2^s, then s squarings. Without its 1 on the diagonal each step keeps the digits of small
     # entries: (1 + e)^2 = 1 + (2 e + e^2).
     a = a / 2 ** SQUARINGS
