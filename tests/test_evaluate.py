@@ -41,7 +41,7 @@ from timm_sape.lab.evaluate import (
     wilson_interval,
 )
 from timm_sape.lab.figures_sweep import plot_sweep
-from timm_sape.analysis.inputs import load_model, open_dataset, preprocessing
+from timm_sape.analysis.inputs import image_size_of, load_model, open_dataset, preprocessing
 from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
@@ -800,8 +800,8 @@ def test_images_without_classes(main, images, tmp_path, capsys):
 
 # --- checkpoints of train.py ------------------------------------------------------------------------------------------
 
-def checkpoint(path, name, model, **args):
-    args = argparse.Namespace(model=name, num_classes=CLASSES, model_kwargs={}, **args)
+def checkpoint(path, name, model, kwargs=None, **args):
+    args = argparse.Namespace(model=name, num_classes=CLASSES, model_kwargs=kwargs or {}, **args)
     torch.save({'arch': name, 'args': args, 'state_dict': model.state_dict()}, path)
     return str(path)
 
@@ -813,6 +813,28 @@ def test_checkpoint_of_a_saved_model(folders, tmp_path):
     for p in model.parameters():
         p.data += 1
     assert_same_state(load_model(checkpoint(tmp_path / 'last.pth.tar', name, model)), model)
+
+
+@pytest.mark.parametrize('size', [(16, 64), (16, 32)])
+def test_checkpoint_knows_the_size_of_the_images(size, tmp_path):
+    """A table of 2x8 patches must not be taken for one of 4x4."""
+    kwargs = dict(img_size=size, patch_size=PATCH)
+    model = timm.create_model('test_vit_ape', num_classes=CLASSES, **kwargs)
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_ape', model, kwargs=kwargs)
+    assert_same_state(load_model(path), model)
+    model.set_input_size((32, 32))
+    assert_same_state(load_model(path, img_size=32), model)
+
+
+@pytest.mark.parametrize('args', [{'img_size': 64}, {'input_size': [3, 64, 64], 'img_size': 32}], ids=str)
+@pytest.mark.parametrize('name, kwargs', [('test_naflexvit_rope2d', {}), ('test_vit_ape', {'dynamic_img_size': True})])
+def test_checkpoint_of_a_model_for_any_size(name, kwargs, args, tmp_path):
+    model = timm.create_model(name, num_classes=CLASSES, patch_size=PATCH, **kwargs).eval()
+    path = checkpoint(
+        tmp_path / 'last.pth.tar', name, model, kwargs={**kwargs, 'patch_size': PATCH}, in_chans=None, **args)
+    found, x = load_model(path), torch.randn(1, 3, 64, 64)
+    assert image_size_of(found) == (64, 64)
+    torch.testing.assert_close(found(x), model(x))
 
 
 def assert_same_state(found, expected):

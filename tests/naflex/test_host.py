@@ -38,7 +38,8 @@ def small(pos_enc, **kwargs):
 
 
 def test_another_default_device():
-    model, given = timm.create_model('test_naflexvit_sape2_k_ape', patch_size=PATCH).eval(), batch(pictures(SIZES, torch.float32))
+    model = timm.create_model('test_naflexvit_sape2_k_ape', patch_size=PATCH).eval()
+    given = batch(pictures(SIZES, torch.float32))
     expected = model(given)
     with torch.device('meta'):
         torch.testing.assert_close(model(given), expected)

@@ -212,6 +212,10 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
         if args.get(theirs) is not None:
             kwargs[ours] = args[theirs]
     cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # train.py's default is ''
+    channels, *size = args.get('input_size') or (3,)
+    size = kwargs.get('img_size') or size or args.get('img_size')  # of the model's table, if any
+    if size:
+        cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(size))
     return _Source(name, file, kwargs, cfg)
 
 
