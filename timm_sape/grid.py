@@ -158,7 +158,7 @@ class Grid:
         return logits.gather(3, index[:, None, None, :].expand(-1, num_heads, num_keep, -1))
 
     def scatter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Put patch tokens in their places on the grid, with zeros for dropped patches.
+        """Put patch tokens in their places on the grid, with zeros for dropped patches. `keep_rows` takes them back.
 
         Args:
             tokens: `[B, h, N-P, C]`.
@@ -171,13 +171,6 @@ class Grid:
         batch, num_heads, _, channels = tokens.shape
         index = self.keep_indices[:, None, :, None].expand(-1, num_heads, -1, channels)
         return tokens.new_zeros(batch, num_heads, self.num_patches, channels).scatter(2, index, tokens)
-
-    def gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The inverse of `scatter`: from `[B, h, H*W, C]` to `[B, h, N-P, C]`."""
-        if self.keep_indices is None:
-            return tokens
-        index = self.keep_indices[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[-1])
-        return tokens.gather(2, index)
 
 
 def is_grid_size(size: Any) -> bool:

@@ -164,7 +164,14 @@ def _logit_factor(
     return reduce(operator.mul, factors) if factors else None
 
 
-class SharedEncodings(nn.ModuleDict):
+class _Encodings(nn.ModuleDict):
+
+    def acting_on(self, hook: str) -> List[PositionEncoding]:
+        """The encodings that override a hook."""
+        return [encoding for encoding in self.values() if encoding.overrides(hook)]
+
+
+class SharedEncodings(_Encodings):
     """The encodings that a whole model shares."""
 
     def forward(
@@ -199,10 +206,6 @@ class SharedEncodings(nn.ModuleDict):
         for encoding in self.acting_on('embed'):
             asked = {name: given[name] for name in encoding.asks_for}
             yield encoding(x, grid=grid, hook='embed', **asked)
-
-    def acting_on(self, hook: str) -> List[PositionEncoding]:
-        """The encodings that override a hook."""
-        return [encoding for encoding in self.values() if encoding.overrides(hook)]
 
     def act_on_blocks(self) -> bool:
         """Whether any of them acts inside the blocks, not only on the tokens before the first block."""
@@ -242,7 +245,7 @@ class SharedEncodings(nn.ModuleDict):
         )
 
 
-class LayerEncodings(nn.ModuleDict):
+class LayerEncodings(_Encodings):
     """The encodings of one attention layer, and attention with them.
 
     Args:
@@ -265,10 +268,6 @@ class LayerEncodings(nn.ModuleDict):
         self.layer = layer
         self.rotate_half = rotate_half
         self.needs_position = needs_position
-
-    def acting_on(self, hook: str) -> List[PositionEncoding]:
-        """The encodings of this layer that override a hook."""
-        return [encoding for encoding in self.values() if encoding.overrides(hook)]
 
     def forward(
             self,

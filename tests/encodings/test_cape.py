@@ -252,7 +252,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
     'kept patches in raster order': (
         functools.partial(check, (3, 5), 1, 8), Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens)),
     'augmented, kept patches in raster order': (
-        functools.partial(check_augmentation, (3, 5), 1, 8), Grid, 'gather', in_raster_order(Grid.gather)),
+        functools.partial(check_augmentation, (3, 5), 1, 8), Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
 }
 
 

@@ -311,7 +311,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
         functools.partial(check, (4, 7), own_size=(3, 5), resolution='rescale'), CoordinateEncoding, 'rescaling',
         lambda *args: None),
     'kept patches in raster order': (
-        functools.partial(check, (3, 5), 1, 8), Grid, 'gather', in_raster_order(Grid.gather)),
+        functools.partial(check, (3, 5), 1, 8), Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
     'one doubling too few': (
         functools.partial(check_objects, painted(TWO_COLUMNS), (5, 3)), ope, '_num_doublings',
         lambda num_patches: doublings(num_patches) - 1),

@@ -137,7 +137,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
         functools.partial(check, (3, 5)), ConditionalPositionEncoding, 'embed',
         lambda self, x, grid: x + embed(self, x, grid)),
     'kept patches in sequence': (KEPT_PATCHES, Grid, 'scatter', in_sequence),
-    'kept patches in raster order': (KEPT_PATCHES, Grid, 'gather', in_raster_order(Grid.gather)),
+    'kept patches in raster order': (KEPT_PATCHES, Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
     'prefix behind': (PREFIXED, Grid, 'pad_tokens', prefix_behind),
 }
 

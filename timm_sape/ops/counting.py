@@ -30,7 +30,7 @@ def in_raster_order(
         return grid.pad_prefix(bias_of(q, k))
     order = grid.keep_indices.argsort(dim=1)
     there, back = (Grid(1, order.shape[1], keep_indices=index) for index in (order, order.argsort(dim=1)))
-    return grid.pad_prefix(back.keep_pairs(bias_of(there.gather(q), there.gather(k))))
+    return grid.pad_prefix(back.keep_pairs(bias_of(there.keep_rows(q), there.keep_rows(k))))
 
 
 def suffix_sum(gates: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ def axis_codes(
         ):
             shrink = 1.0 if ref is None else ref / size
             code = torch.cat([interpolate(s @ table.T, pos * shrink) for s in sources], dim=-1)
-            codes.append(grid.gather(code * shrink ** 0.5))
+            codes.append(grid.keep_rows(code * shrink ** 0.5))
         return codes[0], codes[1]
 
 
