@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
-    Collection,
     Dict,
     Iterable,
     Iterator,
@@ -28,11 +27,9 @@ from typing import (
 
 import torch
 import torch.nn as nn
-from timm.layers import resample_patch_embed, to_2tuple
-from timm.models import adapt_input_conv
-from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.layers import to_2tuple
 
-from .conversion import from_timm, num_prefix_rows
+from .conversion import GRID, GridSize, grid_of, saved_grids
 from .encodings import (
     CoordinateEncoding,
     ReferenceGridEncoding,
@@ -42,19 +39,16 @@ from .encodings import (
     list_encodings,
     parse_pos_enc,
 )
-from .encodings.ape import resample_pos_embed
 from .encodings.registry import AUTO
 
 __all__ = [
     'Reading',
-    'convert_to_naflex',
-    'convert_to_plain',
     'filter_state_dict',
-    'fit_patch_embedding',
     'misfit',
     'reading_errors',
     'refuse_misfit',
     'refuse_other_encoding',
+    'refuse_other_host',
     'unwrap',
 ]
 
@@ -65,10 +59,6 @@ PRETRAINED_PATHS = (
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
 TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
 LOGIT_SCALING = 'encodings.logit_scaling'  # path of that module in a model
-GRID = '._extra_state'  # suffix of the entry in which an encoding saves its grid
-
-GridSize = Tuple[int, int]
-
 
 def filter_state_dict(
         state_dict: Dict[str, torch.Tensor],
@@ -120,151 +110,6 @@ def filter_state_dict(
             'the arguments that the checkpoint was trained with.')
     _warn_of_lost_head(state_dict, model, heads)
     return state_dict
-
-
-def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
-    """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
-    _refuse_other_host(state_dict, model)
-    state_dict = dict(from_timm(state_dict, model))
-    if 'patch_embed.proj.weight' not in state_dict or model.pos_embed is None:
-        return checkpoint_filter_fn(state_dict, model)
-    # timm knows neither what encodings have saved nor of a convolutional stem before the last kernel
-    table = state_dict.pop('pos_embed', None)
-    if table is not None:
-        prefix = num_prefix_rows(model)
-        grid = _grid_of_table({**state_dict, 'pos_embed': table}, model, {prefix})
-        table = {'pos_embed': resample_pos_embed(table, grid, model.grid_size, prefix)}
-    return {**checkpoint_filter_fn(state_dict, model), **(table or {})}
-
-
-def convert_to_naflex(
-        state_dict: Mapping[str, torch.Tensor],
-        model: nn.Module,
-        grid: Optional[GridSize] = None,
-) -> Dict[str, torch.Tensor]:
-    """A checkpoint under the names of a `NaFlexVitPosEnc`, with patch embedding and table of its sizes.
-
-    It may be of a plain model. Rows that its table has for prefix tokens are added to these tokens.
-
-    Args:
-        state_dict: The checkpoint.
-        model: The model.
-        grid: The grid of a plain model's table. None to find it out.
-
-    Raises:
-        ValueError: If the grid cannot be found out, or rows for prefix tokens cannot be added to them.
-    """
-    out = dict(state_dict)
-    if 'patch_embed.proj.weight' in out:
-        rows = out.get('pos_embed')
-        tokens = [name for name in ('cls_token', 'reg_token') if name in out]
-        num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
-        if rows is not None:
-            grid = grid or _grid_of_table(out, model, {0, num_prefix_tokens})
-            split = rows.shape[1] - math.prod(grid)
-            if split and model.encodings.acting_on('mix'):
-                raise ValueError(
-                    f'The checkpoint has a pos_embed with rows for its prefix tokens, which {model.pos_enc!r} weighs '
-                    'apart from these tokens, so they cannot be added to them. Train the plain model with '
-                    'no_embed_class=True.')
-            gate = out.get('encodings.auto_ape.gate.weight')
-            of_prefix = rows[:, :split] if gate is None else rows[:, :split] * (100 * gate)
-            for name in tokens if split else ():
-                out[name] = out[name] + of_prefix[:, :out[name].shape[1]]
-                of_prefix = of_prefix[:, out[name].shape[1]:]
-            out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
-        for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
-            out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
-    if 'embeds.proj.weight' in out:
-        out['embeds.proj.weight'] = fit_patch_embedding(out['embeds.proj.weight'], model)
-    table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
-    if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
-        old, new = tuple(table.shape[1:3]), model.grid_size
-        table = resample_pos_embed(table.flatten(1, 2), old, new)
-        out['embeds.pos_embed'] = table.unflatten(1, new)
-    return out
-
-
-def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """Weights of a patch embedding for the patch size and the channels of a NaFlexVit.
-
-    timm adapts the number of channels of convolutions alone, and would start a linear layer from random weights.
-
-    Args:
-        weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer for the patch size of the model,
-            `[D, ph*pw*C]`. C is what the model's config declares for the checkpoint.
-        model: timm's NaFlexVit or ours.
-
-    Returns:
-        The weights in the form that the model has. With another number of channels than declared they stay as they are.
-    """
-    embeds, channels = model.embeds, (model.pretrained_cfg.get('input_size') or (3,))[0]
-    height, width = embeds.patch_size
-    if weight.ndim == 2 and weight.shape[1] == height * width * channels:
-        shape = (height, width, channels) if embeds.channels_last else (channels, height, width)
-        weight = weight.unflatten(1, shape)
-        weight = weight.permute(0, 3, 1, 2) if embeds.channels_last else weight
-    if weight.ndim != 4:
-        return weight
-    if weight.shape[2:] != embeds.patch_size:
-        weight = resample_patch_embed(weight, [height, width])
-    if weight.shape[1] == channels:
-        weight = adapt_input_conv(embeds.in_chans, weight, channels)
-    if embeds.is_linear:
-        weight = (weight.permute(0, 2, 3, 1) if embeds.channels_last else weight).flatten(1)
-    return weight
-
-
-def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
-    """The grid of a plain model's `pos_embed`.
-
-    A saved config knows the size of the images. Of a bare file, an encoding that is resized along with the table may
-    have saved the grid. Otherwise what is declared must not contradict what an encoding has saved, and if nothing is
-    declared only one of the grids that come to mind may fit.
-
-    Args:
-        entries: The checkpoint.
-        model: The model that it is loaded into.
-        prefix_rows: How many rows of prefix tokens the table may have.
-
-    Raises:
-        ValueError: If it can be none or several.
-    """
-    rows = entries['pos_embed'].shape[1]
-    size, kernel = model.pretrained_model_args.get('img_size'), entries['patch_embed.proj.weight'].shape[-2:]
-    declared = _grid_of(model, to_2tuple(size or model.pretrained_cfg['input_size'][-2:]), kernel)
-    saved, encodings = _saved_grids(entries), model.position_encodings()
-    resized = [grid for path, grid in saved.items() if isinstance(encodings.get(path), ResizedEncoding)]
-    known = [declared] if size else resized[:1]
-    squares = [(math.isqrt(rows - n),) * 2 for n in prefix_rows if rows > n]
-    candidates = known or [*saved.values(), declared, model.grid_size, *squares]
-    fits = [grid for grid in dict.fromkeys(candidates) if rows - math.prod(grid) in prefix_rows]
-    has = f'pos_embed of the checkpoint has {rows} rows, {" or ".join(map(str, sorted(prefix_rows)))} for prefix tokens'
-    say = 'say what it was trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).'
-    if not fits:
-        expected = f'not {_spell(known)}' if known else (
-            f'neither a square grid nor {_spell([declared, model.grid_size])}')
-        raise ValueError(
-            f'{has}; the others are {expected}. Create the model with the prefix tokens of the checkpoint '
-            f'(class_token, reg_tokens, no_embed_class), and {say}')
-    others = [grid for grid in saved.values() if grid in fits and grid != declared]
-    if len(fits) > 1 and (declared not in fits or others):
-        raise ValueError(
-            f'{has}; its grid may be {_spell(fits)}. To choose one, {say}' + (
-                f' If it is not {_spell(others)}, because the model was resized before it was saved, load it by '
-                'load_state_dict into a model of its size, then call set_input_size.' if others else ''))
-    return declared if declared in fits else fits[0]
-
-
-def _saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
-    """The grids that encodings have saved with their parameters, by the path of the encoding."""
-    return {
-        key.removesuffix(GRID): tuple(value.tolist()) for key, value in entries.items()
-        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,)}
-
-
-def _spell(grids: Iterable[GridSize]) -> str:
-    return ' or '.join(f'{height}x{width}' for height, width in dict.fromkeys(grids))
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -319,20 +164,13 @@ def _trained_grid(
         # Saved with a rule for which the grid did not matter. The config knows the size of the images.
         args = model.pretrained_model_args
         size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-        return _grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
+        return grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
     if is_reference or has_entries:
         fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(
             f'The checkpoint does not say on which grid its encodings were trained, it lacks {path + GRID}. If they '
             f'are those of pos_enc={model.pos_enc!r}, {fix}.')
     return None
-
-
-def _grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
-    """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
-    strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
-    height, width = (size // stride for size, stride in zip(size, strides))
-    return height, width
 
 
 def _warn_of_lost_head(state_dict: Mapping[str, torch.Tensor], model: nn.Module, heads: Sequence[str]) -> None:
@@ -389,7 +227,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
             arguments create a model that fits.
     """
     if strict:
-        _refuse_other_host(state_dict, model)
+        refuse_other_host(state_dict, model)
 
     def position(entries: Mapping[str, Any]) -> Dict[str, Any]:
         # torch.distributed.checkpoint has entries that are not tensors, where an encoding saves no grid
@@ -437,7 +275,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         f'checkpoint of the same encodings to another size, {adapt}.')
 
 
-def _refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
+def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
     """
     Raises:
         ValueError: If the checkpoint is one of a plain ViT and the model a NaFlexVit, or the other way round.
@@ -527,7 +365,7 @@ def _grid_of_entries(
         no_embed_class: bool,
 ) -> Optional[GridSize]:
     """The grid that a checkpoint says or shows, None if it does neither."""
-    for grid in _saved_grids(entries).values():
+    for grid in saved_grids(entries).values():
         return grid
     if 'embeds.pos_embed' in entries and entries['embeds.pos_embed'].ndim == 4:
         height, width = entries['embeds.pos_embed'].shape[1:3]

@@ -1,16 +1,184 @@
-"""Conversion of checkpoints of timm's rotary ViTs and of its ViTs with relative position to our names."""
-from typing import Dict, Mapping
+"""Conversion of checkpoints: of timm's rotary ViTs and ViTs with relative position, and from one host to another."""
+import math
+from typing import Any, Collection, Dict, Iterable, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.layers import resample_patch_embed, to_2tuple
+from timm.models import adapt_input_conv
+from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
+from .encodings import ResizedEncoding
+from .encodings.ape import resample_pos_embed
 
-__all__ = ['from_timm', 'num_prefix_rows']
+__all__ = [
+    'GRID',
+    'GridSize',
+    'convert_to_naflex',
+    'convert_to_plain',
+    'fit_patch_embedding',
+    'from_timm',
+    'grid_of',
+    'saved_grids',
+]
+
+GRID = '._extra_state'  # suffix of the entry in which an encoding saves its grid
+
+GridSize = Tuple[int, int]
 
 
-def num_prefix_rows(model: nn.Module) -> int:
+def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
+    entries = dict(from_timm(state_dict, model))
+    if model.pos_embed is None or not {'pos_embed', 'patch_embed.proj.weight'} <= entries.keys():
+        return checkpoint_filter_fn(entries, model)
+    # Not by timm, which knows neither what encodings have saved nor of a convolutional stem before the last kernel.
+    prefix = _num_prefix_rows(model)
+    grid = _grid_of_table(entries, model, {prefix})
+    table = resample_pos_embed(entries.pop('pos_embed'), grid, model.grid_size, prefix)
+    return {**checkpoint_filter_fn(entries, model), 'pos_embed': table}
+
+
+def convert_to_naflex(
+        state_dict: Mapping[str, torch.Tensor],
+        model: nn.Module,
+        grid: Optional[GridSize] = None,
+) -> Dict[str, torch.Tensor]:
+    """A checkpoint under the names of a `NaFlexVitPosEnc`, with patch embedding and table of its sizes.
+
+    It may be of a plain model. Rows that its table has for prefix tokens are added to these tokens.
+
+    Args:
+        state_dict: The checkpoint.
+        model: The model.
+        grid: The grid of a plain model's table. None to find it out.
+
+    Raises:
+        ValueError: If the grid cannot be found out, or rows for prefix tokens cannot be added to them.
+    """
+    out = dict(state_dict)
+    if 'patch_embed.proj.weight' in out:
+        rows = out.get('pos_embed')
+        tokens = [name for name in ('cls_token', 'reg_token') if name in out]
+        num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
+        if rows is not None:
+            grid = grid or _grid_of_table(out, model, {0, num_prefix_tokens})
+            split = rows.shape[1] - math.prod(grid)
+            if split and model.encodings.acting_on('mix'):
+                raise ValueError(
+                    f'The checkpoint has a pos_embed with rows for its prefix tokens, which {model.pos_enc!r} weighs '
+                    'apart from these tokens, so they cannot be added to them. Train the plain model with '
+                    'no_embed_class=True.')
+            gate = out.get('encodings.auto_ape.gate.weight')
+            of_prefix = rows[:, :split] if gate is None else rows[:, :split] * (100 * gate)
+            for name in tokens if split else ():
+                out[name] = out[name] + of_prefix[:, :out[name].shape[1]]
+                of_prefix = of_prefix[:, out[name].shape[1]:]
+            out['embeds.pos_embed'] = out.pop('pos_embed')[:, split:].unflatten(1, grid)
+        for name in [*tokens, *(key for key in out if key.startswith('patch_embed.'))]:
+            out['embeds.' + name.removeprefix('patch_embed.')] = out.pop(name)
+    if 'embeds.proj.weight' in out:
+        out['embeds.proj.weight'] = fit_patch_embedding(out['embeds.proj.weight'], model)
+    table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
+    if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
+        old, new = tuple(table.shape[1:3]), model.grid_size
+        table = resample_pos_embed(table.flatten(1, 2), old, new)
+        out['embeds.pos_embed'] = table.unflatten(1, new)
+    return out
+
+
+def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Weights of a patch embedding for the patch size and the channels of a NaFlexVit.
+
+    timm adapts the number of channels of convolutions alone, and would start a linear layer from random weights.
+
+    Args:
+        weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer for the patch size of the model,
+            `[D, ph*pw*C]`. C is what the model's config declares for the checkpoint.
+        model: timm's NaFlexVit or ours.
+
+    Returns:
+        The weights in the form that the model has. With another number of channels than declared they stay as they are.
+    """
+    embeds, channels = model.embeds, (model.pretrained_cfg.get('input_size') or (3,))[0]
+    height, width = embeds.patch_size
+    if weight.ndim == 2 and weight.shape[1] == height * width * channels:
+        shape = (height, width, channels) if embeds.channels_last else (channels, height, width)
+        weight = weight.unflatten(1, shape)
+        weight = weight.permute(0, 3, 1, 2) if embeds.channels_last else weight
+    if weight.ndim != 4:
+        return weight
+    if weight.shape[2:] != embeds.patch_size:
+        weight = resample_patch_embed(weight, [height, width])
+    if weight.shape[1] == channels:
+        weight = adapt_input_conv(embeds.in_chans, weight, channels)
+    if embeds.is_linear:
+        weight = (weight.permute(0, 2, 3, 1) if embeds.channels_last else weight).flatten(1)
+    return weight
+
+
+def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
+    """The grid of a plain model's `pos_embed`.
+
+    A saved config knows the size of the images. Of a bare file, an encoding that is resized along with the table may
+    have saved the grid. Otherwise what is declared must not contradict what an encoding has saved, and if nothing is
+    declared only one of the grids that come to mind may fit.
+
+    Args:
+        entries: The checkpoint.
+        model: The model that it is loaded into.
+        prefix_rows: How many rows of prefix tokens the table may have.
+
+    Raises:
+        ValueError: If it can be none or several.
+    """
+    rows = entries['pos_embed'].shape[1]
+    size, kernel = model.pretrained_model_args.get('img_size'), entries['patch_embed.proj.weight'].shape[-2:]
+    declared = grid_of(model, to_2tuple(size or model.pretrained_cfg['input_size'][-2:]), kernel)
+    saved, encodings = saved_grids(entries), model.position_encodings()
+    resized = [grid for path, grid in saved.items() if isinstance(encodings.get(path), ResizedEncoding)]
+    known = [declared] if size else resized[:1]
+    squares = [(math.isqrt(rows - n),) * 2 for n in prefix_rows if rows > n]
+    candidates = known or [*saved.values(), declared, model.grid_size, *squares]
+    fits = [grid for grid in dict.fromkeys(candidates) if rows - math.prod(grid) in prefix_rows]
+    has = f'pos_embed of the checkpoint has {rows} rows, {" or ".join(map(str, sorted(prefix_rows)))} for prefix tokens'
+    say = 'say what it was trained on: pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).'
+    if not fits:
+        expected = f'not {_spell(known)}' if known else (
+            f'neither a square grid nor {_spell([declared, model.grid_size])}')
+        raise ValueError(
+            f'{has}; the others are {expected}. Create the model with the prefix tokens of the checkpoint '
+            f'(class_token, reg_tokens, no_embed_class), and {say}')
+    others = [grid for grid in saved.values() if grid in fits and grid != declared]
+    if len(fits) > 1 and (declared not in fits or others):
+        raise ValueError(
+            f'{has}; its grid may be {_spell(fits)}. To choose one, {say}' + (
+                f' If it is not {_spell(others)}, because the model was resized before it was saved, load it by '
+                'load_state_dict into a model of its size, then call set_input_size.' if others else ''))
+    return declared if declared in fits else fits[0]
+
+
+def saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
+    """The grids that encodings have saved with their parameters, by the path of the encoding."""
+    return {
+        key.removesuffix(GRID): tuple(value.tolist()) for key, value in entries.items()
+        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,)}
+
+
+def _spell(grids: Iterable[GridSize]) -> str:
+    return ' or '.join(f'{height}x{width}' for height, width in dict.fromkeys(grids))
+
+
+def grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
+    """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
+    strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
+    height, width = (size // stride for size, stride in zip(size, strides))
+    return height, width
+
+
+def _num_prefix_rows(model: nn.Module) -> int:
     """How many rows of `pos_embed` belong to prefix tokens."""
     return 0 if model.no_embed_class else model.num_prefix_tokens
 
@@ -58,7 +226,7 @@ def _from_naver(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dic
             for i in range(value.shape[1]):
                 out[f'blocks.{i}.attn.encodings.rope2d_mixed.freqs'] = value[:, i]
         elif key == 'pos_embed' and model.pos_embed is not None:
-            out[key] = F.pad(value, (0, 0, num_prefix_rows(model), 0))
+            out[key] = F.pad(value, (0, 0, _num_prefix_rows(model), 0))
         else:
             out[key] = value
     for i in range(len(model.blocks)):

@@ -58,7 +58,7 @@ from timm.utils import unwrap_model
 
 from . import checkpoints
 from .attention import adopt_blocks, unknown_blocks
-from .conversion import from_timm
+from .conversion import convert_to_naflex, fit_patch_embedding, from_timm
 from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .entrypoints import build_by_timm
@@ -198,7 +198,7 @@ def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Mod
         return build(**kwargs)
     with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
         weights = build(**{key: value for key, value in kwargs.items() if key != 'in_chans'}).state_dict()
-    weights['embeds.proj.weight'] = checkpoints.fit_patch_embedding(weights['embeds.proj.weight'], model)
+    weights['embeds.proj.weight'] = fit_patch_embedding(weights['embeds.proj.weight'], model)
     model.load_state_dict(weights)
     return model
 
@@ -239,7 +239,7 @@ def _weights_for(grafted: PosEncModel, model: nn.Module) -> Dict[str, Any]:
 def _renamed(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:
     """Entries of a base under the names of the graft."""
     if isinstance(grafted, NaFlexVitPosEnc):
-        return checkpoints.convert_to_naflex(entries, grafted, grafted.grid_size)
+        return convert_to_naflex(entries, grafted, grafted.grid_size)
     return from_timm(entries, grafted)
 
 

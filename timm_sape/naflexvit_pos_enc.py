@@ -18,8 +18,9 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.naflexvit import NaFlexEmbeds, NaFlexVit, NaFlexVitCfg
 
-from . import checkpoints, ops
+from . import ops
 from .attention import adopt_blocks
+from .conversion import convert_to_naflex
 from .encodings import parse_pos_enc
 from .entrypoints import base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
@@ -143,7 +144,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         return self.embeds.patch_size
 
     def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return checkpoints.convert_to_naflex(state_dict, self)
+        return convert_to_naflex(state_dict, self)
 
     def embed(
             self,

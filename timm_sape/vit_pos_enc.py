@@ -22,6 +22,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from . import checkpoints, ops
 from .attention import PosEncAttention, PosEncBlock
+from .conversion import convert_to_plain
 from .encodings import encoding_keywords, parse_pos_enc
 from .entrypoints import SIZES, base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
@@ -148,7 +149,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         return self.patch_embed.patch_size
 
     def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return checkpoints.convert_to_plain(state_dict, self)
+        checkpoints.refuse_other_host(state_dict, self)
+        return convert_to_plain(state_dict, self)
 
     def prefix_tokens(self) -> List[nn.Parameter]:
         """Class and register tokens, as far as the model has them, in this order, each `[1, n, D]` for n tokens."""

@@ -4,7 +4,7 @@ import torch
 from common import HEADS, PATCH, Maker
 
 import timm_sape
-from timm_sape import checkpoints
+from timm_sape.conversion import convert_to_naflex
 
 GRID = 5, 6
 # Four aspect ratios. GRID is there twice, and so is a grid whose tables are resampled.
@@ -24,7 +24,7 @@ class Twins(Maker):
             'patch_size': PATCH, 'embed_dim': 32, 'depth': 2, 'num_heads': HEADS, 'num_classes': 3,
             'global_pool': 'avg', 'fc_norm': False, **{k: v for k, v in self.fixed.items() if k in keep},
             'dtype': plain.cls_token.dtype, **kwargs})
-        model.load_state_dict(checkpoints.convert_to_naflex(plain.state_dict(), model))
+        model.load_state_dict(convert_to_naflex(plain.state_dict(), model))
         return model.eval()
 
 

@@ -7,7 +7,8 @@ from batches import GRID, PATCH, SIZES, Twins, batch, pictures
 from common import POS_ENCS, ToyLayer, ToyShared, registered
 
 import timm_sape
-from timm_sape import checkpoints, grid_groups, position
+from timm_sape import grid_groups, position
+from timm_sape.conversion import convert_to_naflex
 
 GATED = [
     f'auto_{name}' for name in timm_sape.list_encodings()
@@ -93,7 +94,7 @@ def gradient_errors(ours, plain):
     actual, expected = gradients_of(*ours), gradients_of(*plain)
     if 'pos_embed' in expected:  # rows for prefix tokens have no counterpart: NaFlexVit has them in the tokens
         expected['pos_embed'] = expected['pos_embed'][:, -math.prod(GRID):]
-    expected = checkpoints.convert_to_naflex(expected, ours[0], GRID)
+    expected = convert_to_naflex(expected, ours[0], GRID)
     errors = {name: float('inf') for name in actual.keys() ^ expected.keys() if {**actual, **expected}[name].any()}
     for name in actual.keys() & expected.keys():
         error = (actual[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-6)

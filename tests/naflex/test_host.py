@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import timm_sape
-from timm_sape import NaFlexVitPosEnc, checkpoints, ops
+from timm_sape import NaFlexVitPosEnc, ops
 from timm_sape.analysis import position_maps, probe
 from timm_sape.analysis.pshap import position_shap
+from timm_sape.conversion import convert_to_naflex
 from timm_sape.ops import using_backend
 from timm_sape.position import MixedPosition
 
@@ -156,7 +157,7 @@ def test_table_rows_of_prefix_tokens():
     plain = Twins('ape')()
     entries = dict(plain.state_dict(), pos_embed=torch.zeros(1, 29, 32, dtype=torch.float64))
     with pytest.raises(ValueError, match='29 rows'):
-        checkpoints.convert_to_naflex(entries, small('ape'))
+        convert_to_naflex(entries, small('ape'))
 
 
 def test_table_of_two_possible_grids():
@@ -172,7 +173,7 @@ def test_table_of_two_possible_grids():
             'test_naflexvit_pos_enc', img_size=img_size, pretrained=True, pretrained_cfg_overlay=overlay,
             **shape).eval()
 
-    with pytest.raises(ValueError, match=r'36 rows, .* are 4x8 or 6x6\. .* input_size=\(3, 32, 64\)'):
+    with pytest.raises(ValueError, match=r'36 rows, .* may be 4x8 or 6x6\. .* input_size=\(3, height, width\)'):
         load(square, (32, 64))
     for model, plain, size in (
             (load(square, 48), square, (48, 48)), (load(oblong, (32, 64), input_size=(3, 32, 64)), oblong, (32, 64))):
