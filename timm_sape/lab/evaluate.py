@@ -149,21 +149,20 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
     return (best == labels[:, None]).any(1)
 
 
-def accuracy(logits: torch.Tensor, labels: torch.Tensor, k: int = 1, confidence: float = 0.95) -> Accuracy:
-    """Compute top-k accuracy with its Wilson interval.
+def accuracy(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> Accuracy:
+    """Compute top-k accuracy with its Wilson interval at 95 % confidence.
 
     Args:
         logits: `[n, classes]`.
         labels: Integers from 0 to classes - 1, `[n]`.
         k: See `top_k_correct`.
-        confidence: Of the interval, between 0 and 1.
 
     Raises:
-        ValueError: If logits and labels do not match, or confidence is out of range.
+        ValueError: If logits and labels do not match.
     """
     correct = top_k_correct(logits, labels, k)
     successes, n = int(correct.sum()), len(correct)
-    return Accuracy(successes / n, *wilson_interval(successes, n, confidence))
+    return Accuracy(successes / n, *wilson_interval(successes, n))
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Tuple[float, float]:
