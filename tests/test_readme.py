@@ -358,7 +358,8 @@ def claims():
     five, nothing = five_seeds(), [0, 0, 0]
     rope, mixed = 'RoPE-2D', 'RoPE-2D mixed'
     return [
-        ('The five seeds show it ahead, {}.', five[mixed], five['APE'], 2, True),
+        ('The five seeds show it ahead, {}, and', five[mixed], five['APE'], 2, True),
+        ('after one more LayerNorm: {}.', five['LaPE'], five['APE'], 2, True),
         ('APE with four is ahead of APE with two, {},', five['APE, 4 heads'], five['APE'], 2, True),
         ('is not shown to differ from it: {}.', five[rope], five['APE, 4 heads'], 2, False),
         ('ahead, too**: {} beside APE with four,', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2, True),
