@@ -359,6 +359,14 @@ def test_probe(tmp_path, capsys):
     assert main(['probe', 'model', '--image', 'flower.jpg']) == 0
 
 
+def test_probe_of_several_models_and_encodings(tmp_path):
+    output = tmp_path / 'probe.json'
+    models, encodings = ['test_vit_pos_enc', 'vit_tiny_pos_enc@random'], ['nope', 'ape']
+    main(['probe', *models, '--pos-enc', *encodings, '--image', 'china.jpg', '--output', str(output)])
+    names = dict.fromkeys(row['model'] for row in json.loads(output.read_text())['rows'])
+    assert list(names) == [f'{model}, {pos_enc}' for model in models for pos_enc in encodings]
+
+
 @pytest.mark.parametrize('size', [['48x64'], ['48X64'], ['48', '64']])
 def test_both_spellings_of_a_size(size, tmp_path, monkeypatch):
     sizes = []

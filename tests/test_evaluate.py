@@ -815,6 +815,30 @@ def test_checkpoint_of_a_saved_model(folders, tmp_path):
     assert_same_state(load_model(checkpoint(tmp_path / 'last.pth.tar', name, model)), model)
 
 
+@pytest.mark.parametrize('dataset', ['torch/image_folder', 'torch/folder'])
+def test_folders_by_the_loader_of_torchvision(dataset, images):
+    found, expected = open_dataset(images, dataset), open_dataset(images)
+    assert [found[i][1] for i in range(len(found))] == [expected[i][1] for i in range(len(expected))]
+
+
+@pytest.mark.parametrize('command', [
+    ['compare', '{rope2d}'], ['sweep', '{rope2d}', '--sizes', '48'], ['shifts', '{rope2d}', '--by', '1'],
+    ['pshap', '--model', '{rope2d}', '--num-images', '8'], ['adapt', '{rope2d}', '--sizes', '64']],
+    ids=lambda command: command[0])
+def test_results_are_kept_if_nobody_reads_the_table(command, images, folders, tmp_path, monkeypatch):
+    """As in `timm-sape ... | head`, or where a terminal cannot show a name."""
+    def unable(*args, file=None, **kwargs):
+        if file in (None, sys.stdout):
+            raise RuntimeError('cannot print')
+
+    monkeypatch.setattr('builtins.print', unable)
+    output = '--table' if command[0] == 'adapt' else '--output'
+    arguments = [argument.format(**folders) for argument in command]
+    with pytest.raises(RuntimeError, match='cannot print'):
+        cli.main([*arguments, '--data-dir', str(images), output, str(tmp_path / 'rows.csv')])
+    assert (tmp_path / 'rows.csv').read_text().count('\n') > 1
+
+
 @pytest.mark.parametrize('size', [(16, 64), (16, 32)])
 def test_checkpoint_knows_the_size_of_the_images(size, tmp_path):
     """A table of 2x8 patches must not be taken for one of 4x4."""

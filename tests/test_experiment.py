@@ -1185,6 +1185,7 @@ def test_trained_models(lab, tmp_path):
     assert lab('--seeds', 2) == 0 and lab('--models', 'B', '--seeds', 1) == 0
     (lab.output / 'A' / 'seed1').mkdir()
     (lab.output / 'A' / 'seed1' / 'last.pth.tar').write_bytes(b'interrupted')
+    shutil.copytree(lab.output / 'A' / 'seed2', lab.output / 'A' / 'seed2_old')
     found = experiment.trained_models(lab.output)
     assert [run[:2] for run in found] == [('A', 2), ('B', 1), ('B', 2)] and all(run[2].is_file() for run in found)
     assert [run[:2] for run in experiment.trained_models(lab.output, ['B', 'A'])] == [('B', 1), ('B', 2), ('A', 2)]

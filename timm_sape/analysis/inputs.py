@@ -406,7 +406,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
         raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
     try:
         if dataset:
-            found = create_dataset(dataset, str(root), split or 'validation', search_split=False)
+            in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
+            found = create_dataset(dataset, str(root), split or 'validation', search_split=in_folders)
         else:
             found = _ImageFolder(str(root))
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:

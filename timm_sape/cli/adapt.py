@@ -78,6 +78,10 @@ def _adapt(args: argparse.Namespace) -> int:
             notes = (
                 f'{args.model}: {measure}; 95 % Wilson intervals; differences from {own} with intervals of the pairs, '
                 f'all of a size right in 95 % of cases; {measured_on(args, found.rows[0]["num_images"])}')
+            if args.table is not None:  # before anything is printed, which fails if a pipe was closed
+                write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
+            for size, folder in folders.items():
+                save_adapted(spec, found, size, folder)
             print(table, notes, sep='\n\n', end='\n\n')
             if found.measure == 'agreement' and found.classes_at_home == 1:
                 print(
@@ -85,10 +89,7 @@ def _adapt(args: argparse.Namespace) -> int:
                     'little; give images of several classes, and a trained model', file=sys.stderr)
             for size in sizes:
                 print(f'{size[0]}x{size[1]}: {_decision(chosen_row(found, size), own, bool(others))}')
-            if args.table is not None:
-                write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
             for size, folder in folders.items():
-                save_adapted(spec, found, size, folder)
                 print(f"{folder}: {chosen_row(found, size)['rule']} at {size[0]}x{size[1]}; "
                       f"timm.create_model('local-dir:{folder}', pretrained=True)")
     return 0

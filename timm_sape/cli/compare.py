@@ -42,7 +42,7 @@ def _compare(args: argparse.Namespace) -> int:
     if len(rows) > 2:
         notes += f', p (Holm) corrected for {len(rows) - 1} tests'
     notes += f'; {measured_on(args, rows[0]["num_images"])}'
-    print(table, notes, sep='\n\n')
-    if args.output is not None:
+    if args.output is not None:  # before the table is printed, which fails if a pipe was closed
         write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    print(table, notes, sep='\n\n')
     return 0

@@ -57,9 +57,12 @@ def _probe(args: argparse.Namespace) -> int:
                 randomize_encodings(model, seed=args.seed)
             image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
             found = probe(model, image[None], args.seed)
+        name = pos_enc or model_name
+        if pos_enc is not None and len(args.models) > 1:
+            name = f'{model_name}, {pos_enc}'
         rows += [
             {
-                'model': pos_enc or model_name, 'probe': row.probe, 'of': row.what, 'change': row.change,
+                'model': name, 'probe': row.probe, 'of': row.what, 'change': row.change,
                 'expected': row.expected, 'verdict': row.verdict,
             }
             for row in found]
@@ -67,7 +70,7 @@ def _probe(args: argparse.Namespace) -> int:
     holding = f'{verdicts.count("pass")} of {len(verdicts)} theorems hold' if verdicts else 'no theorems for this'
     notes = f'{args.image}, {", ".join(args.models)}: {holding}; {about(torch.device("cpu"))}'
     table = markdown([{**row, 'change': f'{row["change"]:.2e}'} for row in rows])
-    print(table, notes, sep='\n\n')
-    if args.output is not None:
+    if args.output is not None:  # before the table is printed, which fails if a pipe was closed
         write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    print(table, notes, sep='\n\n')
     return 1 if 'fail' in verdicts else 0

@@ -84,7 +84,6 @@ def _pshap(args: argparse.Namespace) -> int:
         notes += (
             '. There is no value, because no image is classified correctly, and the value is a mean over those that '
             'are: take a trained model, or more images')
-    print(markdown(summary), notes, sep='\n\n')
     rows = [
         {'label': label, 'correct': int(correct), 'position': pe, 'image': im, 'pshap': p}
         for label, correct, pe, im, p in zip(*(t.tolist() for t in (
@@ -96,6 +95,7 @@ def _pshap(args: argparse.Namespace) -> int:
         ).savefig(path, dpi=150),
     }
     write_files({path: write for path, write in writers.items() if path is not None}, args.force)
+    print(markdown(summary), notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0
 
 

@@ -147,7 +147,7 @@ def adapt(
 
     predicted, found = run(model, home, f'{name} at {where}')
     labelled = not agreement and bool((found.labels >= 0).all())
-    targets = found.labels if labelled else predicted
+    targets, classes_at_home = found.labels if labelled else predicted, len(predicted.unique())
     at_home = 100 * (predicted == targets).double().mean().item()
     if labelled:
         _check_labels(found.labels, predicted, found.logits.shape[1], name, where)
@@ -192,7 +192,7 @@ def adapt(
         row['chosen'] = True
         chosen[size] = choices[row['rule']]
         rows += of_size
-    return Adapted(rows, rows[0]['measure'], where, round(at_home, 3), len(predicted.unique()), chosen)
+    return Adapted(rows, rows[0]['measure'], where, round(at_home, 3), classes_at_home, chosen)
 
 
 def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int, name: str, where: str) -> None:

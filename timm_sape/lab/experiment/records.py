@@ -196,9 +196,10 @@ def trained_models(output: Path, labels: Optional[Sequence[str]] = None) -> List
     """
     found = []
     for path in output.glob('*/seed*/last.pth.tar'):
+        seed = path.parent.name.removeprefix('seed')
         record = Record.read(path.parent)
-        if record.status == 'finished':
-            found.append(Trained(record.label or path.parent.parent.name, int(path.parent.name[4:]), path))
+        if seed.isdecimal() and record.status == 'finished':  # not a copy such as seed1_old
+            found.append(Trained(record.label or path.parent.parent.name, int(seed), path))
     there = sorted({run.label for run in found})
     if not found:
         raise ValueError(f'{output} has no finished runs, LABEL/seedN/last.pth.tar; name a folder of an experiment')
