@@ -314,6 +314,25 @@ def test_grids_that_contradict_each_other(tmp_path):
     torch.testing.assert_close(logits(loaded), logits(expected), **SAME)
 
 
+@pytest.mark.parametrize('kwargs', [
+    dict(pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}}), dict(logit_scaling='log')], ids=str)
+def test_another_patch_size_than_the_default_one_that_was_saved(kwargs, tmp_path):
+    """The config does not name the trained patch size, the kernel of the file has it."""
+    saved = timm.create_model('test_vit_rope2d', img_size=64, num_classes=10)
+    assert 'patch_size' not in save_dir(saved, tmp_path)['model_args'] and saved.patch_embed.grid_size == (4, 4)
+    loaded = from_dir(tmp_path, patch_size=8, **kwargs)
+    assert loaded.ref_grid_size == (4, 4) and loaded.patch_embed.grid_size == (8, 8)
+
+
+@pytest.mark.parametrize('name', ['test_vit_rope2d', 'test_naflexvit_rope2d'])
+def test_features_without_a_pool(name, tmp_path):
+    saved = randomise(timm.create_model(name, global_pool='map', patch_size=8, img_size=32))
+    save_for_hf(saved, tmp_path, safe_serialization=True)
+    x = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(
+        from_dir(tmp_path, num_classes=0, global_pool='')(x), saved.forward_features(x), rtol=0, atol=1e-6)
+
+
 def test_row_of_the_class_token_is_no_patch(tmp_path):
     """16 rows, of 3x5 patches and a class token, must not be taken for 4x4 patches. The saved size is known."""
     save_dir(tiny('ape', A), tmp_path)

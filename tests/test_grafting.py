@@ -514,6 +514,49 @@ def test_a_convolutional_stem_at_another_size(tmp_path):
         assert torch.equal(loaded.pos_embed, model.pos_embed) == (size == (64, 128))
 
 
+@pytest.mark.parametrize('left_out', ['blocks.1.', 'blocks.1.mlp.fc1.weight', ''])
+def test_a_file_that_train_py_declares_no_classes_for(left_out):
+    """timm loads whatever fits then. An incomplete file would leave random weights."""
+    shape = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=10)
+    base = randomised(timm.create_model('vit_tiny_patch16_224', **shape))
+    entries = {k: v for k, v in base.state_dict().items() if not left_out or not k.startswith(left_out)}
+    kwargs = dict(
+        shape, base='vit_tiny_patch16_224', pos_enc='sape2_k', pretrained=True,
+        pretrained_cfg_overlay=dict(state_dict=entries, num_classes=-1))
+    if left_out:
+        with pytest.raises(ValueError, match=f'it lacks {left_out}'):
+            timm.create_model('vit_graft', **kwargs)
+    else:
+        loaded = timm.create_model('vit_graft', **kwargs)
+        assert torch.equal(loaded.blocks[1].mlp.fc1.weight, base.blocks[1].mlp.fc1.weight)
+
+
+@pytest.mark.parametrize('pool', ['avg', 'token'])
+def test_another_pool_is_saved_and_loaded(pool, tmp_path):
+    model = timm_sape.graft(base_model('vit_small_patch16_rope_224'), 'rpb')
+    model.reset_classifier(5, pool)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+    assert_same(loaded.eval(), model.eval())
+
+
+def test_optimizer_groups_of_an_eva_as_a_naflexvit():
+    base = timm.create_model('vit_small_patch16_rope_mixed_224', depth=1, rope_shift_coords=.1)
+    grafted = timm_sape.graft(base, 'sape2_k')
+    assert 'rope.freqs' in base.no_weight_decay() & grafted.no_weight_decay()
+    base = timm.create_model('vit_pe_core_tiny_patch16_384', depth=1, img_size=64)
+    for model in (base, timm_sape.graft(base, 'sape2_k')):
+        assert re.match(model.group_matcher()['stem'], 'norm_pre.weight')
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'vit_small_patch16_rope_224', 'vit_small_patch16_dinov3'])
+def test_rate_of_patch_dropout_as_it_is_now(name):
+    base = timm.create_model(name, depth=1, img_size=64, patch_drop_rate=.25)
+    base.patch_drop.prob = .75
+    tokens = [model.train().forward_features(images(base)).shape for model in (base, timm_sape.graft(base, 'nope'))]
+    assert tokens[0] == tokens[1]
+
+
 def test_patch_dropout_as_it_is_now():
     """The current patch dropout counts, not that of creation."""
     for created, now in ((0.25, 0.75), (0, 0.5)):

@@ -45,6 +45,7 @@ __all__ = [
     'Reading',
     'filter_state_dict',
     'misfit',
+    'module_names',
     'reading_errors',
     'refuse_misfit',
     'refuse_other_encoding',
@@ -81,6 +82,8 @@ def filter_state_dict(
             raise ValueError(
                 f'{name} of the checkpoint is a {type(state_dict[name]).__name__}. Entries must be tensors: save it '
                 'again.')
+    kernels = (state_dict[name].shape[2:] for name in STEMS if name in state_dict and state_dict[name].ndim == 4)
+    kernel = next(kernels, model.kernel_size)  # the trained one, which a saved config may leave to a default
     try:
         state_dict = model.convert_checkpoint(state_dict)
     except (AttributeError, IndexError, RuntimeError, TypeError) as e:
@@ -88,20 +91,22 @@ def filter_state_dict(
             f'The checkpoint has an entry that cannot be adapted to the model ({e}). Create the model with the '
             'arguments that the checkpoint was trained with.') from e
     for path, encoding in _encodings_with_grids(model):
-        grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size)
+        grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size, kernel)
         if grid is not None:
             encoding.adapt(grid, state_dict, path)
             state_dict.setdefault(path + GRID, encoding.get_extra_state())
     for path, encoding in model.position_encodings().items():
         if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
             state_dict.pop(path + GRID, None)  # saved with 'rescale', and now coordinates extrapolate
+    if model.global_pool == '' and model.attn_pool is None:  # features without a pool, as timm gives them
+        state_dict = {name: value for name, value in state_dict.items() if not name.startswith('attn_pool.')}
     if model.logit_scaling == 'constant':
         state_dict.pop(LOGIT_SCALING + GRID, None)
 
     # timm will adapt the heads to the number of classes, and the kernel of a plain ViT to the number of channels.
-    heads = _names(model.pretrained_cfg['classifier'])
+    heads = module_names(model.pretrained_cfg['classifier'])
     kernels = tuple(
-        f'{name}.weight' for name in _names(model.pretrained_cfg['first_conv']) if not hasattr(model, 'embeds'))
+        f'{name}.weight' for name in module_names(model.pretrained_cfg['first_conv']) if not hasattr(model, 'embeds'))
     report = misfit(
         state_dict, model.state_dict(), ignore=tuple(f'{name}.' for name in heads), any_shape=kernels)
     if report:
@@ -124,7 +129,7 @@ def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     return state_dict.get('state_dict', state_dict)
 
 
-def _names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:
+def module_names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:
     """Module names out of a config, which has one, several or none."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
@@ -142,6 +147,7 @@ def _trained_grid(
         encoding: Union[ReferenceGridEncoding, ResizedEncoding],
         model: nn.Module,
         given: Optional[Sequence[int]],
+        kernel: Tuple[int, int],
 ) -> Optional[GridSize]:
     """The grid that the entries of an encoding were trained on. None if the checkpoint has no entries of it.
 
@@ -164,7 +170,7 @@ def _trained_grid(
         # Saved with a rule for which the grid did not matter. The config knows the size of the images.
         args = model.pretrained_model_args
         size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-        return grid_of(model, size, to_2tuple(args.get('patch_size') or model.kernel_size))
+        return grid_of(model, size, kernel)
     if is_reference or has_entries:
         fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(

@@ -490,7 +490,13 @@ class _Builder:
 
     def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
         """The base with these weights and their numbers of classes and input channels, which timm adapts later."""
-        source = replace(self.cfg, **{**dict.fromkeys(SOURCE), 'state_dict': dict(state_dict)})
+        # train.py declares -1 classes, and timm would then load whatever fits and leave the rest random
+        num_classes = self.cfg.num_classes
+        if num_classes < 0:
+            heads = [state_dict.get(f'{name}.weight', ()) for name in checkpoints.module_names(self.cfg.classifier)]
+            num_classes = len(heads[0]) if heads else 0
+        source = replace(self.cfg, **{
+            **dict.fromkeys(SOURCE), 'state_dict': dict(state_dict), 'num_classes': num_classes})
         return self._build(True, source, left_out=('num_classes', 'in_chans'))
 
     def _build(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
@@ -498,8 +504,11 @@ class _Builder:
         if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
             # what it is converted to takes images of any size, but its own class does not
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
-        if is_model_in_modules(self.base, ('eva',)) and not NAVER.fullmatch(self.base):
-            arguments.setdefault('use_naflex', True)
+        if is_model_in_modules(self.base, ('eva',)):
+            if not NAVER.fullmatch(self.base):
+                arguments.setdefault('use_naflex', True)
+            if 'fc_norm' in arguments and not arguments.get('use_naflex'):  # recorded by what it is converted to
+                arguments['use_fc_norm'] = arguments.pop('fc_norm')
         model = _build_base(
             self.base,
             model_entrypoint(self.base),

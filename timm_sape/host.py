@@ -127,7 +127,7 @@ class PosEncModel(nn.Module):
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
         """Replace timm's PatchDropout by the one that returns indices, which tell encodings what patches are left."""
-        if isinstance(patch_drop, PatchDropout):
+        if isinstance(patch_drop, (PatchDropout, PatchDropoutWithIndices)):
             self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):

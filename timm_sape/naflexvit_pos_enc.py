@@ -8,7 +8,7 @@ patches stand in the sequence; padding takes part in nothing.
 import math
 import sys
 from dataclasses import fields, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -130,6 +130,14 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         self.embeds.__class__ = PosEncEmbeds
         self.pos_drop, self.embeds.pos_drop = self.embeds.pos_drop, nn.Identity()
         self._traits = {**self._traits, 'first_conv': None}  # timm cannot adapt its channels, convert_checkpoint does
+
+    def no_weight_decay(self) -> Set[str]:
+        own = () if self.rope is None else self.rope.named_parameters()  # timm names them without the module
+        return super().no_weight_decay() | {f'rope.{name}' for name, _ in own}
+
+    def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
+        matcher = super().group_matcher(coarse)
+        return dict(matcher, stem=matcher['stem'] + r'|norm_pre')
 
     @property
     def grid_size(self) -> Tuple[int, int]:
