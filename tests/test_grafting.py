@@ -540,6 +540,20 @@ def test_another_pool_is_saved_and_loaded(pool, tmp_path):
     assert_same(loaded.eval(), model.eval())
 
 
+@pytest.mark.parametrize('name', ['vit_small_patch16_rope_224', 'vit_pe_core_tiny_patch16_384'])
+def test_another_pool_than_an_attention_pool(name, tmp_path):
+    """The attention pool of Eva includes the prefix tokens, its other pools leave them out."""
+    base = base_model(name, global_pool='map')
+    grafted = timm_sape.graft(base, 'sape2_k')
+    assert_same(grafted, base)
+    for model in (base, grafted):
+        model.reset_classifier(5, 'avg')
+    grafted.head.load_state_dict(base.head.state_dict())
+    assert_same(grafted.eval(), base.eval())
+    save_for_hf(grafted, tmp_path, safe_serialization=True)
+    assert_same(timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval(), base)
+
+
 def test_optimizer_groups_of_an_eva_as_a_naflexvit():
     base = timm.create_model('vit_small_patch16_rope_mixed_224', depth=1, rope_shift_coords=.1)
     grafted = timm_sape.graft(base, 'sape2_k')

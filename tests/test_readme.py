@@ -549,7 +549,7 @@ def test_what_is_left_at_other_sizes():
     reference = read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv')
     shares = [f'{statistics.mean(float(row["pshap"]) for row in reference if row["model"] == model):.2f}'.lstrip('0')
               for model in ('FIRE', 'RoPE-2D')]
-    assert 'its Position-SHAP is {}, that of RoPE-2D {}.'.format(*shares) in prose(ANSWERS)
+    assert 'is {}, that of RoPE-2D {}.'.format(*shares) in prose(ANSWERS)
     differences = list(rows_of_retrofit(section))
     assert f'corrected for the {len(differences)} rows' in prose(ANSWERS)
     assert {cells[-1] for base, size, *cells in differences if base == 'CPB' and size in (64, 128)} == {'no'}

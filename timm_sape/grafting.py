@@ -412,6 +412,8 @@ def _adopt(
     vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuilt(model, kwargs)
     base_position = _base_position(vit) if isinstance(vit, NaFlexVit) else ''
     parts = _merge(own, pos_enc, pos_enc_kwargs, base_position)
+    if isinstance(model, Eva) and model.attn_pool is not None:
+        vit.attn_pool_includes_prefix = True
     vit.__class__ = OURS[type(vit)]
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):
@@ -518,7 +520,8 @@ class _Builder:
             **arguments,
         )
         if self.is_eva and isinstance(model, NaFlexVit) and model.attn_pool is not None:
-            model.pool_include_prefix = True  # as in Eva; NaFlexVit's attention pool would leave the class token out
+            # as in Eva; NaFlexVit's attention pool would leave the class token out
+            model.pool_include_prefix = model.attn_pool_includes_prefix = True
         return model
 
 

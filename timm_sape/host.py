@@ -46,6 +46,8 @@ class PosEncModel(nn.Module):
     """A timm model with any set of position encodings."""
     #: In words, the position encoding that the base of a graft has itself, computed by timm's modules. Empty for none.
     base_position: str = ''
+    #: Whether `pool_include_prefix` is due to the attention pool. Eva's other pools leave the prefix tokens out.
+    attn_pool_includes_prefix: bool = False
 
     @property
     def grid_size(self) -> Tuple[int, int]:
@@ -124,6 +126,12 @@ class PosEncModel(nn.Module):
             for encoding in self.position_encodings().values():
                 if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
                     encoding.expect_grid()
+
+    def reset_classifier(self, *args, **kwargs) -> None:
+        """As in timm. Without its attention pool, a graft of an Eva model leaves the prefix tokens out, as Eva does."""
+        super().reset_classifier(*args, **kwargs)
+        if self.attn_pool_includes_prefix and self.attn_pool is None:
+            self.pool_include_prefix = False
 
     def take_patch_drop(self, patch_drop: Optional[nn.Module]) -> None:
         """Replace timm's PatchDropout by the one that returns indices, which tell encodings what patches are left."""

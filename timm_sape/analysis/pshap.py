@@ -207,7 +207,8 @@ def position_shap(
 
     Args:
         model: A model of timm_sape, or any timm ViT whose patches do not overlap; in eval mode.
-        batches: Images `[B, C, height, width]` and labels `[B]`.
+        batches: Images `[B, C, height, width]` and labels `[B]`, in random order. If they are in the order of their
+            classes, the background is of the class that is explained, and P-SHAP comes out two or three times too high.
         background: Number of images in the background, 1 or more; the authors use 16.
         batch_size: Images per forward pass.
         per_layer: Use another permutation in each layer. Only for models of timm_sape.
