@@ -400,7 +400,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
                 `[B, h, N, N]` with N = P + K. Padding is masked in any case.
             grid_size: (H, W) of each image, integers `[B, 2]`. Needed where patches of its last row or column are
-                missing, otherwise found from the coordinates.
+                missing, or masked by `patch_valid`, which timm counts; otherwise found from the coordinates.
             keep_indices: Indices of the patches to keep among the input patches, distinct, int64 `[B, K']`.
             object_index: The object of each patch, integers `[B, K]`, for encodings that use it (`ope`; without it
                 `ope` finds the objects of images that have all patches).
