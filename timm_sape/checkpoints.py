@@ -10,20 +10,7 @@ import math
 import re
 import warnings
 from contextlib import contextmanager
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -60,6 +47,7 @@ PRETRAINED_PATHS = (
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
 TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
 LOGIT_SCALING = 'encodings.logit_scaling'  # path of that module in a model
+
 
 def filter_state_dict(
         state_dict: Dict[str, torch.Tensor],

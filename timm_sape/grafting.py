@@ -315,7 +315,9 @@ def _rebuilt(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any])
         **get_device_dtype(model),
     )
     accepted = inspect.signature(VisionTransformer.__init__).parameters.keys() - args.keys()
-    return VisionTransformer(**args, **{k: v for k, v in kwargs.items() if k in accepted})
+    vit = VisionTransformer(**args, **{k: v for k, v in kwargs.items() if k in accepted})
+    vit.attn_pool_includes_prefix = vit.pool_include_prefix
+    return vit
 
 
 def _own_encodings(model: nn.Module) -> Parts:
@@ -412,8 +414,6 @@ def _adopt(
     vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuilt(model, kwargs)
     base_position = _base_position(vit) if isinstance(vit, NaFlexVit) else ''
     parts = _merge(own, pos_enc, pos_enc_kwargs, base_position)
-    if isinstance(model, Eva) and model.attn_pool is not None:
-        vit.attn_pool_includes_prefix = True
     vit.__class__ = OURS[type(vit)]
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):

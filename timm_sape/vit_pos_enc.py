@@ -172,8 +172,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         """Change the image or patch size of the model.
 
         Each encoding follows its rule for a grid that it was not trained on. A table is resampled from its current
-        size, so changing the size and changing it back does not restore it. Where layers were made to
-        share a table, each has its own afterwards.
+        size, so changing the size and changing it back does not restore it. Where layers were made to share a table,
+        each has its own afterwards.
 
         Args:
             img_size: New image size (height, width) in pixels, None to keep it.

@@ -213,7 +213,7 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
             kwargs[ours] = args[theirs]
     cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # train.py's default is ''
     channels, *size = args.get('input_size') or (3,)
-    size = kwargs.get('img_size') or size or args.get('img_size')  # of the model's table, if any
+    size = kwargs.get('img_size') or size or args.get('img_size')  # the first decides about a learned table
     if size:
         cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(size))
     return _Source(name, file, kwargs, cfg)

@@ -4,9 +4,11 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
+from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Type, TypeVar
 
 import torch
@@ -138,7 +140,7 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} has a method {method!r}, which nothing calls. If it is meant to be '
                 f'the hook {close[0]!r}, rename it; otherwise give it a name less like that.')
-    scales = any('logit_factor' in vars(base) and not base.__module__.startswith('timm_sape.') for base in users)
+    scales = any('logit_factor' in vars(base) and not _is_built_in(base) for base in users)
     if not cls.acts_on() and not scales and (own or any({'__init__', 'forward'} & vars(base).keys() for base in users)):
         hint = 'For a rotation derive it from RotaryEncoding, too.' if 'angles' in own else (
             f'The hooks are {", ".join(PositionEncoding.HOOKS)}: help(timm_sape.PositionEncoding).')
@@ -169,6 +171,11 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
         raise ValueError(
             f'Encoding {name!r}: the constructor of {cls.__name__} must take what the model passes, such as '
             f'{sorted(lacks)[0]}. Write def __init__(self, *, ..., **host), and pass it on: super().__init__(**host).')
+
+
+def _is_built_in(cls: type) -> bool:
+    """Whether it is a class of this package. Its own tests see to what is checked for others when they are built."""
+    return cls.__module__.startswith('timm_sape.')
 
 
 def _takes_arguments(method: Callable) -> bool:
@@ -293,11 +300,8 @@ def create_encoding(name: str, **kwargs) -> PositionEncoding:
                 f'{name!r}: init=0 on parameters that start at 0 would never learn. Leave it out: with the default of '
                 '1 the encoding does nothing at the start anyway.')
         kwargs['gate'] = init
-    if cls.__module__.startswith('timm_sape.'):
+    with nullcontext() if _is_built_in(cls) else _MarkUnset():
         encoding = cls(**kwargs)
-    else:
-        with _MarkUnset():
-            encoding = cls(**kwargs)
     _check_instance(name, encoding, kwargs.get('gate'))
     return encoding
 
@@ -321,7 +325,7 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
         raise ValueError(
             f'{name!r}: {cls.__name__} sets self.gate, which is the gate of an encoding with {AUTO}. Choose another '
             'name.')
-    is_own = not cls.__module__.startswith('timm_sape.')
+    is_own = not _is_built_in(cls)
     unset = [key for key, t in _tensors(encoding).items() if is_own and t.is_floating_point() and t.isnan().any()]
     if unset:
         raise ValueError(
@@ -339,8 +343,8 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
 
 
 def _tensors(encoding: PositionEncoding) -> Dict[str, torch.Tensor]:
-    """Its parameters and buffers by name. None if it is built without memory, where they have no values."""
-    tensors = {**dict(encoding.named_parameters()), **dict(encoding.named_buffers())}
+    """Its parameters and buffers by name. Empty if it is built without memory, where they have no values."""
+    tensors = dict(itertools.chain(encoding.named_parameters(), encoding.named_buffers()))
     has_values = all(type(t) in (nn.Parameter, torch.Tensor) and not t.is_meta for t in tensors.values())
     return tensors if has_values else {}
 
