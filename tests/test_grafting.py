@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,45 @@ def test_rule_for_other_sizes_of_what_the_base_has():
     grafted = timm_sape.graft(model, 'rope2d', **kwargs)
     assert grafted.pos_enc_kwargs == kwargs['pos_enc_kwargs']
     assert largest_difference(grafted, model, images(model)) < 1e-5
+
+
+@pytest.mark.parametrize('base, pos_enc, kwargs', [
+    ('vit_small_patch16_rope_224', 'rope2d', {'pos_enc_kwargs': {'rope2d': {'resolution': 'rescale'}}}),
+    ('vit_tiny_patch16_224', 'sape2_k', {'logit_scaling': 'log'}),
+    ('vit_small_patch16_dinov3', 'nope', {'logit_scaling': 'log'}),
+])
+def test_rule_for_other_sizes_of_what_the_base_has_at_once(base, pos_enc, kwargs, tmp_path):
+    """A model that is created by name at another size than its weights is as one that is resized after loading."""
+    model = base_model(base, (4, 4), **SMALL)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(20)  # otherwise attention is so flat that a factor on its logits does nothing
+    save_for_hf(model, str(tmp_path / 'base'), safe_serialization=True)
+    size = dict(img_size=(128, 96), pretrained=True)
+    shape = dict(SMALL, depth=2, num_classes=5, **size)
+    cfg = dict(state_dict=model.state_dict(), num_classes=5, input_size=(3, 64, 64), custom_load=False)
+    expected = timm_sape.graft(model, pos_enc, **kwargs)
+    x = torch.randn(2, 3, 128, 96, generator=torch.Generator().manual_seed(0))
+    without = timm_sape.graft(model, pos_enc)
+    if 'naflex' not in expected.__class__.__module__:
+        expected.set_input_size((128, 96))
+        without.set_input_size((128, 96))
+    assert (expected(x) - without(x)).abs().max() > 1e-3
+
+    for grafted in (
+            timm.create_model('vit_graft', base=base, pos_enc=pos_enc, pretrained_cfg_overlay=cfg, **shape, **kwargs),
+            timm_sape.graft(base, pos_enc, pretrained_cfg_overlay=cfg, **shape, **kwargs),
+            timm_sape.graft(f'local-dir:{tmp_path / "base"}', pos_enc, **size, **kwargs)):
+        assert grafted.ref_grid_size == expected.ref_grid_size == (4, 4)
+        torch.testing.assert_close(grafted.eval()(x), expected(x), rtol=0, atol=1e-5)
+
+    del cfg['input_size']
+    for create in (partial(timm.create_model, 'vit_graft', base=base, pos_enc=pos_enc), partial(
+            timm_sape.graft, base, pos_enc)):
+        with pytest.raises(ValueError, match=r'ref_grid_size=\(H, W\)'):
+            create(pretrained_cfg_overlay=cfg, **shape, **kwargs)
+        given = create(pretrained_cfg_overlay=cfg, ref_grid_size=(4, 4), **shape, **kwargs)
+        torch.testing.assert_close(given.eval()(x), expected(x), rtol=0, atol=1e-5)
 
 
 def test_arguments_of_the_graft_itself():
@@ -607,6 +647,11 @@ same(timm.create_model('test_vit_sape2_k_graft.r160_in1k', pretrained=True), pla
 same(timm.create_model('vit_graft', base='test_vit', pos_enc='sape2_k', pretrained=True), plain)
 same(timm.create_model('vit_graft', base='test_vit.r160_in1k', pos_enc='sape2_k', pretrained=True), plain)
 same(timm_sape.graft('test_vit.r160_in1k', 'sape2_k', pretrained=True), plain)
+
+# the grid of the weights is that of their size, in patches of theirs
+larger = dict(pretrained=True, img_size=320, patch_size=8, logit_scaling='log')
+assert timm.create_model('test_vit_sape2_k_graft', **larger).ref_grid_size == (10, 10)
+assert timm_sape.graft('test_vit.r160_in1k', 'sape2_k', **larger).ref_grid_size == (10, 10)
 
 # adapted as timm does, head apart, which is new
 kwargs = dict(pretrained=True, num_classes=5, in_chans=1, img_size=(96, 64))

@@ -37,6 +37,7 @@ __all__ = [
     'refuse_misfit',
     'refuse_other_encoding',
     'refuse_other_host',
+    'trained_kernel',
     'unwrap',
 ]
 
@@ -70,8 +71,7 @@ def filter_state_dict(
             raise ValueError(
                 f'{name} of the checkpoint is a {type(state_dict[name]).__name__}. Entries must be tensors: save it '
                 'again.')
-    kernels = (state_dict[name].shape[2:] for name in STEMS if name in state_dict and state_dict[name].ndim == 4)
-    kernel = next(kernels, model.kernel_size)  # the trained one, which a saved config may leave to a default
+    kernel = trained_kernel(state_dict, model)
     try:
         state_dict = model.convert_checkpoint(state_dict)
     except (AttributeError, IndexError, RuntimeError, TypeError) as e:
@@ -115,6 +115,12 @@ def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         raise ValueError(f'The checkpoint is not a state dict but a {type(state_dict).__name__}.')
     state_dict = state_dict.get('model', state_dict)
     return state_dict.get('state_dict', state_dict)
+
+
+def trained_kernel(state_dict: Mapping[str, Any], model: nn.Module) -> Tuple[int, int]:
+    """The patch embedding's kernel of a checkpoint, which a saved config may leave to a default."""
+    kernels = (state_dict[name].shape[2:] for name in STEMS if name in state_dict and state_dict[name].ndim == 4)
+    return next(kernels, model.kernel_size)
 
 
 def module_names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:

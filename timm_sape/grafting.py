@@ -20,7 +20,7 @@ import difflib
 import inspect
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
 
@@ -58,8 +58,8 @@ from timm.utils import unwrap_model
 
 from . import checkpoints
 from .attention import adopt_blocks, unknown_blocks
-from .conversion import convert_to_naflex, fit_patch_embedding, from_timm
-from .encodings import encoding_keywords, get_encoding, is_auto, parse_pos_enc
+from .conversion import convert_to_naflex, fit_patch_embedding, from_timm, grid_of
+from .encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .entrypoints import build_by_timm
 from .host import PosEncModel, check_logit_scaling, check_ref_grid_size
@@ -86,6 +86,7 @@ NAVER = re.compile(r'vit_\w+_patch16_rope(_mixed)?(_ape)?_224')
 
 Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
 DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
+OF_THE_CALL = ('img_size', 'patch_size', 'device')  # these need not be those of the weights
 SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # keys of a config that locate weights
 
 
@@ -105,7 +106,9 @@ def graft(
         pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
             the neutral one.
         kwargs: `logit_scaling` and `ref_grid_size` are for the grafted model. If `model` is a name, the others are for
-            `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ...
+            `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ... By default `ref_grid_size` is the
+            grid of the model. But if weights are loaded by name, and `logit_scaling` or a keyword gives a rule for
+            other sizes to what the base has, it is the grid of those weights.
 
     Returns:
         A new model on the same device, in the same dtype and mode, with copies of the weights: a
@@ -114,11 +117,13 @@ def graft(
 
     Raises:
         ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it; if an
-            encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own.
+            encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own; if
+            nothing says on which grid weights were trained and a rule needs it.
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
-    if isinstance(model, str):
-        model = _build_base(model, partial(timm.create_model, model), **kwargs)
+    name = model if isinstance(model, str) else None
+    if name is not None:
+        model = _build_base(name, partial(timm.create_model, name), **kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -141,6 +146,12 @@ def graft(
         pos_enc_kwargs=pos_enc_kwargs,
         **ours,
     )
+    if kwargs.get('pretrained') and ours.get('ref_grid_size') is None and _needs_trained_grid(grafted):
+        overlay = kwargs.get('pretrained_cfg_overlay') or {}
+        others = {key: value for key, value in kwargs.items() if key not in ('pretrained', *OF_THE_CALL)}
+        _set_trained_grid(
+            grafted, _default_grid(partial(_build_base, name, partial(timm.create_model, name), **others)),
+            is_declared='input_size' in overlay or not overlay.keys() & {*SOURCE})
     weights = _weights_for(grafted, model)
     report = checkpoints.misfit(weights, grafted.state_dict(), ignore=tuple(_added(grafted)))
     modules = dict(grafted.named_modules())
@@ -201,6 +212,46 @@ def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Mod
     weights['embeds.proj.weight'] = fit_patch_embedding(weights['embeds.proj.weight'], model)
     model.load_state_dict(weights)
     return model
+
+
+def _needs_trained_grid(model: PosEncModel) -> bool:
+    """Whether what a graft has of its base, its encoding or all logits, depends on the grid that it was trained on.
+
+    Grafted encodings do not: they contribute zero, and are trained on the grid that the model has now.
+    """
+    return any(
+        isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None
+        for path, encoding in model.position_encodings().items() if not is_auto(path.rpartition('.')[2]))
+
+
+def _default_grid(build: Callable[[], nn.Module]) -> Tuple[int, int]:
+    """(H, W) of what timm builds if it is not told the size of images and patches: that of the weights."""
+    with torch.device('meta'):
+        model = build()
+    if isinstance(model, NaFlexVit):
+        return tuple(model.embeds.pos_embed_grid_size or (16, 16))  # timm's default
+    return tuple(model.patch_embed.grid_size)
+
+
+def _set_trained_grid(model: PosEncModel, grid: Tuple[int, int], is_declared: bool) -> None:
+    """Tell the encodings on which grid the weights of the base were trained.
+
+    Args:
+        model: The graft.
+        grid: The grid.
+        is_declared: Whether the caller has said so. If not, it is the base's default, which another file need not have.
+
+    Raises:
+        ValueError: If it is not declared, and not the grid of the model.
+    """
+    if not is_declared and grid != model.grid_size:
+        raise ValueError(
+            'The rule for other sizes needs the grid that the weights were trained on, which this file does not say. '
+            'Give ref_grid_size=(H, W), in patches, or the size of the images: pretrained_cfg_overlay=dict(file=..., '
+            'input_size=(3, height, width)).')
+    for encoding in model.position_encodings().values():
+        if isinstance(encoding, ReferenceGridEncoding):
+            encoding.set_ref_grid_size(grid)
 
 
 def _is_ours(
@@ -435,10 +486,11 @@ def _adopt(
     return vit
 
 
+@dataclass
 class _Builder:
     """Builds one grafted model from its base. timm's `build_model_with_cfg` calls the methods.
 
-    Args:
+    Attributes:
         base: Architecture of the base, without a tag.
         cfg: Its pretrained config, with the caller's overlay applied.
         pos_enc: As for `graft`.
@@ -447,21 +499,21 @@ class _Builder:
         logit_scaling: As for `VisionTransformerPosEnc`.
         cache_dir: Where downloads go.
         load_base: Whether the base is built with its own pretrained weights.
+        declares_size: Whether the caller has said for which size of images the weights are.
+        arguments: Of the base, known when timm calls `build`.
+        is_eva: Whether it must compute what timm's Eva class does, known then too.
     """
-
-    def __init__(
-            self, base: str, cfg: PretrainedCfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
-            load_base):
-        self.base = base
-        self.cfg = cfg
-        self.pos_enc = pos_enc
-        self.pos_enc_kwargs = pos_enc_kwargs
-        self.ref_grid_size = ref_grid_size
-        self.logit_scaling = logit_scaling
-        self.cache_dir = cache_dir
-        self.load_base = load_base
-        self.arguments: Dict[str, Any] = {}  # arguments of the base, known when timm calls `build`
-        self.is_eva = False  # whether it must compute what timm's Eva class does, known then too
+    base: str
+    cfg: PretrainedCfg
+    pos_enc: str
+    pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]]
+    ref_grid_size: Optional[Tuple[int, int]]
+    logit_scaling: str
+    cache_dir: Optional[str]
+    load_base: bool
+    declares_size: bool
+    arguments: Dict[str, Any] = field(default_factory=dict)
+    is_eva: bool = False
 
     def build(self, **arguments) -> PosEncModel:
         """What timm's builder calls for the model."""
@@ -471,15 +523,24 @@ class _Builder:
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
             self.arguments = {**arguments, 'use_naflex': True}
             model = self._build(self.load_base, self.cfg)
-        return _adopt(
+        model = _adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
+        if self.load_base and self.ref_grid_size is None and _needs_trained_grid(model):
+            grid = _default_grid(partial(self._build, False, self.cfg, OF_THE_CALL))
+            _set_trained_grid(model, grid, is_declared=True)
+        return model
 
     def filter(self, state_dict: Dict[str, torch.Tensor], model: PosEncModel) -> Dict[str, torch.Tensor]:
         """What timm's builder calls for the entries of a checkpoint, which is of a graft or of its base."""
         state_dict = checkpoints.unwrap(state_dict)
+        is_of_base = 'pos_enc' not in model.pretrained_model_args and not any(
+            'encodings.' in name for name in state_dict)
+        if is_of_base and self.ref_grid_size is None and _needs_trained_grid(model):
+            kernel = checkpoints.trained_kernel(state_dict, model)
+            _set_trained_grid(model, grid_of(model, self.cfg.input_size[-2:], kernel), self.declares_size)
         own = model.state_dict()
         added = {name: own[name] for name in _added(model)}
-        if 'pos_enc' not in model.pretrained_model_args and not any('encodings.' in name for name in state_dict):
+        if is_of_base:
             # Weights of the base. Its own entrypoint knows their possible formats and how to resample them.
             try:
                 with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
@@ -572,13 +633,15 @@ def _create(
         cfg = replace(base_cfg, architecture=variant)
     cfg = resolve_pretrained_cfg(variant, cfg, pretrained_cfg_overlay)
     is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
+    declares_size = isinstance(pretrained_cfg, PretrainedCfg) or any(
+        'input_size' in given for given in (pretrained_cfg, pretrained_cfg_overlay) if isinstance(given, dict))
 
     saved = kwargs.get('pretrained_model_args') or {}
     if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
         pos_enc_kwargs = None  # timm passes the saved keywords on even if the caller gave another pos_enc
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
-        load_base=pretrained and not is_own_source)
+        load_base=pretrained and not is_own_source, declares_size=declares_size)
 
     def build(**arguments) -> PosEncModel:
         model = builder.build(**arguments)
