@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save
 from timm.layers import PatchDropout
 from timm.models import get_model_args, save_for_hf
+from timm.models.naflexvit import NaFlexVit
 
 import timm_sape
 from hub_server import serve
@@ -358,6 +359,29 @@ def test_eva_without_a_plain_twin_becomes_a_naflexvit(name, kwargs):
     torch.testing.assert_close(grafted(x), base(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize('name', [
+    'vit_tiny_patch16_224', 'vit_small_patch16_rope_224', 'vit_small_patch16_dinov3', 'vit_pe_core_tiny_patch16_384'])
+def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
+    """Environment variables have timm build a NaFlexVit. A graft is one of the model that there is."""
+    folders = {}
+    for is_naflex in (False, True):
+        monkeypatch.setenv('TIMM_USE_NAFLEX', str(int(is_naflex)))
+        monkeypatch.setattr(timm.models.vision_transformer, '_USE_NAFLEX_DEFAULT', is_naflex)
+        model = randomised(timm.create_model(name, depth=2, img_size=64, num_classes=5))
+        assert isinstance(model, NaFlexVit) == is_naflex
+        x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+        grafted = timm_sape.graft(model, 'sape2_k')
+        assert largest_difference(grafted, model, x) < 2e-5
+        folders[tmp_path / str(is_naflex)] = grafted
+    for is_naflex in (False, True):  # whatever it is when they are loaded
+        monkeypatch.setenv('TIMM_USE_NAFLEX', str(int(is_naflex)))
+        monkeypatch.setattr(timm.models.vision_transformer, '_USE_NAFLEX_DEFAULT', is_naflex)
+        for folder, grafted in folders.items():
+            save_for_hf(grafted, str(folder), safe_serialization=True)
+            loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
+            assert type(loaded) is type(grafted) and largest_difference(loaded, grafted, x) < 1e-6
+
+
 @pytest.mark.parametrize('name, kwargs, message', [
     ('resnet18', {}, 'ResNet cannot be grafted'),
     ('vit_base_patch16_18x2_224', {}, 'has no version of ParallelThingsBlock'),
@@ -405,6 +429,16 @@ def test_changed_models_are_refused():
     model.blocks[3].mlp.act = torch.nn.ReLU()
     with pytest.raises(ValueError, match=r'blocks.3.mlp.act is ReLU\(\), not GELU'):
         timm_sape.graft(model, 'sape2_k')
+    for change, message in (
+            (lambda model: setattr(model, 'pool_include_prefix', True), 'model.pool_include_prefix is True, not False'),
+            (lambda model: setattr(model.blocks[1].attn, 'scale', 1.), 'blocks.1.attn.scale is 1.0, not'),
+            (lambda model: setattr(model.blocks[1].mlp.fc2, 'weight', model.blocks[0].mlp.fc2.weight), 'are one param'),
+            (lambda model: model.bfloat16().norm.float(), r'norm.weight is torch.float32, cls_token is torch.bfloat16'),
+            (lambda model: setattr(model.norm, 'eps', 1.), 'norm.eps is 1.0, not 1e-06')):
+        model = timm.create_model('test_vit')
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            timm_sape.graft(model, 'sape2_k')
     with pytest.raises(ValueError, match='FeatureGetterNet cannot be grafted'):
         timm_sape.graft(timm.create_model('test_vit', features_only=True), 'sape2_k')
     with pytest.raises(ValueError, match='img_size: arguments of timm.create_model go with the name of a model'):

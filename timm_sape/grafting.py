@@ -139,6 +139,8 @@ def graft(
             'could be built again. Create it with timm.create_model and load its weights into that.')
 
     args = {**getattr(model, '_model_args', {}), **get_model_args(model)}
+    if isinstance(model, NaFlexVit) and not is_model_in_modules(cfg['architecture'], ('naflexvit',)):
+        args['use_naflex'] = True
     grafted = timm.create_model(
         'vit_graft',
         pretrained_cfg=dict(cfg, architecture='vit_graft'),
@@ -153,15 +155,9 @@ def graft(
             grafted, _default_grid(partial(_build_base, name, partial(timm.create_model, name), **others)),
             is_declared='input_size' in overlay or not overlay.keys() & {*SOURCE})
     weights = _weights_for(grafted, model)
-    report = checkpoints.misfit(weights, grafted.state_dict(), ignore=tuple(_added(grafted)))
-    modules = dict(grafted.named_modules())
-    others = [
-        name for name, module in model.named_modules()
-        if name in modules and not any(module.children()) and not isinstance(module, PatchDropout)
-        and name != 'embeds.pos_drop'  # NaFlexVitPosEnc has it in another place
-        and repr(module) != repr(modules[name])]
-    if report or others:
-        report = report or f'{others[0]} is {model.get_submodule(others[0])}, not {modules[others[0]]}'
+    report = checkpoints.misfit(weights, grafted.state_dict(), ignore=tuple(_added(grafted))) or _change(
+        model, partial(timm.create_model, cfg['architecture'], **{k: v for k, v in args.items() if k != 'device'}))
+    if report:
         raise ValueError(
             f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
             f'{report}. Graft it first, then change it.')
@@ -177,6 +173,7 @@ def graft(
     if isinstance(model, VisionTransformerDistilled):
         grafted.set_distilled_training(model.distilled_training)
     grafted.train(model.training)
+    modules = dict(grafted.named_modules())
     for name, module in model.named_modules():
         if name in modules:
             modules[name].training = module.training
@@ -212,6 +209,39 @@ def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Mod
     weights['embeds.proj.weight'] = fit_patch_embedding(weights['embeds.proj.weight'], model)
     model.load_state_dict(weights)
     return model
+
+
+# Attributes of modules that the graft takes over, or that make no difference to what a model computes.
+FREE = ('training', 'grad_checkpointing', 'distilled_training', 'fused_attn')
+
+
+def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
+    """What was changed in a model since timm made it, in words, as far as a state dict does not tell. Else empty.
+
+    Args:
+        model: The model.
+        build: Builds it again.
+    """
+    names: Dict[nn.Parameter, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in names:
+            return f'{names[p]} and {name} are one parameter'
+        names[p] = name
+        if p.dtype != next(iter(names)).dtype:
+            return f'{name} is {p.dtype}, {next(iter(names.values()))} is {next(iter(names)).dtype}'
+    with torch.device('meta'):
+        modules = dict(build().named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, PatchDropout) or name == 'patch_drop':
+            continue  # the graft takes it over
+        first = modules[name]
+        if type(module) is not type(first):
+            return f'{name} is {module}, not {first}'
+        for key, value in vars(first).items():
+            now = getattr(module, key, None)
+            if isinstance(value, (bool, int, float, str)) and key not in FREE and now != value:
+                return f'{name or "model"}.{key} is {now!r}, not {value!r}'
+    return ''
 
 
 def _needs_trained_grid(model: PosEncModel) -> bool:
@@ -567,9 +597,11 @@ class _Builder:
         if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
             # what it is converted to takes images of any size, but its own class does not
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
+        # set in any case: timm's own default is that of an environment variable
+        if is_model_in_modules(self.base, ('vision_transformer',)):
+            arguments.setdefault('use_naflex', False)
         if is_model_in_modules(self.base, ('eva',)):
-            if not NAVER.fullmatch(self.base):
-                arguments.setdefault('use_naflex', True)
+            arguments.setdefault('use_naflex', not NAVER.fullmatch(self.base))
             if 'fc_norm' in arguments and not arguments.get('use_naflex'):  # recorded by what it is converted to
                 arguments['use_fc_norm'] = arguments.pop('fc_norm')
         model = _build_base(
