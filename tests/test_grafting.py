@@ -573,6 +573,26 @@ def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_
     assert grafted.head.weight.shape == (7, 96)
 
 
+@pytest.mark.parametrize('shape', [
+    dict(reg_tokens=1), dict(reg_tokens=2), dict(reg_tokens=2, img_size=(32, 128)),
+    dict(reg_tokens=2, no_embed_class=True)])
+def test_rows_of_registers_as_a_naflexvit(shape, tmp_path):
+    """timm would lose them."""
+    name = 'vit_tiny_patch16_224'
+    shape = {**SMALL, 'img_size': 64, 'depth': 2, 'num_classes': 5, **shape}
+    model = randomised(timm.create_model(name, **shape))
+    cfg = dict(state_dict=model.state_dict(), num_classes=5, input_size=(3, *model.patch_embed.img_size))
+    grafted = timm.create_model(
+        'vit_graft', base=name, pos_enc='sape2_k', use_naflex=True, pretrained=True, pretrained_cfg_overlay=cfg, **shape)
+    assert largest_difference(grafted.eval(), model, images(model)) < 1e-5
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    if 'no_embed_class' in shape:
+        assert_same(timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', use_naflex=True, pretrained=True).eval(), model)
+    elif model.patch_embed.grid_size == (4, 4):
+        with pytest.raises(ValueError, match='rows for register tokens in its table, which timm loses'):
+            timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', use_naflex=True, pretrained=True)
+
+
 def test_a_convolutional_stem_at_another_size(tmp_path):
     """The grid of the table follows from the stride of the whole stem, not of its last layer."""
     model = randomised(timm.create_model('vit_tiny_r_s16_p8_224', depth=2, img_size=(64, 128), **SMALL))

@@ -124,6 +124,8 @@ def graft(
     name = model if isinstance(model, str) else None
     if name is not None:
         model = _build_base(name, partial(timm.create_model, name), **kwargs)
+        if kwargs.get('pretrained') and kwargs.get('use_naflex'):
+            _refuse_lost_rows(name, model)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -192,6 +194,23 @@ def _build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.M
         if not kwargs.get('use_naflex'):
             raise
         raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
+
+
+def _refuse_lost_rows(name: str, model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: If timm has loaded a plain ViT's table into a NaFlexVit without the rows of register tokens: it adds
+            those of a class token to that token, and those of registers only if there is no class token.
+    """
+    tokens = getattr(model, 'embeds', None)
+    if tokens is None or tokens.cls_token is None or tokens.reg_token is None:
+        return
+    with torch.device('meta'):
+        plain = timm.create_model(name, use_naflex=False)
+    if isinstance(plain, VisionTransformer) and plain.pos_embed is not None and not plain.no_embed_class:
+        raise ValueError(
+            f'{name!r} has rows for register tokens in its table, which timm loses with use_naflex=True. Leave '
+            "use_naflex out, or create 'vit_graft' with use_naflex=True and the file in pretrained_cfg_overlay.")
 
 
 def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
@@ -570,7 +589,10 @@ class _Builder:
             _set_trained_grid(model, grid_of(model, self.cfg.input_size[-2:], kernel), self.declares_size)
         own = model.state_dict()
         added = {name: own[name] for name in _added(model)}
-        if is_of_base:
+        # timm's NaFlexVit loses rows of registers in a plain ViT's table
+        is_ours_to_convert = isinstance(model, NaFlexVitPosEnc) and {
+            'pos_embed', 'cls_token', 'reg_token'} <= state_dict.keys()
+        if is_of_base and not is_ours_to_convert:
             # Weights of the base. Its own entrypoint knows their possible formats and how to resample them.
             try:
                 with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
