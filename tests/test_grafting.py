@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save
-from timm.layers import PatchDropout
+from timm.layers import PatchDropout, resample_patch_embed, to_2tuple
 from timm.models import get_model_args, save_for_hf
 from timm.models.naflexvit import NaFlexVit
 
@@ -583,7 +583,8 @@ def test_rows_of_registers_as_a_naflexvit(shape, tmp_path):
     model = randomised(timm.create_model(name, **shape))
     cfg = dict(state_dict=model.state_dict(), num_classes=5, input_size=(3, *model.patch_embed.img_size))
     grafted = timm.create_model(
-        'vit_graft', base=name, pos_enc='sape2_k', use_naflex=True, pretrained=True, pretrained_cfg_overlay=cfg, **shape)
+        'vit_graft', base=name, pos_enc='sape2_k', use_naflex=True, pretrained=True, pretrained_cfg_overlay=cfg,
+        **shape)
     assert largest_difference(grafted.eval(), model, images(model)) < 1e-5
     save_for_hf(model, str(tmp_path), safe_serialization=True)
     if 'no_embed_class' in shape:
@@ -606,6 +607,52 @@ def test_a_convolutional_stem_at_another_size(tmp_path):
         again.set_input_size(size)
         assert largest_difference(loaded, again, x[:, :, :size[0], :size[1]]) < 1e-5
         assert torch.equal(loaded.pos_embed, model.pos_embed) == (size == (64, 128))
+
+
+@pytest.mark.parametrize('name, size', [('vit_tiny_r_s16_p8_224', 126), ('vit_small_r26_s32_224', 90)])
+def test_a_convolutional_stem_that_rounds_up(name, size, tmp_path):
+    model = randomised(timm.create_model(name, depth=2, img_size=size, num_classes=5, **SMALL))
+    assert 32 * model.patch_embed.grid_size[0] > size
+    grafted = timm_sape.graft(model, 'sape2_k')
+    assert_same(grafted, model)
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    assert_same(timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval(), model)
+
+
+@pytest.mark.parametrize('name', ['vit_small_patch16_dinov3', 'eva02_tiny_patch14_224', 'naflexvit_base_patch16_gap'])
+def test_another_patch_size_of_a_saved_naflexvit(name, tmp_path):
+    """Its patch embedding is a linear layer, which does not show whether its patches were square."""
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    for was in (16, (8, 32)):
+        shape = dict(SMALL, embed_dim=64) if 'naflexvit' in name else {}
+        size = {} if 'naflexvit' in name else dict(img_size=64)
+        model = randomised(timm.create_model(name, depth=2, patch_size=was, num_classes=5, **shape, **size))
+        grafted = timm_sape.graft(model, 'sape2_k')
+        save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+        for now in (8, 16):
+            loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, patch_size=now).eval()
+            weight = grafted.embeds.proj.weight.detach().unflatten(1, (*to_2tuple(was), 3)).permute(0, 3, 1, 2)
+            expected = resample_patch_embed(weight, [now, now]).permute(0, 2, 3, 1).flatten(1)
+            torch.testing.assert_close(loaded.embeds.proj.weight, expected)
+            assert loaded(x).isfinite().all()
+
+
+@pytest.mark.parametrize('given', [
+    dict(pos_enc='sape2_k'), dict(pos_enc='ape+auto_sape2_k'),
+    dict(pos_enc_kwargs={'auto_sape2_k': {'preset': 'equations'}}),
+    dict(pos_enc='auto_sape2_k', pos_enc_kwargs={'sape2_k': {'preset': 'equations', 'init': 0.5}})])
+def test_a_saved_graft_under_the_names_of_the_call_that_made_it(given, tmp_path):
+    model = base_model('test_vit')
+    grafted = timm_sape.graft(model, 'sape2_k', {'sape2_k': {'preset': 'equations'}})
+    assert_felt(grafted, model)
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, **given)
+    assert_same(loaded.eval(), grafted)
+    with pytest.raises(ValueError, match='cannot be changed to'):
+        timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_q')
+    with pytest.raises(ValueError, match='cannot be changed to'):
+        timm.create_model(
+            f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_k', pos_enc_kwargs={'sape2_k': {'init': 0}})
 
 
 @pytest.mark.parametrize('left_out', ['blocks.1.', 'blocks.1.mlp.fc1.weight', ''])

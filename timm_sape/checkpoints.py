@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from timm.layers import to_2tuple
 
-from .conversion import GRID, GridSize, grid_of, saved_grids
+from .conversion import GRID, GridSize, grid_of, saved_grids, trained_kernel
 from .encodings import (
     CoordinateEncoding,
     ReferenceGridEncoding,
@@ -31,13 +31,13 @@ from .encodings.registry import AUTO
 __all__ = [
     'Reading',
     'filter_state_dict',
+    'kernel_of',
     'misfit',
     'module_names',
     'reading_errors',
     'refuse_misfit',
     'refuse_other_encoding',
     'refuse_other_host',
-    'trained_kernel',
     'unwrap',
 ]
 
@@ -71,7 +71,7 @@ def filter_state_dict(
             raise ValueError(
                 f'{name} of the checkpoint is a {type(state_dict[name]).__name__}. Entries must be tensors: save it '
                 'again.')
-    kernel = trained_kernel(state_dict, model)
+    kernel = kernel_of(state_dict, model)
     try:
         state_dict = model.convert_checkpoint(state_dict)
     except (AttributeError, IndexError, RuntimeError, TypeError) as e:
@@ -117,10 +117,10 @@ def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     return state_dict.get('state_dict', state_dict)
 
 
-def trained_kernel(state_dict: Mapping[str, Any], model: nn.Module) -> Tuple[int, int]:
-    """The patch embedding's kernel of a checkpoint, which a saved config may leave to a default."""
-    kernels = (state_dict[name].shape[2:] for name in STEMS if name in state_dict and state_dict[name].ndim == 4)
-    return next(kernels, model.kernel_size)
+def kernel_of(state_dict: Mapping[str, Any], model: nn.Module) -> Tuple[int, int]:
+    """The patch embedding's kernel of a checkpoint, which need not be the model's."""
+    weight = next((state_dict[name] for name in STEMS if name in state_dict), None)
+    return model.kernel_size if weight is None else trained_kernel(weight, model)
 
 
 def module_names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:
@@ -411,10 +411,10 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
         now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
 
     def meant(parts):
-        # The rule for other resolutions may be chosen anew. It changes nothing on the trained one.
+        # The rule for other resolutions may be chosen anew. It changes nothing on the trained one. The gate is loaded.
         merged = {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
         return {
-            name: {k: v for k, v in keywords.items() if k not in get_encoding(name).rule_keywords}
+            name: {k: v for k, v in keywords.items() if k not in ('init', *get_encoding(name).rule_keywords)}
             for name, keywords in merged.items()}
 
     if meant(was) != meant(now):

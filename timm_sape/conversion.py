@@ -22,6 +22,7 @@ __all__ = [
     'from_timm',
     'grid_of',
     'saved_grids',
+    'trained_kernel',
 ]
 
 GRID = '._extra_state'  # suffix of the entry in which an encoding saves its grid
@@ -95,8 +96,8 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     timm adapts the number of channels of convolutions alone, and would start a linear layer from random weights.
 
     Args:
-        weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer for the patch size of the model,
-            `[D, ph*pw*C]`. C is what the model's config declares for the checkpoint.
+        weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer, `[D, ph*pw*C]`, for the patch size that
+            `trained_kernel` finds. C is what the model's config declares for the checkpoint.
         model: timm's NaFlexVit or ours.
 
     Returns:
@@ -104,8 +105,9 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """
     embeds, channels = model.embeds, (model.pretrained_cfg.get('input_size') or (3,))[0]
     height, width = embeds.patch_size
-    if weight.ndim == 2 and weight.shape[1] == height * width * channels:
-        shape = (height, width, channels) if embeds.channels_last else (channels, height, width)
+    trained = trained_kernel(weight, model)
+    if weight.ndim == 2 and weight.shape[1] == math.prod(trained) * channels:
+        shape = (*trained, channels) if embeds.channels_last else (channels, *trained)
         weight = weight.unflatten(1, shape)
         weight = weight.permute(0, 3, 1, 2) if embeds.channels_last else weight
     if weight.ndim != 4:
@@ -117,6 +119,20 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     if embeds.is_linear:
         weight = (weight.permute(0, 2, 3, 1) if embeds.channels_last else weight).flatten(1)
     return weight
+
+
+def trained_kernel(weight: torch.Tensor, model: nn.Module) -> Tuple[int, int]:
+    """(height, width) of the kernel that weights of a patch embedding are for.
+
+    A convolution shows it. For a linear layer a saved config says it, or leaves it to the default of a name: a square.
+    """
+    if weight.ndim == 4:
+        height, width = weight.shape[2:]
+        return height, width
+    if model.pretrained_model_args and weight.ndim == 2:
+        side = math.isqrt(weight.shape[1] // (model.pretrained_cfg.get('input_size') or (3,))[0])
+        return to_2tuple(model.pretrained_model_args.get('patch_size') or side)
+    return model.embeds.patch_size if hasattr(model, 'embeds') else model.kernel_size
 
 
 def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
@@ -173,6 +189,8 @@ def _spell(grids: Iterable[GridSize]) -> str:
 
 def grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
     """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
+    if kernel == model.kernel_size and size == getattr(getattr(model, 'patch_embed', None), 'img_size', None):
+        return model.grid_size  # a convolutional stem may round up
     strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
     height, width = (size // stride for size, stride in zip(size, strides))
     return height, width

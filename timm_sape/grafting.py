@@ -585,7 +585,7 @@ class _Builder:
         is_of_base = 'pos_enc' not in model.pretrained_model_args and not any(
             'encodings.' in name for name in state_dict)
         if is_of_base and self.ref_grid_size is None and _needs_trained_grid(model):
-            kernel = checkpoints.trained_kernel(state_dict, model)
+            kernel = checkpoints.kernel_of(state_dict, model)
             _set_trained_grid(model, grid_of(model, self.cfg.input_size[-2:], kernel), self.declares_size)
         own = model.state_dict()
         added = {name: own[name] for name in _added(model)}
@@ -691,7 +691,9 @@ def _create(
         'input_size' in given for given in (pretrained_cfg, pretrained_cfg_overlay) if isinstance(given, dict))
 
     saved = kwargs.get('pretrained_model_args') or {}
-    if pos_enc != saved.get('pos_enc') and pos_enc_kwargs == saved.get('pos_enc_kwargs'):
+    if saved.get('pos_enc_kwargs') and pos_enc_kwargs == saved['pos_enc_kwargs'] and {
+            name.removeprefix(AUTO) for name in pos_enc_kwargs} - {
+            part.removeprefix(AUTO) for part in parse_pos_enc(pos_enc)}:
         pos_enc_kwargs = None  # timm passes the saved keywords on even if the caller gave another pos_enc
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,

@@ -561,4 +561,4 @@ default_cfgs = generate_default_cfgs({
 for _entry in entrypoints('naflexvit'):
     setattr(sys.modules[__name__], _entry.name, register_model(make_entrypoint(
         NaFlexVitPosEnc, _entry, f"timm's NaFlexVit in the shape of `{_entry.size}`, for images of any aspect ratio",
-        patch_size=16, class_token=True, global_pool='token', fc_norm=False)))
+        patch_size=16, class_token=True, global_pool='token')))

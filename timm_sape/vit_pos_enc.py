@@ -211,9 +211,11 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         Raises:
             ValueError: As `forward_features`.
         """
+        is_strict = self.patch_embed.strict_img_size
         grid = _grid(
             x, self.patch_size, self.num_prefix_tokens,
-            img_size=self.patch_embed.img_size if self.patch_embed.strict_img_size else None,
+            img_size=self.patch_embed.img_size if is_strict else None,
+            grid_size=self.patch_embed.grid_size if is_strict else None,
             pad=self.patch_embed.dynamic_img_pad,
         )
         tokens, grid = keep_patches(
@@ -359,6 +361,7 @@ def _grid(
         patch_size: Tuple[int, int],
         num_prefix_tokens: int,
         img_size: Optional[Tuple[int, int]],
+        grid_size: Optional[Tuple[int, int]],
         pad: bool,
 ) -> Grid:
     """The whole grid of a batch of images. Symbolic sizes stay symbolic.
@@ -368,6 +371,7 @@ def _grid(
         patch_size: Height and width of a patch in pixels.
         num_prefix_tokens: P.
         img_size: The only image size allowed, (height, width), or None for any.
+        grid_size: Its grid, (H, W). A convolutional stem may round up. None if images may have any size.
         pad: Whether images are padded to a multiple of the patch size.
 
     Raises:
@@ -393,6 +397,8 @@ def _grid(
         raise ValueError(
             f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
+    if grid_size is not None and not pad:
+        return Grid(*grid_size, num_prefix_tokens, device=images.device)
     if pad:
         # rounds up in the division below; ONNX has no other way
         height, width = height + patch_size[0] - 1, width + patch_size[1] - 1
