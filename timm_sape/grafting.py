@@ -363,12 +363,10 @@ def _check_kind(model: nn.Module) -> None:
             raise ValueError(
                 f'{what}: its {attn.num_heads} heads of {attn.head_dim} channels are not of its width, '
                 f'{model.embed_dim}.')
-        return
-    if isinstance(model, VisionTransformerRelPos):
+    elif isinstance(model, VisionTransformerRelPos):
         mlps = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks)]
         if any(mlp is not None and not (isinstance(mlp, RelPosMlp) and mlp.mode == 'cr') for mlp in mlps):
             raise ValueError(f"{what}: only its log-coordinate MLP (rel_pos_type='mlp') has a counterpart, 'cpb'.")
-        return
 
 
 def _is_naver(model: Eva) -> bool:
