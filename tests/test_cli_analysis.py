@@ -325,6 +325,19 @@ def test_pshap(tmp_path, capsys):
     assert '| all | 8 |' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('background, number, text', [
+    (4, 16, 'background 4;'),
+    (4, 23, 'background 4, 3 or 4 for the last 7 images;'),
+    (4, 17, 'background 4;'),  # one image has no other half, and is left out
+    (5, 24, 'background 5, 2 for the last 4 images;'),
+    (4, 7, 'background 3 or 4 (there are too few images for more);'),
+])
+def test_pshap_tells_the_background(background, number, text, capsys):
+    arguments = ['--model', 'model', '--data-dir', 'data', '--workers', '0', '--num-images', str(number)]
+    assert main(['pshap', *arguments, '--background', str(background)]) == 0
+    assert text in capsys.readouterr().out
+
+
 def test_pshap_without_a_correct_image(capsys):
     arguments = ['--model', 'test_vit_ape@random', '--data-dir', 'data', '--num-images', '4', '--workers', '0']
     assert main(['pshap', *arguments]) == 0

@@ -75,8 +75,13 @@ def _pshap(args: argparse.Namespace) -> int:
     class_to_idx = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}
     names = {index: name for name, index in class_to_idx.items()}
     summary = _by_class(found, names)
-    most = len(found.values) // 2  # a group of images is explained with its other half as background
-    background = f'{args.background}' if most >= args.background else f'{most} (there are too few images for more)'
+    # A group of images is explained with its other half as background. The last group may be smaller.
+    rest = len(found.values) % (2 * args.background)
+    halves = ' or '.join(map(str, dict.fromkeys((rest // 2, rest - rest // 2))))
+    if rest == len(found.values):
+        background = f'{halves} (there are too few images for more)'
+    else:
+        background = f'{args.background}' + (f', {halves} for the last {rest} images' if rest else '')
     notes = (
         f'{args.model}, {measured_on(args, len(found.values))}, background {background}; '
         f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
