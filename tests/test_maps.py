@@ -119,6 +119,26 @@ def test_vectors_of_the_tokens():
     assert torch.equal(position_maps(stock, torch.zeros(1, 3, 64, 64)).vectors, stock.pos_embed[0, 1:])
 
 
+@pytest.mark.parametrize('kind', ['learned', 'factorized', 'none'])
+@pytest.mark.parametrize('size', [(64, 64), (64, 96)])
+def test_vectors_of_timms_naflexvit(kind, size):
+    model = timm.create_model(
+        'naflexvit_base_patch16_gap', img_size=64, depth=1, embed_dim=64, num_heads=2, pos_embed=kind).double().eval()
+    vectors = position_maps(model, images(1, size)).vectors
+    if kind == 'none':
+        assert vectors is None
+        return
+    prefix = model.num_prefix_tokens
+    with torch.no_grad():
+        with_table = model.embeds(images(1, size))[0][0, prefix:]
+        for name, table in model.embeds.named_parameters():
+            if name.startswith('pos_embed'):
+                table.zero_()
+        without = model.embeds(images(1, size))[0][0, prefix:]
+    assert vectors.any()
+    assert_near(vectors, with_table - without, 1e-6)  # timm resizes tables in float32
+
+
 def test_the_caller_names_objects():
     model = build('ope')
     index = torch.arange(15).expand(2, -1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.eva import EvaAttention
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer_relpos import RelPosAttention
 
 from ..attention import HostsEncodings
@@ -76,8 +77,8 @@ def position_maps(
 ) -> PositionMaps:
     """Run a model on images, and return the logits of each attention layer in two parts, from content and position.
 
-    Works for our models with any encoding, and for models of timm of these families: ViT (DeiT, DINOv2, CLIP), EVA
-    (DINOv3, ViTs with RoPE) and ViTs with relative position.
+    Works for our models with any encoding, and for models of timm of these families: ViT (DeiT, DINOv2, CLIP),
+    NaFlexVit, EVA (DINOv3, ViTs with RoPE) and ViTs with relative position.
 
     Args:
         model: The model. Put it into eval mode unless you want dropout.
@@ -114,17 +115,12 @@ def position_maps(
     if ours:
         (x, grid, given), _ = calls[model.encodings]
         terms = [*model.encodings.terms(x, grid, given), *model.base_terms(x, grid)]
-        vectors = sum(terms) if terms else None
+        vectors = sum(terms)[..., grid.num_prefix_tokens:, :] if terms else None
     else:
         grid = _grid(model, images)
-        vectors = getattr(model, 'pos_embed', None)
-        if vectors is not None and vectors.shape[-2] != grid.num_patches + grid.num_prefix_tokens:
-            vectors = F.pad(vectors, (0, 0, grid.num_prefix_tokens, 0))  # the table has no rows for prefix tokens
-        if vectors is not None and vectors.shape[-2] != grid.num_patches + grid.num_prefix_tokens:
-            vectors = None  # the model resizes its table in each forward pass
-    if vectors is not None:
-        vectors = vectors[..., grid.num_prefix_tokens:, :]
-        vectors = vectors[0] if vectors.ndim == 3 and vectors.shape[0] == 1 else vectors
+        vectors = _table(model, grid)
+    if vectors is not None and vectors.ndim == 3 and vectors.shape[0] == 1:
+        vectors = vectors[0]
     return PositionMaps(grid, found, vectors)
 
 
@@ -158,6 +154,20 @@ def _index(layer: int, depth: int) -> int:
 def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
     height, width = (size // patch for size, patch in zip(images.shape[-2:], patch_size_of(model)))
     return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
+
+
+def _table(model: nn.Module, grid: Grid) -> Optional[torch.Tensor]:
+    """What a model of timm adds to its patches from a table, `[1, H*W, D]`. None if it has none, or resizes it."""
+    if isinstance(model, NaFlexVit):
+        embeds = model.embeds
+        if embeds.pos_embed_type == 'none':
+            return None
+        table = embeds.proj.weight.new_zeros(1, grid.num_patches, model.embed_dim)  # timm adds to what it is given
+        getattr(embeds, f'_apply_{embeds.pos_embed_type}_pos_embed')(table, grid_size=grid.size)
+        return table
+    table = getattr(model, 'pos_embed', None)
+    sizes = grid.num_patches, grid.num_patches + grid.num_prefix_tokens  # not all have rows for prefix tokens
+    return table[..., -grid.num_patches:, :] if table is not None and table.shape[-2] in sizes else None
 
 
 def watched_module(attn: nn.Module) -> nn.Module:
