@@ -139,6 +139,12 @@ def test_vectors_of_timms_naflexvit(kind, size):
     assert_near(vectors, with_table - without, 1e-6)  # timm resizes tables in float32
 
 
+@pytest.mark.parametrize('layers, expected', [([0, 0], [0]), ([1, 0, -1], [1, 0])])
+def test_a_layer_that_is_named_twice_counts_once(layers, expected):
+    maps = position_maps(build('rope2d'), images(), layers=layers)
+    assert [layer.index for layer in maps.layers] == expected
+
+
 def test_the_caller_names_objects():
     model = build('ope')
     index = torch.arange(15).expand(2, -1)

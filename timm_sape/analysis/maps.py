@@ -83,7 +83,8 @@ def position_maps(
     Args:
         model: The model. Put it into eval mode unless you want dropout.
         images: `[B, C, height, width]`, normalized, as the model gets them.
-        layers: Indices of layers, from 0; negative ones count from the last. Default: all.
+        layers: Indices of layers, from 0; negative ones count from the last. A layer that is named twice counts once.
+            Default: all.
         kwargs: Further arguments of the model, such as `object_index`.
 
     Raises:
@@ -99,6 +100,7 @@ def position_maps(
             f'{type(model).__name__} has {", ".join(sorted(kinds)) or "no attention"} in its blocks, which '
             'position_maps cannot read. Use one of ours, or a ViT, EVA or ViT with relative position of timm.')
     chosen = range(len(attentions)) if layers is None else [_index(layer, len(attentions)) for layer in layers]
+    chosen = list(dict.fromkeys(chosen))
 
     ours = isinstance(model, PosEncModel)
     watched = [watched_module(attentions[i]) for i in chosen] + ([model.encodings] if ours else [])
