@@ -73,7 +73,7 @@ def accuracy(model, loader):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--data-dir', type=Path, help='folder with train and test (default: drawn images)')
+    parser.add_argument('--data-dir', type=Path, help='folder with train and val (default: drawn images)')
     parser.add_argument('--model', default='test_naflexvit_sape2_k_ape')
     parser.add_argument('--kwargs', type=json.loads, default=SMALL, help='of timm.create_model, JSON')
     parser.add_argument('--pretrained', action='store_true')
