@@ -109,6 +109,8 @@ def main():
     if args.seeds < 2 or min(args.base_epochs, args.epochs) < 1 or min(args.base_images, args.images) < BATCH:
         parser.error(f'--seeds must be at least 2, the epochs 1 and the images {BATCH}')
     try:
+        if args.output.exists():
+            raise ValueError(f'{args.output} exists; name a new file by --output')
         for pos_enc in args.graft:  # fail before the long computation
             timm_sape.graft('test_vit', pos_enc, **SIZE)
         train_set, test_set = list(load_cifar10_splits(args.data_dir).values())[:2]

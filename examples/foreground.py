@@ -253,7 +253,7 @@ def main():
     at = commands.add_parser('measure', help='measure the models of experiments')
     at.add_argument('runs', type=Path, nargs='+', help='output folders of `timm-sape experiment`')
     at.add_argument('--data-dir', type=Path, required=True, help='output of `data`')
-    at.add_argument('--output', type=Path, required=True, help='CSV file')
+    at.add_argument('--output', type=Path, required=True, help='a new CSV file')
     at.add_argument('--models', nargs='+', help='labels in the experiments (default: all)')
     at.add_argument('--images', type=int, default=500, help='test images to use')
     args = parser.parse_args()
@@ -261,6 +261,8 @@ def main():
         if args.command == 'measure':
             if not args.output.parent.is_dir():
                 raise ValueError(f'there is no folder {args.output.parent} for {args.output.name}')
+            if args.output.exists():
+                raise ValueError(f'{args.output} exists; name a new file')
             return measure(args)
         if args.output.exists():
             raise ValueError(f'{args.output} exists; name a new folder')

@@ -88,7 +88,11 @@ def main():
     args = parser.parse_args()
     if args.epochs < 1 or args.test_images < 2 or args.train_images < BATCH:
         parser.error(f'--epochs must be at least 1, --test-images 2 and --train-images {BATCH}')
+    table, picture = (args.output / f'position_bias.{suffix}' for suffix in ('csv', 'png'))
     try:
+        for path in (table, picture):
+            if path.exists():
+                raise ValueError(f'{path} exists; name another folder by --output')
         splits = list(load_cifar10_splits(args.data_dir).values())[:2]
         args.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as e:
@@ -124,10 +128,10 @@ def main():
     notes = (
         f'{len(labels)} training and {len(test_labels)} test images of CIFAR-10-Position, {args.epochs} epochs, '
         f'seed {args.seed}; {about(torch.device("cpu"))}')
-    write_csv(rows, args.output / 'position_bias.csv', notes)
-    draw(args.output / 'position_bias.png', results, train_set.classes)
+    write_csv(rows, table, notes)
+    draw(picture, results, train_set.classes)
     print(markdown(rows), notes, sep='\n\n')
-    print(f'\n{args.output / "position_bias.csv"}\n{args.output / "position_bias.png"}')
+    print(f'\n{table}\n{picture}')
 
 
 if __name__ == '__main__':

@@ -334,6 +334,7 @@ def test_what_the_reference_table_measures(digits, runs):
     (['claims.py', 'DIGITS', '--data-dir', 'DIGITS', '--output', 'new'], 'has no finished runs'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'it has APE, K'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'no/a.csv'], 'there is no folder no'),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'DIGITS'], 'exists; name a new file'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'exists; name a new folder'),
 ])

@@ -93,6 +93,7 @@ def test_verdict(example, differences, verdict):
     (['--base-images', '360', '--images', '500'], 'there are only 240 images of classes 6 to 9'),
     (['--graft', 'lookhere'], 'no neutral form'),
     (['--data-dir', 'nowhere'], 'nowhere has neither'),
+    (['--output', str(EXAMPLE)], 'finetune_graft.py exists; name a new file'),
 ])
 def test_mistakes(example, digits, monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(sys, 'argv', ['finetune_graft.py', '--data-dir', str(digits), *arguments])

@@ -1,5 +1,6 @@
 """The example with the controlled test of Position-SHAP, on ten colours, which a model learns in seconds."""
 import csv
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,19 @@ def test_example(colours, tmp_path):
     p = float(row['p, one-sided'])
     assert p < 0.05 and row['verdict at .01'] == ('higher' if p < 0.01 else 'not shown')
     assert (tmp_path / 'position_bias.png').stat().st_size > 1000 and '| ape |' in done.stdout
+
+
+@pytest.mark.parametrize('name', ['position_bias.csv', 'position_bias.png'])
+def test_nothing_is_overwritten(name, colours, tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location('position_bias', EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(sys, 'argv', ['position_bias.py', '--data-dir', str(colours), '--output', str(tmp_path)])
+    monkeypatch.setattr(example, 'tensors', None)  # it stops before the long computation
+    (tmp_path / name).touch()
+    with pytest.raises(SystemExit, match='2'):
+        example.main()
+    assert f'{name} exists; name another folder' in capsys.readouterr().err
 
 
 @pytest.mark.full
