@@ -1099,6 +1099,21 @@ def test_other_options_than_it_was_begun_with(lab, mode, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0  # workers do not matter
 
 
+def test_images_are_described_without_hidden_files(tmp_path):
+    """The digest is that of runs that are recorded in results. An image is read by train.py even if it is hidden."""
+    for name in ('a/0.png', 'a/1.png', 'b/0.png'):
+        (tmp_path / 'train' / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'train' / name).write_bytes(b'123')
+    described = {'train': '3 files, 3fdf1186864f'}
+    assert runner.images_in(['train'], tmp_path) == described
+    for name in ('.DS_Store', 'a/.DS_Store', 'b/.cache/notes.txt'):
+        (tmp_path / 'train' / name).parent.mkdir(exist_ok=True)
+        (tmp_path / 'train' / name).touch()
+    assert runner.images_in(['train'], tmp_path) == described
+    (tmp_path / 'train' / 'b' / '.cache' / '0.PNG').touch()
+    assert runner.images_in(['train'], tmp_path)['train'].startswith('4 files, ')
+
+
 @pytest.mark.parametrize('change', [
     lambda data: (data / 'train' / 'a' / '1.png').unlink(),
     lambda data: (data / 'test' / 'a' / '0.png').write_bytes(b'another size'),

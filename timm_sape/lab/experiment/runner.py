@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 
 import torch
 import yaml
+from timm.data import is_img_extension
 
 import timm_sape
 
@@ -242,17 +243,23 @@ def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
 def images_in(splits: Iterable[str], data_dir: Path) -> Dict[str, str]:
     """Describe folders of images by a text that differs if the images do.
 
-    It is made from the names of all files, and from the sizes of a thousand of them, because a disk may be slow.
+    It is made from the names of all files, and from the sizes of a thousand of them, because a disk may be slow. Hidden
+    files such as .DS_Store are left out, but not images, as train.py reads these.
     """
     found = {}
     for split in splits:
         folder = split_folder(data_dir, split)
         if folder is None:
             continue
-        paths = sorted(Path(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
-        digest = hashlib.sha1('\n'.join(path.relative_to(folder).as_posix() for path in paths).encode())
+        paths = sorted(
+            Path(root, name).relative_to(folder)
+            for root, _, names in os.walk(folder, followlinks=True) for name in names)
+        paths = [
+            path for path in paths
+            if is_img_extension(path.suffix.lower()) or not any(part.startswith('.') for part in path.parts)]
+        digest = hashlib.sha1('\n'.join(path.as_posix() for path in paths).encode())
         for path in paths[::max(1, len(paths) // 1000)]:
-            digest.update(f'{path.stat().st_size} '.encode())
+            digest.update(f'{(folder / path).stat().st_size} '.encode())
         found[split] = f'{len(paths)} files, {digest.hexdigest()[:12]}'
     return found
 
