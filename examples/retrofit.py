@@ -353,10 +353,9 @@ def compare(column, names, against, sizes, find):
     return table
 
 
-def show(lines, settings, args):
+def show(lines, rows, settings, args):
     """Tables for people: the bases, then for each base all rules, the grafts, and what these have learned."""
-    chance, own_size, sizes = 100 / settings['classes'], settings['own_size'], settings['sizes']
-    rows = rows_of(lines, chance)
+    own_size, sizes = settings['own_size'], settings['sizes']
     bases = list(dict.fromkeys([*args.bases, *(line['base'] for line in lines)]))
 
     def on_test(column, size, base, model=ALONE):
@@ -453,11 +452,12 @@ def write_tables(lines, settings, args):
     notes = (
         f'{settings["epochs"]} epochs at {settings["lr"]:g}; images of held_out/: {numbers["held_out"]}; of test/: '
         f'{numbers["test"]}; {machines}')
-    write_csv(rows_of(lines, 100 / settings['classes']), args.output / 'retrofit.csv', notes)
+    rows = rows_of(lines, 100 / settings['classes'])
+    write_csv(rows, args.output / 'retrofit.csv', notes)
     write_text(
         args.output / 'retrofit.md',
-        f'# Rules and grafts for other sizes\n\n{show(lines, settings, args)}\n{notes}\n')
-    draw(rows_of(lines, 100 / settings['classes']), settings['own_size'], args.output / 'retrofit.png')
+        f'# Rules and grafts for other sizes\n\n{show(lines, rows, settings, args)}\n{notes}\n')
+    draw(rows, settings['own_size'], args.output / 'retrofit.png')
 
 
 def main():

@@ -72,8 +72,9 @@ def _adapt(args: argparse.Namespace) -> int:
             found = adapt(spec, sizes=sizes, name=args.model, agreement=args.agreement, rules=args.rules, **options)
             table = adapted_table(found.rows)
             own, *others = dict.fromkeys(row['rule'] for row in found.rows)
+            labelled = found.rows[0]['measure'] == 'top1'
             measure = (
-                f'top-1 accuracy, {found.at_home:.1f} % at {found.home}' if found.measure == 'top1'
+                f'top-1 accuracy, {found.at_home:.1f} % at {found.home}' if labelled
                 else f'agreement with its predictions at {found.home}')
             notes = (
                 f'{args.model}: {measure}; 95 % Wilson intervals; differences from {own} with intervals of the pairs, '
@@ -83,7 +84,7 @@ def _adapt(args: argparse.Namespace) -> int:
             for size, folder in folders.items():
                 save_adapted(spec, found, size, folder)
             print(table, notes, sep='\n\n', end='\n\n')
-            if found.measure == 'agreement' and found.classes_at_home == 1:
+            if not labelled and found.classes_at_home == 1:
                 print(
                     f'timm-sape: {args.model} predicts one class for all images at {found.home}, so agreement says '
                     'little; give images of several classes, and a trained model', file=sys.stderr)

@@ -27,14 +27,12 @@ class Adapted(NamedTuple):
 
     Attributes:
         rows: One per size and rule, see `adapt`.
-        measure: 'top1', or 'agreement' with the model's own predictions.
-        home: The size of these predictions, in words: '32x32, where it was trained', or '32x32, its own size'.
+        home: The size to compare with, in words: '32x32, where it was trained', or '32x32, its own size'.
         at_home: The score there, in percent.
         classes_at_home: How many classes the model predicts there, for all images together.
         chosen: The arguments of `load_model` that choose the rule to use, by size.
     """
     rows: List[Dict[str, Any]]
-    measure: str
     home: str
     at_home: float
     classes_at_home: int
@@ -111,11 +109,12 @@ def adapt(
         progress: Show progress bars on stderr.
 
     Returns:
-        The rows have these columns. `height` and `width`: in pixels. `rule`. `num_images`. `measure`. `score`: in
-        percent, with its 95 % Wilson interval `score_low` to `score_high`. `difference`: to the default, in points,
-        with the interval of the pairs `difference_low` to `difference_high`; these are so wide that all of a size hold
-        in 95 % of cases (Bonferroni's correction). `wins` and `losses`: images that only this rule, or only the
-        default, gets right. All of the last five are None for the default. `chosen`. `images_per_second`.
+        The rows have these columns. `height` and `width`: in pixels. `rule`. `num_images`. `measure`: 'top1', or
+        'agreement' with the model's own predictions at home. `score`: in percent, with its 95 % Wilson interval
+        `score_low` to `score_high`. `difference`: to the default, in points, with the interval of the pairs
+        `difference_low` to `difference_high`; these are so wide that all of a size hold in 95 % of cases (Bonferroni's
+        correction). `wins` and `losses`: images that only this rule, or only the default, gets right. All of the last
+        five are None for the default. `chosen`. `images_per_second`.
 
     Raises:
         ValueError: If the patch size does not divide a size, the model does not fit into memory there, it lacks one of
@@ -192,7 +191,7 @@ def adapt(
         row['chosen'] = True
         chosen[size] = choices[row['rule']]
         rows += of_size
-    return Adapted(rows, rows[0]['measure'], where, round(at_home, 3), classes_at_home, chosen)
+    return Adapted(rows, where, round(at_home, 3), classes_at_home, chosen)
 
 
 def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int, name: str, where: str) -> None:
@@ -224,7 +223,7 @@ def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:
         ValueError: If it cannot be saved.
     """
     row = chosen_row(found, size)
-    measure = 'top-1' if found.measure == 'top1' else f'agreement with its predictions at {found.home}'
+    measure = 'top-1' if row['measure'] == 'top1' else f'agreement with its predictions at {found.home}'
     measure = f'{measure}, {row["num_images"]} images'
     if row['difference'] is not None:
         rule = f'the rule {row["rule"]}'
