@@ -20,6 +20,7 @@ import timm
 import torch
 import torch.nn as nn
 from PIL import Image
+from safetensors.torch import save_file
 from timm.data import create_transform
 from timm.models import save_for_hf
 from torchvision.transforms import v2
@@ -802,7 +803,7 @@ def test_images_without_classes(main, images, tmp_path, capsys):
 # --- checkpoints of train.py ------------------------------------------------------------------------------------------
 
 def checkpoint(path, name, model, kwargs=None, **args):
-    args = argparse.Namespace(model=name, num_classes=CLASSES, model_kwargs=kwargs or {}, **args)
+    args = argparse.Namespace(**{'model': name, 'num_classes': CLASSES, 'model_kwargs': kwargs or {}, **args})
     torch.save({'arch': name, 'args': args, 'state_dict': model.state_dict()}, path)
     return str(path)
 
@@ -860,6 +861,43 @@ def test_checkpoint_of_a_model_for_any_size(name, kwargs, args, tmp_path):
     found, x = load_model(path), torch.randn(1, 3, 64, 64)
     assert image_size_of(found) == (64, 64)
     torch.testing.assert_close(found(x), model(x))
+
+
+@pytest.mark.parametrize('suffix', ['safetensors', 'pth'])
+def test_a_file_without_a_classifier(suffix, tmp_path):
+    model = timm.create_model('test_vit_rope2d', num_classes=0)
+    path = str(tmp_path / f'weights.{suffix}')
+    save_file(model.state_dict(), path) if suffix == 'safetensors' else torch.save(model.state_dict(), path)
+    found = load_model(f'test_vit_rope2d@{path}')
+    assert found.num_classes == 0
+    assert_same_state(found, model)
+    with pytest.raises(ValueError, match='no classes, only features'):
+        predict(found, [(torch.zeros(1, 3, 160, 160), torch.zeros(1))])
+
+
+@pytest.mark.parametrize('classes', [0, CLASSES, 7])
+@pytest.mark.parametrize('prefix', ['local-dir:', ''])
+def test_a_folder_with_the_weights_of_a_file(prefix, classes, folders, tmp_path, monkeypatch):
+    """The folder says what the model is; its path may have an @."""
+    shutil.copytree(folders['rope2d'], tmp_path / 'a@b')
+    model = timm.create_model(f'local-dir:{folders["rope2d"]}', num_classes=classes)
+    save_file(model.state_dict(), tmp_path / 'weights.safetensors')
+    monkeypatch.chdir(tmp_path)
+    for name in ('a@b', folders['rope2d']):
+        assert load_model(prefix + name).num_classes == CLASSES
+    found = load_model(f'{prefix}{folders["rope2d"]}@weights.safetensors')
+    assert found.num_classes == classes and image_size_of(found) == image_size_of(model)
+    assert_same_state(found, model)
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_rope2d', model, num_classes=classes)
+    assert_same_state(load_model(f'{prefix}{folders["rope2d"]}@{path}'), model)
+    saved, drawn = load_model(folders['rope2d']), load_model(f'{prefix}{folders["rope2d"]}@random')
+    assert (saved.head.weight != drawn.head.weight).any()
+
+
+def test_a_classifier_of_two_heads_is_that_of_the_file(tmp_path):
+    model = timm.create_model('deit_tiny_distilled_patch16_224', num_classes=CLASSES, depth=1)
+    save_file(model.state_dict(), tmp_path / 'weights.safetensors')
+    assert_same_state(load_model(f'deit_tiny_distilled_patch16_224@{tmp_path}/weights.safetensors', depth=1), model)
 
 
 def assert_same_state(found, expected):

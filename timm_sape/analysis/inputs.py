@@ -5,7 +5,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -25,6 +25,7 @@ from torchvision.transforms.v2 import RGB
 from torchvision.transforms.v2.functional import center_crop
 
 from .. import hub
+from ..checkpoints import module_names
 from ..encodings import list_encodings
 from ..entrypoints import SIZES
 
@@ -67,7 +68,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             - `local-dir:FOLDER`, a folder written by `timm_sape.hub.save` or `timm.models.save_for_hf`, or just
               `FOLDER` if timm has no model of that name;
             - a checkpoint of timm's train.py, which names its model;
-            - `NAME@FILE`, a model and a file with its weights;
+            - `NAME@FILE`, a model and a file with its weights, where NAME may be a folder. If the file has no
+              classifier, neither has the model;
             - `NAME@random`, a model with random weights.
 
             If a file also has averaged weights (`--model-ema`), these are used, as in train.py's summary.
@@ -88,17 +90,18 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         except Exception as e:  # a file of another kind can raise anything
             raise ValueError(f'{source.file} has no weights that can be read safely: {hub.described(e)}') from e
         overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
-        cfg = timm.get_pretrained_cfg(source.name)
-        if cfg is not None:
-            head, stem = (
-                weights[f'{layer}.weight'].shape if f'{layer}.weight' in weights else ()
-                for layer in (cfg.classifier, cfg.first_conv))
-            if len(head) > 0:
-                kwargs.setdefault('num_classes', head[0])
-            if len(stem) > 2:  # with two axes it is that of NaFlexVit, for flattened patches
-                kwargs.setdefault('in_chans', stem[1])
+        cfg = _pretrained_cfg(source.name)
+        head, stem = (
+            next((weights[f'{layer}.weight'].shape for layer in module_names(entry) if f'{layer}.weight' in weights), ())
+            for entry in (cfg.get('classifier'), cfg.get('first_conv')))
+        if len(head) > 0:
+            kwargs.setdefault('num_classes', head[0])
+        elif len(stem) > 0 and cfg.get('classifier'):  # the names are timm's, so there would be a head
+            kwargs.setdefault('num_classes', 0)
+        if len(stem) > 2:  # with two axes it is that of NaFlexVit, for flattened patches
+            kwargs.setdefault('in_chans', stem[1])
         # Same number of classes and channels as in the file, so that timm adapts neither the head nor the stem.
-        overlay['num_classes'] = kwargs.get('num_classes', 1000)
+        overlay['num_classes'] = kwargs.get('num_classes', cfg.get('num_classes', 1000))
         kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
     elif 'pretrained' not in kwargs:
         kwargs['pretrained'] = ':' in source.name or is_model_pretrained(source.name)
@@ -114,6 +117,15 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             f'({hub.described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
         raise ValueError(f'{model}: {hub.described(e)}') from e
+
+
+def _pretrained_cfg(name: str) -> Mapping[str, Any]:
+    """The pretrained config of a model, or of a folder; empty if timm has none."""
+    if name.startswith('local-dir:'):
+        config = _read_config(Path(name.removeprefix('local-dir:')))
+        return config.get('pretrained_cfg', config)  # old timm wrote its entries directly
+    cfg = timm.get_pretrained_cfg(name)
+    return {} if cfg is None else vars(cfg)
 
 
 @contextmanager
@@ -141,16 +153,15 @@ def _find(model: str) -> _Source:
     path = Path(model)
     if model.startswith(('hf-hub:', 'hf_hub:')):
         return _Source(model, None, {}, {})
-    if model.startswith('local-dir:') or path.is_dir() and not timm.is_model(model):
-        folder = Path(model.removeprefix('local-dir:'))
-        if not (folder / 'config.json').is_file():
-            raise ValueError(f'{folder} is a folder without config.json. {_checkpoint_hint(folder)}')
-        hub.read_config(str(folder), folder / 'config.json')
-        return _Source(f'local-dir:{folder}', None, {}, {})
     if path.is_file():
         return _from_checkpoint(model)
-    name, at, file = model.partition('@')
-    if not timm.is_model(name.split('.')[0]):
+    is_whole = Path(model.removeprefix('local-dir:')).is_dir()  # its path may have an @
+    name, at, file = (model, '', '') if is_whole else model.partition('@')
+    folder = Path(name.removeprefix('local-dir:'))
+    if name.startswith('local-dir:') or folder.is_dir() and not timm.is_model(name):
+        _read_config(folder)
+        name = f'local-dir:{folder}'
+    elif not timm.is_model(name.split('.')[0]):
         close = (timm.list_models(f'{name}*') or timm.list_models(f'*{name}*'))[:3]
         close = close or difflib.get_close_matches(name, timm.list_models())
         hint = f'Did you mean {" or ".join(close)}?' if close else 'timm.list_models() has all names.'
@@ -164,6 +175,12 @@ def _find(model: str) -> _Source:
     if file.endswith('.safetensors'):
         return _Source(name, file, {}, {})
     return _from_checkpoint(file, name)
+
+
+def _read_config(folder: Path) -> Dict[str, Any]:
+    if not (folder / 'config.json').is_file():
+        raise ValueError(f'{folder} is a folder without config.json. {_checkpoint_hint(folder)}')
+    return hub.read_config(str(folder), folder / 'config.json')
 
 
 def _checkpoint_hint(folder: Path) -> str:
