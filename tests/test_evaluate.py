@@ -894,6 +894,42 @@ def test_a_folder_with_the_weights_of_a_file(prefix, classes, folders, tmp_path,
     assert (saved.head.weight != drawn.head.weight).any()
 
 
+@pytest.mark.parametrize('spec, kwargs', [
+    ('test_vit_nope@{file}', {}), ('test_vit_rope1d@{file}', {}), ('local-dir:{nope}@{file}', {}),
+    ('{file}', {'pos_enc': 'nope'}), ('test_vit_rope2d@{file}', {'pos_enc': 'rope1d'}),
+    ('test_vit_nope@{saved}/model.safetensors', dict(patch_size=PATCH, img_size=48)),
+    ('test_vit_nope@{saved}/pytorch_model.bin', dict(patch_size=PATCH, img_size=48)),
+])
+def test_a_file_that_says_its_encoding(spec, kwargs, folders, tmp_path):
+    """`rope2d` leaves no trace in the weights, so they would load into each of these."""
+    sizes = dict(patch_size=PATCH, img_size=48)
+    model = timm.create_model('test_vit_rope2d', num_classes=CLASSES, **sizes)
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_rope2d', model, kwargs=sizes)
+    save_for_hf(model, tmp_path / 'saved', safe_serialization='both')
+    with pytest.raises(ValueError, match='was trained with pos_enc rope2d.*, which cannot be changed to'):
+        load_model(spec.format(file=path, nope=folders['nope'], saved=tmp_path / 'saved'), **kwargs)
+
+
+def test_a_file_that_says_its_encoding_in_models_that_have_it(folders, tmp_path):
+    sizes = dict(patch_size=PATCH, img_size=48)
+    model = timm.create_model('test_vit_rope2d', num_classes=CLASSES, **sizes)
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_rope2d', model, kwargs=sizes)
+    rescale = {'pos_enc_kwargs': {'rope2d': {'resolution': 'rescale'}}, 'ref_grid_size': (6, 6)}
+    for name in ('test_vit_rope2d', 'test_naflexvit_rope2d', f'local-dir:{folders["rope2d"]}'):
+        assert load_model(f'{name}@{path}', **rescale).pos_enc == 'rope2d'
+    assert load_model(path, pos_enc='rope2d').pos_enc == 'rope2d'
+    saved = f'{folders["rope2d"]}/pytorch_model.bin'
+    assert load_model(f'test_naflexvit_rope2d@{saved}', **sizes).pos_enc == 'rope2d'
+    sizes['depth'] = 1
+    ape = timm.create_model('vit_tiny_rope2d_ape', num_classes=CLASSES, **sizes)
+    path = checkpoint(tmp_path / 'ape.pth.tar', 'vit_tiny_rope2d_ape', ape, kwargs=sizes)
+    with pytest.raises(ValueError, match='cannot be changed to ape'):
+        load_model(f'vit_tiny_patch16_224@{path}')
+    for name in ('vit_tiny_ape', 'of_my_own'):  # the latter is registered elsewhere
+        torch.save({**torch.load(path, weights_only=False), 'arch': name}, path)
+        assert_same_state(load_model(f'vit_tiny_patch16_224@{path}'), ape)
+
+
 def test_a_classifier_of_two_heads_is_that_of_the_file(tmp_path):
     model = timm.create_model('deit_tiny_distilled_patch16_224', num_classes=CLASSES, depth=1)
     save_file(model.state_dict(), tmp_path / 'weights.safetensors')

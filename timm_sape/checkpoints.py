@@ -390,7 +390,11 @@ def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
     return size[0] if len(set(size)) == 1 else tuple(size)
 
 
-def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
+def refuse_other_encoding(
+        variant: str,
+        kwargs: Dict[str, Any],
+        fix: str = 'Leave pos_enc out, or start from the architecture by its name.',
+) -> None:
     """The saved config of a `local-dir:` or `hf-hub:` model decides what its parameters mean.
 
     Two encodings may have the same parameters, or none at all, so weights alone could not tell.
@@ -398,6 +402,7 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
     Args:
         variant: The model's name, for the message.
         kwargs: What the model is about to be built with; `pretrained_model_args` is what it was saved with.
+        fix: End of the message.
 
     Raises:
         ValueError: If they disagree about the encoding.
@@ -424,7 +429,7 @@ def refuse_other_encoding(variant: str, kwargs: Dict[str, Any]) -> None:
 
         raise ValueError(
             f'The saved model {variant!r} was trained with pos_enc {spell(was)}, which cannot be changed to '
-            f'{spell(now)} when it is loaded. Leave pos_enc out, or start from the architecture by its name.')
+            f'{spell(now)} when it is loaded. {fix}')
 
 
 class Reading:

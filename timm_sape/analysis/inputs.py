@@ -25,9 +25,10 @@ from torchvision.transforms.v2 import RGB
 from torchvision.transforms.v2.functional import center_crop
 
 from .. import hub
-from ..checkpoints import module_names
+from ..checkpoints import module_names, refuse_other_encoding
 from ..encodings import list_encodings
 from ..entrypoints import SIZES
+from ..host import PosEncModel
 
 __all__ = [
     'ImageFile',
@@ -54,6 +55,8 @@ class _Source(NamedTuple):
     file: Optional[str]
     kwargs: Dict[str, Any]
     cfg: Dict[str, Any]
+    trained: Optional[str] = None
+    """The model whose weights are in the file, if the file says so. It has the same arguments."""
 
 
 def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, **kwargs) -> torch.nn.Module:
@@ -78,7 +81,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         kwargs: Passed to `timm.create_model`.
 
     Raises:
-        ValueError: If there is no such model, the file does not fit it, or the Hub cannot be reached.
+        ValueError: If there is no such model, the file does not fit it or says that its model has another encoding, or
+            the Hub cannot be reached.
     """
     source = _find(model)
     kwargs = {**source.kwargs, **kwargs}
@@ -109,7 +113,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
     unreachable = None
     try:
         with _no_retries() if from_hub else nullcontext() as unreachable:
-            return timm.create_model(source.name, **kwargs).eval()
+            found = timm.create_model(source.name, **kwargs).eval()
     except LocalEntryNotFoundError as e:
         others = '' if ':' in source.name else f' Write {model}@FILE for weights in a file, {model}@random for none.'
         raise ValueError(
@@ -117,6 +121,32 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             f'({hub.described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
         raise ValueError(f'{model}: {hub.described(e)}') from e
+    if source.trained is not None and (source.trained != source.name or 'pos_enc' in kwargs):
+        _refuse_other_encoding(found, source)
+    return found
+
+
+def _refuse_other_encoding(model: torch.nn.Module, source: _Source) -> None:
+    """Refuse weights that were trained with another encoding, which may fit if it has no parameters.
+
+    Raises:
+        ValueError: If they were.
+    """
+    try:
+        with torch.device('meta'):
+            trained = timm.create_model(source.trained, **source.kwargs)
+    except Exception:  # it may be registered in the user's code alone: then NAME decides
+        return
+    if not isinstance(trained, PosEncModel):
+        return
+    if isinstance(model, PosEncModel):
+        now = {'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs}
+    else:  # of timm, which has no encoding without parameters
+        now = {'pos_enc': 'ape' if 'ape' in trained.pos_enc.split('+') else 'nope'}
+    was = {'pos_enc': trained.pos_enc, 'pos_enc_kwargs': trained.pos_enc_kwargs}
+    refuse_other_encoding(
+        source.file, {'pretrained_model_args': was, **now},
+        fix='Leave pos_enc out, and before @ name a model of this encoding.')
 
 
 def _pretrained_cfg(name: str) -> Mapping[str, Any]:
@@ -170,11 +200,7 @@ def _find(model: str) -> _Source:
         return _Source(name, None, {'pretrained': False}, {})
     if at and not Path(file).is_file():
         raise ValueError(f'There is no file {file!r}.')
-    if not at:
-        return _Source(name, None, {}, {})
-    if file.endswith('.safetensors'):
-        return _Source(name, file, {}, {})
-    return _from_checkpoint(file, name)
+    return _from_checkpoint(file, name) if at else _Source(name, None, {}, {})
 
 
 def _read_config(folder: Path) -> Dict[str, Any]:
@@ -233,7 +259,9 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
     size = kwargs.get('img_size') or size or args.get('img_size')  # the first decides about a learned table
     if size:
         cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(size))
-    return _Source(name, file, kwargs, cfg)
+    folder = Path(file).parent
+    saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
+    return _Source(name, file, kwargs, cfg, f'local-dir:{folder}' if saved else checkpoint.get('arch'))
 
 
 def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = None, **overrides):
