@@ -936,6 +936,33 @@ def test_a_classifier_of_two_heads_is_that_of_the_file(tmp_path):
     assert_same_state(load_model(f'deit_tiny_distilled_patch16_224@{tmp_path}/weights.safetensors', depth=1), model)
 
 
+@pytest.mark.parametrize('args, size', [
+    ({'img_size': 64}, (64, 64)), ({'input_size': [3, 64, 32], 'img_size': 32}, (64, 32)),
+    ({'img_size': None}, (160, 160)), ({}, (32, 48)),
+    ({'naflex_loader': True, 'naflex_max_seq_len': 26}, (40, 40)),
+    ({'naflex_loader': False, 'naflex_max_seq_len': 26, 'img_size': 64}, (64, 64)),
+], ids=str)
+@pytest.mark.parametrize('name, kwargs', [
+    ('test_naflexvit_rope2d_ape', {}), ('vit_tiny_rope2d_ape', {'dynamic_img_size': True, 'depth': 1}),
+    ('test_naflexvit_ape', {}), ('vit_tiny_patch16_224', {'dynamic_img_size': True, 'depth': 1}),
+])
+def test_checkpoint_of_a_model_that_was_made_for_another_size(name, kwargs, args, size, tmp_path):
+    """train.py validates at its own --img-size, and leaves to the model what it was made for."""
+    if 'naflex_loader' in args and 'naflex' not in name:
+        return
+    if size == (160, 160) and name.startswith('vit_tiny'):
+        size = (224, 224)
+    kwargs = {**kwargs, 'img_size': (32, 48), 'patch_size': PATCH}
+    model = randomize(timm.create_model(name, num_classes=CLASSES, **kwargs)).eval()
+    path = checkpoint(tmp_path / 'last.pth.tar', name, model, kwargs=kwargs, in_chans=None, **args)
+    found, x = load_model(path), torch.randn(1, 3, *size)
+    assert image_size_of(found) == size
+    torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-4)
+    found = load_model(path, img_size=(32, 48))  # and nothing was resized on the way
+    torch.testing.assert_close(found(x[:, :, :32, :32]), model(x[:, :, :32, :32]), rtol=1e-4, atol=1e-4)
+    assert_same_state(found, model)
+
+
 def assert_same_state(found, expected):
     expected = expected.state_dict()
     assert found.state_dict().keys() == expected.keys()

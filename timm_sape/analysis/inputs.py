@@ -1,5 +1,6 @@
 """Load the models and images that users name on a command line."""
 import difflib
+import math
 import os
 import threading
 from contextlib import contextmanager, nullcontext
@@ -77,7 +78,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
 
             If a file also has averaged weights (`--model-ema`), these are used, as in train.py's summary.
         img_size: Image size in pixels, or (height, width). Encodings follow their rules for another grid. Default: the
-            model's own size.
+            model's own size; of a checkpoint of train.py the one that it validates at, which for its NaFlex loader is
+            the largest square of at most `--naflex-max-seq-len` patches.
         kwargs: Passed to `timm.create_model`.
 
     Raises:
@@ -256,9 +258,20 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
             kwargs[ours] = args[theirs]
     cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # train.py's default is ''
     channels, *size = args.get('input_size') or (3,)
-    size = kwargs.get('img_size') or size or args.get('img_size')  # the first decides about a learned table
-    if size:
-        cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(size))
+    size, made_for = size or args.get('img_size'), kwargs.get('img_size')
+    if args.get('naflex_loader'):
+        try:
+            with torch.device('meta'):
+                patch = patch_ratio(timm.create_model(name, **kwargs), name)
+        except (RuntimeError, TypeError) as e:
+            raise ValueError(f'{file}: {hub.described(e)}') from e
+        size = tuple(side * math.isqrt(args['naflex_max_seq_len']) for side in patch)
+    elif made_for and not size and 'img_size' in args:  # train.py does not know what the model was made for
+        size = _pretrained_cfg(name)['input_size'][1:]
+    if made_for and size:
+        kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size
+    if made_for or size:  # the former decides about a learned table
+        cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(made_for or size))
     folder = Path(file).parent
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
     return _Source(name, file, kwargs, cfg, f'local-dir:{folder}' if saved else checkpoint.get('arch'))
