@@ -73,6 +73,8 @@ def folders(tmp_path_factory):
     save_for_hf(make(None, 'test_vit', attn_layer='diff'), root / 'differential', safe_serialization=True)
     rotary = make(None, 'vit_small_patch16_rope_224', depth=1, embed_dim=32, num_heads=2)
     save_for_hf(rotary, root / 'rotary', safe_serialization=True)
+    save_for_hf(
+        make(None, 'flexivit_small', depth=1, embed_dim=32, num_heads=2), root / 'bilinear', safe_serialization=True)
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -239,7 +241,8 @@ def test_paired_interval():
 # --- models ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, rules', [
-    ('rope2d', ALL), ('naflex', ALL), ('timm', ['own', 'own+log']), ('rotary', ALL), ('differential', ['timm'])])
+    ('rope2d', ALL), ('naflex', ALL), ('timm', ['own', 'own+log']), ('rotary', ALL), ('differential', ['timm']),
+    ('bilinear', ['timm'])])
 def test_snapshots(name, rules, folders):
     """Of our models, of timm's as ours, and of one that cannot be converted; all compute what the model computes."""
     model = timm.create_model(f'local-dir:{folders[name]}', pretrained=True).eval()
@@ -248,7 +251,15 @@ def test_snapshots(name, rules, folders):
         copy = timm.create_model(spec, pretrained=True).eval()
         torch.testing.assert_close(copy(x), model(x), rtol=1e-4, atol=1e-5)
         assert list(rules_of(copy)) == rules
-    assert ('DiffAttention' in reason) == (name == 'differential') == bool(reason)
+        if name in ('timm', 'bilinear'):  # timm resizes the table of the latter in another way than we do
+            resized, expected = (
+                timm.create_model(each, pretrained=True, img_size=SIZE).eval()
+                for each in (spec, f'local-dir:{folders[name]}'))
+            x = torch.randn(2, 3, *SIZE)
+            torch.testing.assert_close(resized(x), expected(x), rtol=1e-4, atol=1e-5)
+    assert ('bilinearly' in reason) == (name == 'bilinear')
+    assert ('DiffAttention' in reason) == (name == 'differential')
+    assert bool(reason) == (rules == ['timm'])
 
 
 def test_random_weights_are_the_same_for_each_rule(images):

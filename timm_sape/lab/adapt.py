@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch.utils.data import Dataset
 
 from .. import hub
@@ -20,6 +21,8 @@ from .tables import markdown
 __all__ = ['Adapted', 'adapt', 'adapted_table', 'chosen_row', 'save_adapted', 'snapshot']
 
 Size = Tuple[int, int]
+
+BILINEAR = 'flexi', 'radio'  # names by which timm tells models whose tables it resizes bilinearly
 
 
 class Adapted(NamedTuple):
@@ -55,7 +58,10 @@ def snapshot(spec: str) -> Iterator[Tuple[str, str]]:
     """
     model, reason = load_model(spec), ''
     patch_ratio(model, spec)
-    if not isinstance(model, PosEncModel):
+    architecture = model.pretrained_cfg.get('architecture') or ''
+    if isinstance(model, VisionTransformer) and any(name in architecture for name in BILINEAR):
+        reason = f'it resizes the table of {architecture} bilinearly when it loads it, a graft would do so bicubically.'
+    elif not isinstance(model, PosEncModel):
         try:
             model = graft(model, 'nope')
         except ValueError as e:
