@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+import warnings
 from fractions import Fraction
 from pathlib import Path
 from unittest import mock
@@ -798,6 +799,74 @@ def test_images_without_classes(main, images, tmp_path, capsys):
     shutil.copy(tmp_path / 'flat' / '0.png', tmp_path / 'both')
     with pytest.raises(ValueError, match='has images next to the folders of its classes'):
         open_dataset(tmp_path / 'both')
+
+
+@pytest.fixture
+def lacking(images, tmp_path):
+    """Images without those of the first class, which has an empty folder; train/ has all."""
+    shutil.copytree(images / 'val', tmp_path / 'data' / 'val')
+    shutil.copytree(images / 'val', tmp_path / 'data' / 'train')
+    for path in (tmp_path / 'data' / 'val' / 'class0').iterdir():
+        path.unlink()
+    return tmp_path / 'data'
+
+
+@pytest.mark.parametrize('given', ['', 'val'])
+@pytest.mark.parametrize('empty', [True, False])
+def test_missing_classes_are_numbered_as_in_training(given, empty, lacking, folders, recwarn):
+    if not empty:
+        (lacking / 'val' / 'class0').rmdir()
+    data = open_dataset(lacking / given)
+    assert {label for _, label in data} == {1, 2} and len(data) == 16
+    assert data.reader.class_to_idx == {'class0': 0, 'class1': 1, 'class2': 2}
+    compare([folders['nope']], data, progress=False)
+    assert not recwarn.list
+
+
+def test_classes_that_are_not_in_training(lacking):
+    (lacking / 'val' / 'class1').rename(lacking / 'val' / 'other')
+    with pytest.raises(ValueError, match='has not, so they have no number: other. Move'):
+        open_dataset(lacking)
+    data = open_dataset(lacking / 'val')  # another train/ may be beside a folder
+    assert data.reader.class_to_idx == {'class2': 0, 'other': 1}
+    shutil.rmtree(lacking / 'train')
+    (lacking / 'train').mkdir()
+    assert open_dataset(lacking).reader.class_to_idx == {'class2': 0, 'other': 1}
+
+
+def test_numbers_of_classes_that_are_a_guess(lacking, folders):
+    """Each command warns, as no train/ says which classes are missing."""
+    shutil.rmtree(lacking / 'train')
+    options = ['--data-dir', str(lacking), '--workers', '0']
+    for command in (
+            ['compare', folders['nope']], ['sweep', folders['nope'], '--sizes', '48'],
+            ['shifts', folders['nope'], '--by', '1'], ['pshap', '--model', folders['nope']]):
+        with pytest.warns(UserWarning, match='nope has 3 classes, and the images have 2, so their labels may be wrong'):
+            assert cli.main([*command, *options]) == 0
+    adapt = ['adapt', folders['nope'], '--sizes', '64', *options]
+    with pytest.warns(UserWarning, match='nope has 3 classes, and the images have 2'):
+        cli.main(adapt)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert cli.main([*adapt, '--agreement']) == 0
+
+
+def test_hidden_files_are_no_images(images, tmp_path):
+    shutil.copytree(images, tmp_path / '.data')
+    folder, expected = tmp_path / '.data' / 'val', open_dataset(images)
+    for name in ('.ipynb_checkpoints/0-checkpoint.png', 'class1/.ipynb_checkpoints/0.png', 'class1/._0.png', '._0.png'):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b'no image')
+    data = open_dataset(tmp_path / '.data')
+    assert data.reader.class_to_idx == expected.reader.class_to_idx
+    assert [label for _, label in data] == [label for _, label in expected]
+    shutil.copytree(folder, tmp_path / 'train')
+    shutil.copytree(images / 'val', tmp_path / 'val')
+    assert open_dataset(tmp_path).reader.class_to_idx == expected.reader.class_to_idx
+    for name in ('class0', 'class1', 'class2'):
+        (folder / name).rename(folder / f'.{name}')
+    with pytest.raises(ValueError, match='No images in .*: all of them are hidden'):
+        open_dataset(tmp_path / '.data')
 
 
 # --- checkpoints of train.py ------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@ import difflib
 import math
 import os
 import threading
+import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -16,10 +17,12 @@ from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.loader import adapt_to_chs
+from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.layers import to_2tuple
 from timm.models import get_model_input_config, is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
 from timm.models.naflexvit import NaFlexVit
+from timm.utils.misc import natural_key
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
@@ -34,6 +37,7 @@ from ..host import PosEncModel
 __all__ = [
     'ImageFile',
     'check_classes',
+    'check_numbering',
     'image_size_of',
     'load_images',
     'load_model',
@@ -98,7 +102,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
         cfg = _pretrained_cfg(source.name)
         head, stem = (
-            next((weights[f'{layer}.weight'].shape for layer in module_names(entry) if f'{layer}.weight' in weights), ())
+            next((weights[name].shape for layer in module_names(entry) if (name := f'{layer}.weight') in weights), ())
             for entry in (cfg.get('classifier'), cfg.get('first_conv')))
         if len(head) > 0:
             kwargs.setdefault('num_classes', head[0])
@@ -421,15 +425,73 @@ class ImageFile(Dataset):
 
 
 class _ImageFolder(ImageDataset):
-    """timm's data set, except that an unreadable file is an error.
+    """timm's data set, except that hidden files and folders are left out, and an unreadable file is an error.
 
     timm takes the next file instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
+
+    Args:
+        root: The folder.
+
+    Attributes:
+        files: The path of each image, and the folder that is its class; empty for images directly in the root.
     """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.files = _visible([path for path, _ in self.reader.samples], root)
+        if not self.files:
+            raise ValueError('all of them are hidden')
+        self.number(_in_order(name for _, name in self.files))
+
+    def number(self, class_to_idx: Dict[str, int]) -> None:
+        """Give each class its index."""
+        self.reader.class_to_idx = class_to_idx
+        self.reader.samples = [(path, class_to_idx[name]) for path, name in self.files]
 
     def __getitem__(self, index: int):
         path, label = self.reader.samples[index]
         image, _ = ImageFile(path, self.transform)[0]
         return image, label
+
+
+def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:
+    """The paths below a root of which no part is hidden, as .ipynb_checkpoints and ._0.png are, and their folders."""
+    found = []
+    for path in paths:
+        parts = path.removeprefix(f'{root}{os.sep}').split(os.sep)
+        if not any(part.startswith('.') for part in parts):
+            found.append((path, parts[-2] if len(parts) > 1 else ''))
+    return found
+
+
+def _in_order(names: Iterable[str]) -> Dict[str, int]:
+    """The numbers that timm gives to classes."""
+    return {name: index for index, name in enumerate(sorted(set(names), key=natural_key))}
+
+
+def _number_as_in_training(data: _ImageFolder, root: Path, is_split: bool) -> None:
+    """If train/ is beside a folder, number its classes as they are numbered there: some may be missing here.
+
+    Args:
+        data: The images.
+        root: Their folder.
+        is_split: Whether it is known to belong to train/.
+
+    Raises:
+        ValueError: If it does, and has classes that train/ has not.
+    """
+    train = root.parent / 'train'
+    if not train.is_dir() or train.samefile(root):
+        return
+    trained = {
+        name for _, name in _visible((path for path, _ in find_images_and_targets(str(train), sort=False)[0]), train)}
+    others = {name for _, name in data.files} - trained
+    if not others:
+        data.number(_in_order(trained))
+    elif is_split and any(trained):  # not only images without classes
+        raise ValueError(
+            f'{str(root)!r} has classes that {str(train)!r} has not, so they have no number: '
+            f'{", ".join(sorted(others)[:5])}. Move them elsewhere.')
 
 
 def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) -> Dataset:
@@ -438,7 +500,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
     Args:
         data: One of
 
-            - a folder with a sub-folder of images per class, or with such a folder per split;
+            - a folder with a sub-folder of images per class, or with such a folder per split. If one of these is
+              `train`, its classes are numbered, else those of the split. Hidden files and folders are left out;
             - a folder of images, or an image file; labels are then -1;
             - the root folder of `dataset`.
         dataset: Empty for a folder or file, else a name that timm's train.py accepts, such as `torch/cifar10`.
@@ -447,7 +510,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
         transform: Applied to each image.
 
     Raises:
-        ValueError: If there is no such data; on access, if a file in a folder cannot be read.
+        ValueError: If there is no such data, or a split has classes that `train` has not; on access, if a file in a
+            folder cannot be read.
     """
     root = Path(data)
     if not dataset and root.is_file():
@@ -467,7 +531,7 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
             in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
             found = create_dataset(dataset, str(root), split or 'validation', search_split=in_folders)
         else:
-            found = _ImageFolder(str(root))
+            found = _ImageFolder(root)
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
         if 'download=True' in str(e):  # torchvision's advice, which is useless on a command line
             raise ValueError(
@@ -475,10 +539,12 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
                 f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
         where = f'{dataset} in {str(root)!r}, split {split!r}' if dataset else repr(str(root))
         raise ValueError(f'No images in {where}: {e}. {WHAT_IS_DATA}') from e
-    if not dataset and '' in found.reader.class_to_idx:  # timm makes a class '' of the images outside of sub-folders
+    if not dataset and '' in found.reader.class_to_idx:
         if len(found.reader.class_to_idx) > 1:
             raise ValueError(f'{str(root)!r} has images next to the folders of its classes. Move them into one.')
-        found.reader.samples = [(path, -1) for path, _ in found.reader.samples]
+        found.number({'': -1})
+    elif not dataset:
+        _number_as_in_training(found, root, bool(splits))
     found.transform = transform
     return found
 
@@ -508,6 +574,23 @@ def load_images(
         data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
     collate = None if max_patches is None else NaFlexCollator(max_patches)
     return DataLoader(data, batch_size=batch_size, num_workers=workers, collate_fn=collate)
+
+
+def check_numbering(data: Dataset, model: torch.nn.Module, name: str) -> None:
+    """Warn if a model has more or fewer classes than the images, as then their labels are a guess.
+
+    Args:
+        data: The images.
+        model: The model.
+        name: What the message calls it.
+    """
+    classes = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}  # torchvision's have no reader
+    num_classes = getattr(model, 'num_classes', 0)
+    if num_classes and '' not in classes and classes and len(classes) != num_classes:
+        warnings.warn(
+            f'{name} has {num_classes} classes, and the images have {len(classes)}, so their labels may be wrong: they '
+            'are numbered in the order of their names. If some are missing, put train/ with all of them beside the '
+            'folder.')
 
 
 def check_classes(labels: torch.Tensor, num_classes: int) -> None:

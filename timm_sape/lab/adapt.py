@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.utils.data import Dataset
 
 from .. import hub
-from ..analysis.inputs import image_size_of, load_images, load_model, patch_ratio, preprocessing
+from ..analysis.inputs import check_numbering, image_size_of, load_images, load_model, patch_ratio, preprocessing
 from ..grafting import graft
 from ..host import PosEncModel
 from .evaluate import predict, wilson_interval
@@ -130,6 +130,8 @@ def adapt(
     sizes = list(dict.fromkeys(sizes))
     model = load_model(spec)
     check_sizes(name, sizes, patch_ratio(model, name))
+    if not agreement:
+        check_numbering(data, model, name)
     if torch.device(device).type == 'cpu':
         check_memory(name, sizes, model, min(batch_size, len(data), num_images or batch_size))
     default = own_rule(model)

@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import image_size_of, load_images, load_model, patch_ratio, preprocessing
+from ..analysis.inputs import check_numbering, image_size_of, load_images, load_model, patch_ratio, preprocessing
 from .evaluate import (
     accuracy,
     expected_calibration_error,
@@ -59,7 +59,9 @@ def compare(
     if not models:
         raise ValueError('There is nothing to compare. Name at least one model.')
     for spec in models:  # fail before the work, not halfway
-        patch_ratio(load_model(spec), spec)
+        model = load_model(spec)
+        patch_ratio(model, spec)
+        check_numbering(data, model, spec)
     rows, baseline = [], None
     for number, spec in enumerate(models, 1):
         model = load_model(spec)

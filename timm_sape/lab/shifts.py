@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import check_classes, load_images, load_model, preprocessing
+from ..analysis.inputs import check_classes, check_numbering, load_images, load_model, preprocessing
 from .evaluate import predict
 from .tables import markdown
 
@@ -90,7 +90,7 @@ def shift_sweep(
     moves = list(dict.fromkeys([(0, 0), *(move for four in ways.values() for move in four)]))
     models = list(dict.fromkeys(models))
     for spec in models:  # fail before the work
-        load_model(spec)
+        check_numbering(data, load_model(spec), spec)
     rows = []
     for spec in models:
         model = load_model(spec)

@@ -5,7 +5,14 @@ import torch
 from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import load_images, load_model, native_preprocessing, patch_ratio, preprocessing
+from ..analysis.inputs import (
+    check_numbering,
+    load_images,
+    load_model,
+    native_preprocessing,
+    patch_ratio,
+    preprocessing,
+)
 from ..encodings import get_encoding
 from ..host import PosEncModel
 from .evaluate import accuracy, predict
@@ -102,7 +109,8 @@ def sweep(
     on_cpu = torch.device(device).type == 'cpu'
     batch = min(batch_size, len(data), num_images or batch_size) if on_cpu else 0
     variants = [
-        variant for model in dict.fromkeys(models) for variant in _variants(model, pairs, batch, native, rules)]
+        variant for model in dict.fromkeys(models)
+        for variant in _variants(model, data, pairs, batch, native, rules)]
     cases = [
         (variant, size, images) for variant in variants for size in pairs
         for images in ((crop_mode, NATIVE) if native else (crop_mode,))]
@@ -140,6 +148,7 @@ def sweep(
 
 def _variants(
         spec: str,
+        data: Dataset,
         sizes: Sequence[Size],
         batch: int,
         native: bool,
@@ -154,6 +163,7 @@ def _variants(
     model = load_model(spec)
     check_sizes(spec, sizes, patch_ratio(model, spec))
     check_memory(spec, sizes, model, batch)
+    check_numbering(data, model, spec)
     if native:
         native_preprocessing(model, 1)
     variants = [_Variant(spec, rule, kwargs) for rule, kwargs in rules_of(model, rules, spec).items()]
