@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from PIL import Image
 from safetensors.torch import save_file
-from timm.data import create_transform
+from timm.data import ImageDataset, create_transform
 from timm.models import save_for_hf
 from torchvision.transforms import v2
 
@@ -44,7 +44,8 @@ from timm_sape.lab.evaluate import (
     wilson_interval,
 )
 from timm_sape.lab.figures_sweep import plot_sweep
-from timm_sape.analysis.inputs import image_size_of, load_model, open_dataset, preprocessing
+from timm_sape.analysis import inputs
+from timm_sape.analysis.inputs import image_size_of, load_model, number_classes, open_dataset, preprocessing
 from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
@@ -1030,6 +1031,72 @@ def test_checkpoint_of_a_model_that_was_made_for_another_size(name, kwargs, args
     found = load_model(path, img_size=(32, 48))  # and nothing was resized on the way
     torch.testing.assert_close(found(x[:, :, :32, :32]), model(x[:, :, :32, :32]), rtol=1e-4, atol=1e-4)
     assert_same_state(found, model)
+
+
+@pytest.fixture
+def mapped(images, tmp_path):
+    """A checkpoint of a model that predicts class 0; by its class map that is the last folder, a fifth of images."""
+    shutil.copytree(images, tmp_path / 'data')
+    for n in range(4):
+        (tmp_path / 'data' / 'val' / 'class2' / f'{n}.png').unlink()
+    (tmp_path / 'map.txt').write_text('class2\nclass1\nclass0\n')
+    sizes = dict(img_size=48, patch_size=PATCH)
+    model = timm.create_model('test_vit_ape', num_classes=CLASSES, **sizes)
+    model.head.bias.data[0] = 1e3
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_ape', model, sizes, class_map=str(tmp_path / 'map.txt'))
+    checkpoint(tmp_path / 'without.pth.tar', 'test_vit_ape', model, sizes)
+    return path
+
+
+@pytest.mark.parametrize('command, text', [
+    ('compare {}', '| 20.0 ['), ('sweep {} --sizes 48', '| 20.0 ['), ('shifts {} --by 1', '| 20.0 |'),
+    ('pshap --model {}', '| all | 20 | 4 |'), ('adapt {} --sizes 64', 'gets 20.0 % of the labels right')])
+def test_class_map_of_a_checkpoint(command, text, mapped, tmp_path, capsys):
+    arguments = [*command.format(mapped).split(), '--data-dir', str(tmp_path / 'data'), '--workers', '0']
+    cli.main(arguments)
+    assert text in ''.join(capsys.readouterr())
+    (tmp_path / 'other.txt').write_text('class0\nclass1\nclass2\n')
+    cli.main([*arguments, '--class-map', str(tmp_path / 'other.txt')])
+    assert text.replace('20.0', '40.0').replace('20 | 4', '20 | 8') in ''.join(capsys.readouterr())
+
+
+def test_class_map_that_is_not_there(mapped, tmp_path):
+    (tmp_path / 'map.txt').rename(tmp_path / 'data' / 'val' / 'map.txt')
+    data = open_dataset(tmp_path / 'data')
+    with pytest.raises(ValueError, match='The class map .*map.txt cannot be read: .*Give it by --class-map FILE'):
+        compare([mapped], data, progress=False)
+    open_dataset(tmp_path / 'data', class_map='map.txt')  # beside the classes, as for train.py
+    with pytest.raises(ValueError, match='The class map other.txt cannot be read'):
+        open_dataset(tmp_path / 'data', class_map='other.txt')
+    (tmp_path / 'empty.txt').touch()
+    with pytest.raises(ValueError, match='has none of the classes in'):
+        open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'empty.txt'))
+
+
+def test_class_map_of_one_of_two_models(mapped, tmp_path):
+    data = open_dataset(tmp_path / 'data')
+    models = [mapped, str(tmp_path / 'without.pth.tar')]
+    with pytest.raises(ValueError, match='in different ways, by the class maps that they were trained with'):
+        compare(models, data, progress=False)
+    assert [compare([model], data, progress=False)[0]['top1'] for model in models] == [20, 40]  # one at a time
+    data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'map.txt'))
+    assert [row['top1'] for row in compare(models, data, progress=False)] == [20, 20]
+    (tmp_path / 'part.txt').write_text('class2\n\nclass1\n')
+    data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'part.txt'))
+    assert sorted(label for _, label in data) == 4 * [0] + 8 * [2]  # as in train.py, others are left out
+
+
+def test_class_map_of_other_data_sets(mapped, images, monkeypatch):
+    with pytest.raises(ValueError, match='A class map numbers the folders of images'):
+        open_dataset(images, 'torch/image_folder', class_map='map.txt')
+    asked = []
+    monkeypatch.setattr(
+        inputs, 'create_dataset', lambda *args, **kwargs: asked.append(kwargs['class_map']) or ImageDataset(*args[1:2]))
+    data = open_dataset(images, 'hfds/some')
+    with pytest.raises(ValueError, match='was trained with a class map. Give it, too: --class-map .*map.txt'):
+        compare([mapped], data, progress=False)
+    number_classes(open_dataset(images, 'hfds/some', class_map='map.txt'), [mapped])
+    assert asked == [None, 'map.txt']
 
 
 def assert_same_state(found, expected):

@@ -17,6 +17,7 @@ from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.loader import adapt_to_chs
+from timm.data.readers.class_map import load_class_map
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.layers import to_2tuple
 from timm.models import get_model_input_config, is_model_pretrained, load_state_dict
@@ -42,6 +43,7 @@ __all__ = [
     'load_images',
     'load_model',
     'native_preprocessing',
+    'number_classes',
     'open_dataset',
     'patch_ratio',
     'patch_size_of',
@@ -62,6 +64,8 @@ class _Source(NamedTuple):
     cfg: Dict[str, Any]
     trained: Optional[str] = None
     """The model whose weights are in the file, if the file says so. It has the same arguments."""
+    class_map: str = ''
+    """The file that numbered the classes in train.py."""
 
 
 def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, **kwargs) -> torch.nn.Module:
@@ -278,7 +282,8 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
         cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(made_for or size))
     folder = Path(file).parent
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
-    return _Source(name, file, kwargs, cfg, f'local-dir:{folder}' if saved else checkpoint.get('arch'))
+    trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
+    return _Source(name, file, kwargs, cfg, trained, args.get('class_map') or '')
 
 
 def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = None, **overrides):
@@ -434,6 +439,7 @@ class _ImageFolder(ImageDataset):
 
     Attributes:
         files: The path of each image, and the folder that is its class; empty for images directly in the root.
+        by_name: The index of each class, unless a class map says otherwise.
     """
 
     def __init__(self, root: Path) -> None:
@@ -441,12 +447,14 @@ class _ImageFolder(ImageDataset):
         self.files = _visible([path for path, _ in self.reader.samples], root)
         if not self.files:
             raise ValueError('all of them are hidden')
-        self.number(_in_order(name for _, name in self.files))
+        self.by_name = _in_order(name for _, name in self.files)
 
     def number(self, class_to_idx: Dict[str, int]) -> None:
-        """Give each class its index."""
-        self.reader.class_to_idx = class_to_idx
-        self.reader.samples = [(path, class_to_idx[name]) for path, name in self.files]
+        """Give each class its index. As in train.py, images are left out whose class has none."""
+        samples = [(path, class_to_idx[name]) for path, name in self.files if name in class_to_idx]
+        if not samples:
+            raise ValueError(f'The class map has none of the classes in {self.reader.root!r}. Give another one.')
+        self.reader.class_to_idx, self.reader.samples = class_to_idx, samples
 
     def __getitem__(self, index: int):
         path, label = self.reader.samples[index]
@@ -469,8 +477,8 @@ def _in_order(names: Iterable[str]) -> Dict[str, int]:
     return {name: index for index, name in enumerate(sorted(set(names), key=natural_key))}
 
 
-def _number_as_in_training(data: _ImageFolder, root: Path, is_split: bool) -> None:
-    """If train/ is beside a folder, number its classes as they are numbered there: some may be missing here.
+def _numbers_by_name(data: _ImageFolder, root: Path, is_split: bool) -> Dict[str, int]:
+    """The index of each class: that of train/, if it is beside the folder, as some may be missing here.
 
     Args:
         data: The images.
@@ -482,19 +490,34 @@ def _number_as_in_training(data: _ImageFolder, root: Path, is_split: bool) -> No
     """
     train = root.parent / 'train'
     if not train.is_dir() or train.samefile(root):
-        return
+        return data.by_name
     trained = {
         name for _, name in _visible((path for path, _ in find_images_and_targets(str(train), sort=False)[0]), train)}
     others = {name for _, name in data.files} - trained
     if not others:
-        data.number(_in_order(trained))
-    elif is_split and any(trained):  # not only images without classes
+        return _in_order(trained)
+    if is_split and any(trained):  # not only images without classes
         raise ValueError(
             f'{str(root)!r} has classes that {str(train)!r} has not, so they have no number: '
-            f'{", ".join(sorted(others)[:5])}. Move them elsewhere.')
+            f'{", ".join(sorted(others)[:5])}. Move them elsewhere, or give a class map.')
+    return data.by_name
 
 
-def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) -> Dataset:
+def _read_class_map(file: str, root: str) -> Dict[str, int]:
+    """The index of each class, as train.py reads it.
+
+    Raises:
+        ValueError: If there is no such file, or it has no classes.
+    """
+    try:
+        return load_class_map(file, root)
+    except Exception as e:  # timm asserts, and a pickle can raise anything
+        raise ValueError(
+            f'The class map {file} cannot be read: {hub.described(e)}. Give it by --class-map FILE (in Python '
+            'open_dataset(..., class_map=FILE)).') from e
+
+
+def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, class_map: str = '') -> Dataset:
     """A data set of images and labels.
 
     Args:
@@ -508,12 +531,16 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
         split: Name of the split. Default: the sub-folder `val`, `validation` or `test` if there is one, else the folder
             itself; for a `dataset`, 'validation'.
         transform: Applied to each image.
+        class_map: The file that numbers the classes, as for train.py. Default: the one that a checkpoint names, see
+            `number_classes`.
 
     Raises:
-        ValueError: If there is no such data, or a split has classes that `train` has not; on access, if a file in a
-            folder cannot be read.
+        ValueError: If there is no such data or class map, or a split has classes that `train` has not; on access, if a
+            file in a folder cannot be read.
     """
     root = Path(data)
+    if class_map and (dataset.startswith('torch/') or root.is_file()):
+        raise ValueError('A class map numbers the folders of images, or the classes of hfds/NAME. Leave it out.')
     if not dataset and root.is_file():
         return ImageFile(data, transform)
     if not root.is_dir():
@@ -529,7 +556,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
     try:
         if dataset:
             in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
-            found = create_dataset(dataset, str(root), split or 'validation', search_split=in_folders)
+            found = create_dataset(
+                dataset, str(root), split or 'validation', search_split=in_folders, class_map=class_map or None)
         else:
             found = _ImageFolder(root)
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
@@ -539,14 +567,49 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None) 
                 f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
         where = f'{dataset} in {str(root)!r}, split {split!r}' if dataset else repr(str(root))
         raise ValueError(f'No images in {where}: {e}. {WHAT_IS_DATA}') from e
-    if not dataset and '' in found.reader.class_to_idx:
-        if len(found.reader.class_to_idx) > 1:
+    if not dataset and '' in found.by_name:
+        if len(found.by_name) > 1:
             raise ValueError(f'{str(root)!r} has images next to the folders of its classes. Move them into one.')
-        found.number({'': -1})
-    elif not dataset:
-        _number_as_in_training(found, root, bool(splits))
+        found.by_name = {'': -1}
+    elif not dataset and not class_map:
+        found.by_name = _numbers_by_name(found, root, bool(splits))
+    if not dataset:
+        found.number(_read_class_map(class_map, str(root)) if class_map else found.by_name)
+    found.class_map = class_map
     found.transform = transform
     return found
+
+
+def number_classes(data: Dataset, models: Sequence[str]) -> None:
+    """Number the classes of images as models do that train.py trained with `--class-map`.
+
+    Args:
+        data: From `open_dataset`. If a class map was given there, it stays.
+        models: Names as for `load_model`.
+
+    Raises:
+        ValueError: If a class map cannot be read, or the models number the classes in different ways.
+    """
+    # torchvision's data sets have no reader, and train.py no class map for them
+    if not hasattr(data, 'reader') or getattr(data, 'class_map', ''):
+        return
+    files = {model: _find(model).class_map for model in models}
+    if not isinstance(data, _ImageFolder):
+        for model, file in files.items():
+            if file:
+                raise ValueError(f'{model} was trained with a class map. Give it, too: --class-map {file}.')
+        return
+    if '' in data.by_name:
+        return
+    numbers = {
+        model: _read_class_map(file, data.reader.root) if file else data.by_name for model, file in files.items()}
+    first = next(iter(numbers))
+    for model in numbers:
+        if numbers[model] != numbers[first]:
+            raise ValueError(
+                f'{first} and {model} number the classes in different ways, by the class maps that they were trained '
+                'with, or without one. Measure them one at a time, or give one for both: --class-map FILE.')
+    data.number(numbers[first])
 
 
 def load_images(
@@ -577,7 +640,7 @@ def load_images(
 
 
 def check_numbering(data: Dataset, model: torch.nn.Module, name: str) -> None:
-    """Warn if a model has more or fewer classes than the images, as then their labels are a guess.
+    """Warn if a model has more or fewer classes than the images, and no class map numbers these: it is a guess then.
 
     Args:
         data: The images.
@@ -586,11 +649,13 @@ def check_numbering(data: Dataset, model: torch.nn.Module, name: str) -> None:
     """
     classes = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}  # torchvision's have no reader
     num_classes = getattr(model, 'num_classes', 0)
-    if num_classes and '' not in classes and classes and len(classes) != num_classes:
+    if '' in classes or classes != getattr(data, 'by_name', classes):
+        return
+    if num_classes and classes and len(classes) != num_classes:
         warnings.warn(
             f'{name} has {num_classes} classes, and the images have {len(classes)}, so their labels may be wrong: they '
             'are numbered in the order of their names. If some are missing, put train/ with all of them beside the '
-            'folder.')
+            'folder, or give a class map.')
 
 
 def check_classes(labels: torch.Tensor, num_classes: int) -> None:

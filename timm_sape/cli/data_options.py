@@ -38,6 +38,9 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--dataset', default='', metavar='NAME', help='e.g. torch/cifar10 (default: a folder)')
     parser.add_argument(
         '--split', default='', metavar='NAME', help='which part of the data (default: val, validation or test)')
+    parser.add_argument(
+        '--class-map', default='', metavar='FILE',
+        help='numbers the classes, as for train.py (default: the one that a checkpoint was trained with, or none)')
     parser.add_argument('--num-images', type=int, metavar='N', help='use N images, drawn at random (default: all)')
     parser.add_argument('--seed', type=int, default=0, help='of the random draw (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=64, metavar='N', help='(default: %(default)s)')
@@ -181,7 +184,7 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
     check_device(args.device)
     torch.manual_seed(args.seed)  # for random weights
     return {
-        'data': open_dataset(args.data_dir, args.dataset, args.split),
+        'data': open_dataset(args.data_dir, args.dataset, args.split, class_map=args.class_map),
         **{name: getattr(args, name) for name in ('batch_size', 'num_images', 'workers', 'seed', 'device', 'amp')},
     }
 

@@ -53,7 +53,7 @@ def _pshap(args: argparse.Namespace) -> int:
     from ..analysis import position_shap
     from ..lab.evaluate import predict
     from ..analysis.figures import draw_histogram
-    from ..analysis.inputs import check_numbering, load_images, load_model, preprocessing
+    from ..analysis.inputs import check_numbering, load_images, load_model, number_classes, preprocessing
     from ..lab.tables import markdown
 
     with readable():
@@ -61,6 +61,7 @@ def _pshap(args: argparse.Namespace) -> int:
         data = options['data']
         model = load_model(args.model, **chosen_encoding(args)).to(args.device)
         warn_untrained([args.model])
+        number_classes(data, [args.model])
         check_numbering(data, model, args.model)
         data.transform = preprocessing(model)
         batches = load_images(data, args.batch_size, args.num_images, args.workers, args.seed, shuffle=True)

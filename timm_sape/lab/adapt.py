@@ -9,7 +9,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.utils.data import Dataset
 
 from .. import hub
-from ..analysis.inputs import check_numbering, image_size_of, load_images, load_model, patch_ratio, preprocessing
+from ..analysis.inputs import (
+    check_numbering,
+    image_size_of,
+    load_images,
+    load_model,
+    number_classes,
+    patch_ratio,
+    preprocessing,
+)
 from ..grafting import graft
 from ..host import PosEncModel
 from .evaluate import predict, wilson_interval
@@ -102,7 +110,7 @@ def adapt(
         spec: Name as for `load_model`, of a model that is the same each time; `snapshot` makes one of any model.
         data: Images from `open_dataset`, with labels or without. Their transform is replaced.
         sizes: (height, width) in pixels.
-        name: What messages call the model. Default: `spec`.
+        name: The model that `spec` is a snapshot of, for messages and its class map. Default: `spec`.
         agreement: Ignore labels, for images whose classes are not those of the model.
         rules: Names of rules to try besides the default, as `rules_of` has them. Default: all. Of two that do the same
             at a size, 'slopes' and 'rescale' at the trained aspect ratio, one is tried.
@@ -131,6 +139,7 @@ def adapt(
     model = load_model(spec)
     check_sizes(name, sizes, patch_ratio(model, name))
     if not agreement:
+        number_classes(data, [name])
         check_numbering(data, model, name)
     if torch.device(device).type == 'cpu':
         check_memory(name, sizes, model, min(batch_size, len(data), num_images or batch_size))

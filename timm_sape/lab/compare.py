@@ -3,7 +3,15 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import check_numbering, image_size_of, load_images, load_model, patch_ratio, preprocessing
+from ..analysis.inputs import (
+    check_numbering,
+    image_size_of,
+    load_images,
+    load_model,
+    number_classes,
+    patch_ratio,
+    preprocessing,
+)
 from .evaluate import (
     accuracy,
     expected_calibration_error,
@@ -58,6 +66,7 @@ def compare(
     models = list(dict.fromkeys(models))
     if not models:
         raise ValueError('There is nothing to compare. Name at least one model.')
+    number_classes(data, models)
     for spec in models:  # fail before the work, not halfway
         model = load_model(spec)
         patch_ratio(model, spec)

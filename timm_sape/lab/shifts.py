@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import check_classes, check_numbering, load_images, load_model, preprocessing
+from ..analysis.inputs import check_classes, check_numbering, load_images, load_model, number_classes, preprocessing
 from .evaluate import predict
 from .tables import markdown
 
@@ -89,6 +89,7 @@ def shift_sweep(
     ways = {shift: list(dict.fromkeys([(shift, 0), (-shift, 0), (0, shift), (0, -shift)])) for shift in shifts}
     moves = list(dict.fromkeys([(0, 0), *(move for four in ways.values() for move in four)]))
     models = list(dict.fromkeys(models))
+    number_classes(data, models)
     for spec in models:  # fail before the work
         check_numbering(data, load_model(spec), spec)
     rows = []

@@ -10,6 +10,7 @@ from ..analysis.inputs import (
     load_images,
     load_model,
     native_preprocessing,
+    number_classes,
     patch_ratio,
     preprocessing,
 )
@@ -106,6 +107,7 @@ def sweep(
             raise ValueError(
                 f"crop_mode='center' would show another part of the images at {height}x{width} than at a square size. "
                 "Use 'squash'.")
+    number_classes(data, models)
     on_cpu = torch.device(device).type == 'cpu'
     batch = min(batch_size, len(data), num_images or batch_size) if on_cpu else 0
     variants = [
