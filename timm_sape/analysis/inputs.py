@@ -267,15 +267,15 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
     cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # train.py's default is ''
     channels, *size = args.get('input_size') or (3,)
     size, made_for = size or args.get('img_size'), kwargs.get('img_size')
-    if args.get('naflex_loader'):
+    if args.get('naflex_loader') or made_for and not size and 'img_size' in args:
         try:
             with torch.device('meta'):
-                patch = patch_ratio(timm.create_model(name, **kwargs), name)
-        except (RuntimeError, TypeError) as e:
+                model = timm.create_model(name, **kwargs)
+        except (RuntimeError, TypeError, OSError) as e:
             raise ValueError(f'{file}: {hub.described(e)}') from e
-        size = tuple(side * math.isqrt(args['naflex_max_seq_len']) for side in patch)
-    elif made_for and not size and 'img_size' in args:  # train.py does not know what the model was made for
-        size = _pretrained_cfg(name)['input_size'][1:]
+        size = model.pretrained_cfg['input_size'][1:]  # train.py does not know what the model was made for
+        if args.get('naflex_loader'):
+            size = [side * math.isqrt(args['naflex_max_seq_len']) for side in patch_ratio(model, name)]
     if made_for and size:
         kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size
     if made_for or size:  # the former decides about a learned table
@@ -488,7 +488,7 @@ def _numbers_by_name(data: _ImageFolder, root: Path, is_split: bool) -> Dict[str
     Raises:
         ValueError: If it does, and has classes that train/ has not.
     """
-    train = root.parent / 'train'
+    train = Path(os.path.abspath(root)).parent / 'train'  # of '.', too
     if not train.is_dir() or train.samefile(root):
         return data.by_name
     trained = {
