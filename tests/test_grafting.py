@@ -299,10 +299,29 @@ def test_rule_for_other_sizes_of_what_the_base_has_at_once(base, pos_enc, kwargs
     del cfg['input_size']
     for create in (partial(timm.create_model, 'vit_graft', base=base, pos_enc=pos_enc), partial(
             timm_sape.graft, base, pos_enc)):
-        with pytest.raises(ValueError, match=r'ref_grid_size=\(H, W\)'):
-            create(pretrained_cfg_overlay=cfg, **shape, **kwargs)
         given = create(pretrained_cfg_overlay=cfg, ref_grid_size=(4, 4), **shape, **kwargs)
         torch.testing.assert_close(given.eval()(x), expected(x), rtol=0, atol=1e-5)
+        if model.pos_embed is not None:
+            assert create(pretrained_cfg_overlay=cfg, **shape, **kwargs).ref_grid_size == (4, 4)  # that of the table
+            continue
+        with pytest.raises(ValueError, match=r'ref_grid_size=\(H, W\)'):
+            create(pretrained_cfg_overlay=cfg, **shape, **kwargs)
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'vit_small_patch16_dinov3', 'vit_tiny_r_s16_p8_224'])
+def test_trained_grid_of_a_file(name):
+    """Of patches of another size than the name's, and of a stem that rounds up."""
+    size, patch = (126, {}) if '_s16_' in name else (64, {'patch_size': 8})
+    model = randomised(timm.create_model(name, depth=2, img_size=size, num_classes=5, **patch, **SMALL))
+    grid = model.patch_embed.grid_size
+    cfg = dict(state_dict=model.state_dict(), num_classes=5, input_size=(3, size, size), custom_load=False)
+    kwargs = dict(SMALL, depth=2, num_classes=5, pretrained=True, logit_scaling='log', **patch)
+    full = {**timm.get_pretrained_cfg(name).to_dict(), **cfg}
+    for now in (size, 192):
+        for source in (dict(pretrained_cfg_overlay=cfg), dict(pretrained_cfg=full)):
+            assert timm_sape.graft(name, 'sape2_k', img_size=now, **source, **kwargs).ref_grid_size == grid
+            assert timm.create_model(
+                'vit_graft', base=name, pos_enc='sape2_k', img_size=now, **source, **kwargs).ref_grid_size == grid
 
 
 def test_arguments_of_the_graft_itself():
@@ -434,7 +453,9 @@ def test_changed_models_are_refused():
             (lambda model: setattr(model.blocks[1].attn, 'scale', 1.), 'blocks.1.attn.scale is 1.0, not'),
             (lambda model: setattr(model.blocks[1].mlp.fc2, 'weight', model.blocks[0].mlp.fc2.weight), 'are one param'),
             (lambda model: model.bfloat16().norm.float(), r'norm.weight is torch.float32, cls_token is torch.bfloat16'),
-            (lambda model: setattr(model.norm, 'eps', 1.), 'norm.eps is 1.0, not 1e-06')):
+            (lambda model: setattr(model.norm, 'eps', 1.), 'norm.eps is 1.0, not 1e-06'),
+            (lambda model: setattr(model.patch_embed.proj, 'stride', (8, 8)), r'proj.stride is \(8, 8\), not \(16, 16'),
+            (lambda model: setattr(model, 'extra', torch.nn.Identity()), r'extra is Identity\(\), not NoneType')):
         model = timm.create_model('test_vit')
         change(model)
         with pytest.raises(ValueError, match=message):
@@ -576,7 +597,7 @@ def test_files_of_bases_are_read_as_timm_reads_them(name, saved_at, rename, tmp_
 @pytest.mark.parametrize('shape', [
     dict(reg_tokens=1), dict(reg_tokens=2), dict(reg_tokens=2, img_size=(32, 128)),
     dict(reg_tokens=2, no_embed_class=True)])
-def test_rows_of_registers_as_a_naflexvit(shape, tmp_path):
+def test_rows_of_registers_as_a_naflexvit(shape, tmp_path, monkeypatch):
     """timm would lose them."""
     name = 'vit_tiny_patch16_224'
     shape = {**SMALL, 'img_size': 64, 'depth': 2, 'num_classes': 5, **shape}
@@ -586,12 +607,21 @@ def test_rows_of_registers_as_a_naflexvit(shape, tmp_path):
         'vit_graft', base=name, pos_enc='sape2_k', use_naflex=True, pretrained=True, pretrained_cfg_overlay=cfg,
         **shape)
     assert largest_difference(grafted.eval(), model, images(model)) < 1e-5
+    ruled = timm.create_model(
+        'vit_graft', base=name, pos_enc='sape2_k', use_naflex=True, pretrained=True, pretrained_cfg_overlay=cfg,
+        logit_scaling='log', **shape)
+    assert largest_difference(ruled.eval(), model, images(model)) < 1e-5
     save_for_hf(model, str(tmp_path), safe_serialization=True)
     if 'no_embed_class' in shape:
         assert_same(timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', use_naflex=True, pretrained=True).eval(), model)
+        assert_same(timm_sape.graft(
+            name, 'sape2_k', use_naflex=True, pretrained=True, pretrained_cfg_overlay=cfg, **shape).eval(), model)
     elif model.patch_embed.grid_size == (4, 4):
         with pytest.raises(ValueError, match='rows for register tokens in its table, which timm loses'):
             timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', use_naflex=True, pretrained=True)
+        monkeypatch.setattr(timm.models.vision_transformer, '_USE_NAFLEX_DEFAULT', True)
+        with pytest.raises(ValueError, match='rows for register tokens in its table, which timm loses'):
+            timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', pretrained=True)
 
 
 def test_a_convolutional_stem_at_another_size(tmp_path):
@@ -648,11 +678,21 @@ def test_a_saved_graft_under_the_names_of_the_call_that_made_it(given, tmp_path)
     save_for_hf(grafted, str(tmp_path), safe_serialization=True)
     loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, **given)
     assert_same(loaded.eval(), grafted)
+    assert loaded.pos_enc_kwargs.keys() == grafted.pos_enc_kwargs.keys()
     with pytest.raises(ValueError, match='cannot be changed to'):
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_q')
     with pytest.raises(ValueError, match='cannot be changed to'):
         timm.create_model(
             f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_k', pos_enc_kwargs={'sape2_k': {'init': 0}})
+
+
+def test_a_saved_rule_is_kept_under_another_spelling(tmp_path):
+    kwargs = {'rope2d': {'resolution': 'rescale'}}
+    grafted = timm_sape.graft(base_model('vit_small_patch16_rope_224', **SMALL), 'sape2_k+rope2d', kwargs)
+    save_for_hf(grafted, str(tmp_path), safe_serialization=True)
+    for pos_enc in ('sape2_k', 'auto_sape2_k+rope2d'):
+        loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc=pos_enc)
+        assert loaded.pos_enc_kwargs == grafted.pos_enc_kwargs
 
 
 @pytest.mark.parametrize('left_out', ['blocks.1.', 'blocks.1.mlp.fc1.weight', ''])

@@ -21,6 +21,7 @@ __all__ = [
     'fit_patch_embedding',
     'from_timm',
     'grid_of',
+    'grid_of_table',
     'saved_grids',
     'trained_kernel',
 ]
@@ -37,7 +38,7 @@ def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -
         return checkpoint_filter_fn(entries, model)
     # Not by timm, which knows neither what encodings have saved nor of a convolutional stem before the last kernel.
     prefix = _num_prefix_rows(model)
-    grid = _grid_of_table(entries, model, {prefix})
+    grid = grid_of_table(entries, model, {prefix})
     table = resample_pos_embed(entries.pop('pos_embed'), grid, model.grid_size, prefix)
     return {**checkpoint_filter_fn(entries, model), 'pos_embed': table}
 
@@ -65,7 +66,7 @@ def convert_to_naflex(
         tokens = [name for name in ('cls_token', 'reg_token') if name in out]
         num_prefix_tokens = sum(out[name].shape[1] for name in tokens)
         if rows is not None:
-            grid = grid or _grid_of_table(out, model, {0, num_prefix_tokens})
+            grid = grid or grid_of_table(out, model, {0, num_prefix_tokens})
             split = rows.shape[1] - math.prod(grid)
             if split and model.encodings.acting_on('mix'):
                 raise ValueError(
@@ -135,7 +136,7 @@ def trained_kernel(weight: torch.Tensor, model: nn.Module) -> Tuple[int, int]:
     return model.embeds.patch_size if hasattr(model, 'embeds') else model.kernel_size
 
 
-def _grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
+def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
     """The grid of a plain model's `pos_embed`.
 
     A saved config knows the size of the images. Of a bare file, an encoding that is resized along with the table may
@@ -190,9 +191,10 @@ def _spell(grids: Iterable[GridSize]) -> str:
 def grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
     """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
     if kernel == model.kernel_size and size == getattr(getattr(model, 'patch_embed', None), 'img_size', None):
-        return model.grid_size  # a convolutional stem may round up
+        return model.grid_size  # the size of patches that timm finds for a stem that rounds up is too small
     strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
-    height, width = (size // stride for size, stride in zip(size, strides))
+    has_stem = model.kernel_size != model.patch_size  # of convolutions, which round up
+    height, width = (-(-side // stride) if has_stem else side // stride for side, stride in zip(size, strides))
     return height, width
 
 

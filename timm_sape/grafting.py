@@ -35,6 +35,7 @@ from timm.layers import (
     RotaryEmbeddingCat,
     RotaryEmbeddingMixed,
     get_device_dtype,
+    to_2tuple,
 )
 from timm.models import (
     PretrainedCfg,
@@ -58,7 +59,14 @@ from timm.utils import unwrap_model
 
 from . import checkpoints
 from .attention import adopt_blocks, unknown_blocks
-from .conversion import convert_to_naflex, fit_patch_embedding, from_timm, grid_of
+from .conversion import (
+    GridSize,
+    convert_to_naflex,
+    fit_patch_embedding,
+    from_timm,
+    grid_of,
+    grid_of_table,
+)
 from .encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .entrypoints import build_by_timm
@@ -116,7 +124,8 @@ def graft(
         `use_naflex=True` is among the keywords.
 
     Raises:
-        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it; if an
+        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it (what
+            hooks, patched methods and buffers that are not saved do is not looked at, and is left out); if an
             encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own; if
             nothing says on which grid weights were trained and a rule needs it.
     """
@@ -124,8 +133,8 @@ def graft(
     name = model if isinstance(model, str) else None
     if name is not None:
         model = _build_base(name, partial(timm.create_model, name), **kwargs)
-        if kwargs.get('pretrained') and kwargs.get('use_naflex'):
-            _refuse_lost_rows(name, model)
+        if kwargs.get('pretrained') and isinstance(model, NaFlexVit):
+            _refuse_lost_rows(name, model, kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -150,15 +159,19 @@ def graft(
         pos_enc_kwargs=pos_enc_kwargs,
         **ours,
     )
-    if kwargs.get('pretrained') and ours.get('ref_grid_size') is None and _needs_trained_grid(grafted):
-        overlay = kwargs.get('pretrained_cfg_overlay') or {}
+    is_read = kwargs.get('pretrained') and not kwargs.get('checkpoint_path')
+    if is_read and ours.get('ref_grid_size') is None and _needs_trained_grid(grafted):
+        if ':' not in name:  # the weights may be in a file of the caller, which shows what it was trained on
+            return timm.create_model(
+                'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
         others = {key: value for key, value in kwargs.items() if key not in ('pretrained', *OF_THE_CALL)}
-        _set_trained_grid(
-            grafted, _default_grid(partial(_build_base, name, partial(timm.create_model, name), **others)),
-            is_declared='input_size' in overlay or not overlay.keys() & {*SOURCE})
+        grid = _default_grid(partial(_build_base, name, partial(timm.create_model, name), **others))
+        _set_trained_grid(grafted, grid)
     weights = _weights_for(grafted, model)
+    if is_model_in_modules(cfg['architecture'], ('vision_transformer', 'eva')):  # that take this argument
+        args['use_naflex'] = isinstance(model, NaFlexVit)
     report = checkpoints.misfit(weights, grafted.state_dict(), ignore=tuple(_added(grafted))) or _change(
-        model, partial(timm.create_model, cfg['architecture'], **{k: v for k, v in args.items() if k != 'device'}))
+        model, partial(timm.create_model, cfg['architecture'], **args))
     if report:
         raise ValueError(
             f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
@@ -196,21 +209,22 @@ def _build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.M
         raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
 
 
-def _refuse_lost_rows(name: str, model: nn.Module) -> None:
+def _refuse_lost_rows(name: str, model: NaFlexVit, kwargs: Mapping[str, Any]) -> None:
     """
     Raises:
-        ValueError: If timm has loaded a plain ViT's table into a NaFlexVit without the rows of register tokens: it adds
-            those of a class token to that token, and those of registers only if there is no class token.
+        ValueError: If timm has loaded a plain model's table into a NaFlexVit without the rows of register tokens: it
+            adds those of a class token to that token, and those of registers only if there is no class token.
     """
-    tokens = getattr(model, 'embeds', None)
-    if tokens is None or tokens.cls_token is None or tokens.reg_token is None:
+    if model.embeds.cls_token is None or model.embeds.reg_token is None or is_model_in_modules(
+            model.pretrained_cfg['architecture'], ('naflexvit',)):
         return
+    others = {key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')}
     with torch.device('meta'):
-        plain = timm.create_model(name, use_naflex=False)
-    if isinstance(plain, VisionTransformer) and plain.pos_embed is not None and not plain.no_embed_class:
+        plain = timm.create_model(name, **{**others, 'use_naflex': False})
+    if plain.pos_embed is not None and not plain.no_embed_class:
         raise ValueError(
-            f'{name!r} has rows for register tokens in its table, which timm loses with use_naflex=True. Leave '
-            "use_naflex out, or create 'vit_graft' with use_naflex=True and the file in pretrained_cfg_overlay.")
+            f'{name!r} has rows for register tokens in its table, which timm loses when it builds it as NaFlexVit. '
+            "Leave use_naflex out, or create 'vit_graft' with use_naflex=True and the file in pretrained_cfg_overlay.")
 
 
 def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
@@ -241,66 +255,55 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
         model: The model.
         build: Builds it again.
     """
+    (first, start), *_ = model.named_parameters()
     names: Dict[nn.Parameter, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if p in names:
             return f'{names[p]} and {name} are one parameter'
+        if p.dtype != start.dtype:
+            return f'{name} is {p.dtype}, {first} is {start.dtype}'
         names[p] = name
-        if p.dtype != next(iter(names)).dtype:
-            return f'{name} is {p.dtype}, {next(iter(names.values()))} is {next(iter(names)).dtype}'
     with torch.device('meta'):
         modules = dict(build().named_modules())
     for name, module in model.named_modules():
         if isinstance(module, PatchDropout) or name == 'patch_drop':
             continue  # the graft takes it over
-        first = modules[name]
-        if type(module) is not type(first):
-            return f'{name} is {module}, not {first}'
-        for key, value in vars(first).items():
+        if type(module) is not type(modules.get(name)):
+            now, then = (
+                type(m).__name__ if m is None or any(m.children()) else str(m) for m in (module, modules.get(name)))
+            return f'{name or "it"} is {now}, not {then}'
+        for key, then in vars(modules[name]).items():
             now = getattr(module, key, None)
-            if isinstance(value, (bool, int, float, str)) and key not in FREE and now != value:
-                return f'{name or "model"}.{key} is {now!r}, not {value!r}'
+            if isinstance(then, (bool, int, float, str, tuple)) and key not in FREE and (
+                    type(now) is not type(then) or now != then):
+                return f'{name or "model"}.{key} is {now!r}, not {then!r}'
     return ''
 
 
 def _needs_trained_grid(model: PosEncModel) -> bool:
-    """Whether what a graft has of its base, its encoding or all logits, depends on the grid that it was trained on.
-
-    Grafted encodings do not: they contribute zero, and are trained on the grid that the model has now.
-    """
+    """Whether what a graft has of its base, its encoding or all logits, depends on the grid that it was trained on."""
     return any(
         isinstance(encoding, ReferenceGridEncoding) and encoding.saved_grid_size() is not None
         for path, encoding in model.position_encodings().items() if not is_auto(path.rpartition('.')[2]))
 
 
-def _default_grid(build: Callable[[], nn.Module]) -> Tuple[int, int]:
-    """(H, W) of what timm builds if it is not told the size of images and patches: that of the weights."""
+def _default_grid(build: Callable[[], nn.Module]) -> GridSize:
+    """(H, W) of the images that a model of timm is for, if it is not told the size of images and patches."""
     with torch.device('meta'):
         model = build()
-    if isinstance(model, NaFlexVit):
-        return tuple(model.embeds.pos_embed_grid_size or (16, 16))  # timm's default
-    return tuple(model.patch_embed.grid_size)
+    if not isinstance(model, NaFlexVit):
+        return tuple(model.patch_embed.grid_size)
+    # its table may have any size
+    size = to_2tuple(get_model_args(model).get('img_size') or model.pretrained_cfg['input_size'][-2:])
+    return tuple(side // patch for side, patch in zip(size, model.embeds.patch_size))
 
 
-def _set_trained_grid(model: PosEncModel, grid: Tuple[int, int], is_declared: bool) -> None:
-    """Tell the encodings on which grid the weights of the base were trained.
-
-    Args:
-        model: The graft.
-        grid: The grid.
-        is_declared: Whether the caller has said so. If not, it is the base's default, which another file need not have.
-
-    Raises:
-        ValueError: If it is not declared, and not the grid of the model.
-    """
-    if not is_declared and grid != model.grid_size:
-        raise ValueError(
-            'The rule for other sizes needs the grid that the weights were trained on, which this file does not say. '
-            'Give ref_grid_size=(H, W), in patches, or the size of the images: pretrained_cfg_overlay=dict(file=..., '
-            'input_size=(3, height, width)).')
-    for encoding in model.position_encodings().values():
-        if isinstance(encoding, ReferenceGridEncoding):
-            encoding.set_ref_grid_size(grid)
+def _set_trained_grid(model: PosEncModel, grid: GridSize) -> None:
+    """Set the grid of what the base has, and of the grafted encodings too: a model has one `ref_grid_size`."""
+    with torch.random.fork_rng(devices=[]):  # tables of another size are drawn again
+        for encoding in model.position_encodings().values():
+            if isinstance(encoding, ReferenceGridEncoding):
+                encoding.set_ref_grid_size(grid)
 
 
 def _is_ours(
@@ -573,8 +576,7 @@ class _Builder:
         model = _adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
         if self.load_base and self.ref_grid_size is None and _needs_trained_grid(model):
-            grid = _default_grid(partial(self._build, False, self.cfg, OF_THE_CALL))
-            _set_trained_grid(model, grid, is_declared=True)
+            _set_trained_grid(model, _default_grid(partial(self._build, False, self.cfg, OF_THE_CALL)))
         return model
 
     def filter(self, state_dict: Dict[str, torch.Tensor], model: PosEncModel) -> Dict[str, torch.Tensor]:
@@ -583,8 +585,7 @@ class _Builder:
         is_of_base = 'pos_enc' not in model.pretrained_model_args and not any(
             'encodings.' in name for name in state_dict)
         if is_of_base and self.ref_grid_size is None and _needs_trained_grid(model):
-            kernel = checkpoints.kernel_of(state_dict, model)
-            _set_trained_grid(model, grid_of(model, self.cfg.input_size[-2:], kernel), self.declares_size)
+            _set_trained_grid(model, self._trained_grid(state_dict, model))
         own = model.state_dict()
         added = {name: own[name] for name in _added(model)}
         # timm's NaFlexVit loses rows of registers in a plain ViT's table
@@ -599,7 +600,29 @@ class _Builder:
                 pass  # the code below loads it, or raises a better message about what does not fit
         if not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
-        return checkpoints.filter_state_dict(state_dict, model, self.ref_grid_size)
+        given = model.ref_grid_size if is_of_base and _needs_trained_grid(model) else self.ref_grid_size
+        return checkpoints.filter_state_dict(state_dict, model, given)
+
+    def _trained_grid(self, state_dict: Mapping[str, torch.Tensor], model: PosEncModel) -> GridSize:
+        """The grid that a file of the caller was trained on: what was declared, else that of its table.
+
+        Raises:
+            ValueError: If it has no table, and the size of the base is not that of the model.
+        """
+        kernel = checkpoints.kernel_of(state_dict, model)
+        by_size = grid_of(model, self.cfg.input_size[-2:], kernel)
+        table = state_dict.get('embeds.pos_embed', state_dict.get('pos_embed'))
+        if self.declares_size or table is None and by_size == model.grid_size:
+            return by_size
+        if table is None:
+            raise ValueError(
+                'The rule for other sizes needs the grid that the weights were trained on, which this file does not '
+                'say. Give ref_grid_size=(H, W), in patches, or the size of the images: pretrained_cfg_overlay=dict('
+                'file=..., input_size=(3, height, width)).')
+        if table.ndim == 4:
+            return tuple(table.shape[1:3])
+        tokens = [state_dict[name].shape[1] for name in ('cls_token', 'dist_token', 'reg_token') if name in state_dict]
+        return grid_of_table(state_dict, model, {0, sum(tokens)})
 
     def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
         """The base with these weights and their numbers of classes and input channels, which timm adapts later."""
@@ -685,14 +708,17 @@ def _create(
         cfg = replace(base_cfg, architecture=variant)
     cfg = resolve_pretrained_cfg(variant, cfg, pretrained_cfg_overlay)
     is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
-    declares_size = isinstance(pretrained_cfg, PretrainedCfg) or any(
-        'input_size' in given for given in (pretrained_cfg, pretrained_cfg_overlay) if isinstance(given, dict))
+    # others have the size of timm's weights, or that of its dataclass, by default
+    declares_size = 'input_size' in (pretrained_cfg_overlay or {}) or cfg.input_size not in (
+        base_cfg.input_size, PretrainedCfg().input_size)
 
     saved = kwargs.get('pretrained_model_args') or {}
-    if saved.get('pos_enc_kwargs') and pos_enc_kwargs == saved['pos_enc_kwargs'] and {
-            name.removeprefix(AUTO) for name in pos_enc_kwargs} - {
-            part.removeprefix(AUTO) for part in parse_pos_enc(pos_enc)}:
-        pos_enc_kwargs = None  # timm passes the saved keywords on even if the caller gave another pos_enc
+    if saved.get('pos_enc') != pos_enc and saved.get('pos_enc_kwargs') and pos_enc_kwargs == saved['pos_enc_kwargs']:
+        # timm passes the saved keywords on even if the caller gave another pos_enc; here it may be spelled otherwise
+        given, parts = parse_pos_enc(pos_enc).keys() - {'nope'}, parse_pos_enc(saved['pos_enc']).keys()
+        given |= {part for part in parts if not is_auto(part)}  # which the base has
+        if {part.removeprefix(AUTO) for part in given} != {part.removeprefix(AUTO) for part in parts}:
+            pos_enc_kwargs = None
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
         load_base=pretrained and not is_own_source, declares_size=declares_size)

@@ -103,6 +103,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
         check_ref_grid_size(ref_grid_size)
         check_logit_scaling(logit_scaling)
+        if asked['fc_norm'] is None:  # as the plain model, so that their checkpoints fit each other
+            kwargs['fc_norm'] = asked['global_pool'] in ('avg', 'avgmax', 'max')
         super().__init__(
             replace(cfg, pos_embed='learned', pos_embed_grid_size=None, rope_type='', block_fn=None, attn_layer=None),
             in_chans=in_chans,

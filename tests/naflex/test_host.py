@@ -53,7 +53,7 @@ def test_entrypoints_mirror_the_plain_ones():
     model = timm.create_model('naflexvit_tiny_sape2_k_ape')
     assert isinstance(model, NaFlexVitPosEnc) and model.pos_enc == 'ape+sape2_k'
     assert model.default_cfg['first_conv'] == 'embeds.proj' and not model.default_cfg['fixed_input_size']
-    for pool in ('token', 'avg'):  # the norm is where the plain model has it
+    for pool in ('token', 'avg', 'avgmax', 'max'):  # the norm is where the plain model has it
         plain, naflex = (
             timm.create_model(name, global_pool=pool) for name in ('test_vit_rope2d', 'test_naflexvit_rope2d'))
         assert (type(plain.norm), type(plain.fc_norm)) == (type(naflex.norm), type(naflex.fc_norm))
