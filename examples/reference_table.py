@@ -331,7 +331,6 @@ def merge(args):
                 if result.status != 'finished' and run.seed != TRIAL_SEED]
             if unfinished:
                 raise ValueError(f'{path}: not finished: {", ".join(unfinished)}')
-            _refuse_other_images(lines, args.output / ARCHIVE, path)
             archive_runs(expected, folder, args.output / ARCHIVE)
         known = read_measures(args.output)
         with open(args.output / MEASURES, 'a') as f:
@@ -340,19 +339,6 @@ def merge(args):
                     f.write(json.dumps(line, ensure_ascii=False) + '\n')
         print(f'{args.output}: {label}, {len(expected) - len(SHARES)} seeds')
     return 0
-
-
-def _refuse_other_images(lines, archive, path):
-    """Raise ValueError if runs were trained on other images than those of the archive."""
-    there = archive.read_text().splitlines() if archive.exists() else []
-    images = {}
-    for line in (*map(json.loads, there), *lines):
-        for start in line['starts']:
-            for split, found in start.get('images', {}).items():
-                if images.setdefault(split, found) != found:
-                    raise ValueError(
-                        f'{path}: {line["label"]} has other images of {split!r} than {archive}: {found}, not '
-                        f'{images[split]}')
 
 
 def main():

@@ -31,7 +31,6 @@ import os
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean
@@ -52,7 +51,15 @@ from timm_sape.analysis.figures import new_figure
 from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
 from timm_sape.analysis.maps import logits_of, record_calls, watched_module
 from timm_sape.lab.evaluate import predict, top_k_correct
-from timm_sape.lab.experiment import check_splits, images_in, lock, refuse_other_images, trained_models, write_text
+from timm_sape.lab.experiment import (
+    alone,
+    check_splits,
+    images_in,
+    lock,
+    refuse_other_images,
+    trained_models,
+    write_text,
+)
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
@@ -259,17 +266,6 @@ def refuse_begun_otherwise(lines, settings, weights, output):
                     f'is {new}. Use the former, or name another --output.')
 
 
-@contextmanager
-def alone(output):
-    """Wait until no other process writes to the folder."""
-    while (held := lock(output / '.locks' / 'output')) is None:
-        time.sleep(0.1)
-    try:
-        yield
-    finally:
-        os.close(held)
-
-
 def work(args, trained, seeds, settings, weights):
     """Train and test what is missing; write all files after each model."""
     path = args.output / 'retrofit.jsonl'
@@ -278,7 +274,7 @@ def work(args, trained, seeds, settings, weights):
         *((run, name) for run in trained if run.seed in seeds for name in (UNCHANGED, *args.encodings))]
 
     def update(new=()):
-        with alone(args.output):
+        with alone(path):
             lines = [*read_lines(path), *new]
             refuse_begun_otherwise(lines, settings, weights, args.output)
             write_text(path, ''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))

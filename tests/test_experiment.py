@@ -10,6 +10,7 @@ import shutil
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,7 +24,7 @@ from PIL import Image
 from timm_sape.analysis.figures import new_figure
 from timm_sape.cli import main
 from timm_sape.lab import experiment, intervals
-from timm_sape.lab.experiment import records, report, runner, trial
+from timm_sape.lab.experiment import records, report, results, runner, trial
 from timm_sape.lab.experiment.plan import load_plan, script_options, split_folder
 
 CHECKOUT = Path(__file__).parents[1]
@@ -402,10 +403,10 @@ def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
         row = json.loads((tmp_path / 'B').read_text())
         change(row)
         (tmp_path / 'changed').write_text(json.dumps(row))
-        before = {path.name: path.read_text() for path in merged.iterdir()}
+        before = {path.name: path.read_text() for path in merged.iterdir() if path.is_file()}
         assert reference('merge', tmp_path / 'changed', output=merged) == 2
         assert message in capsys.readouterr().err
-        assert {path.name: path.read_text() for path in merged.iterdir()} == before
+        assert {path.name: path.read_text() for path in merged.iterdir() if path.is_file()} == before
 
     def other_rate(row):
         row['learning_rate'] = .001
@@ -418,7 +419,9 @@ def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
     refused(lambda row: row.pop('runs'), 'is no file of `row`')
     refused(other_rate, 'was started with lr 0.0005, now it is 0.001')
     refused(other_seed, 'not finished: B, seed 2')
-    refused(lambda row: row['runs'][0]['starts'][0]['images'].update(train='1 files, 0'), "has other images of 'train'")
+    refused(
+        lambda row: row['runs'][0]['starts'][0]['images'].update(train='1 files, 0'),
+        "has other images of 'train' than runs in")
     refused(lambda row: row.update(model='D'), "the plan has no model 'D'")
 
 
@@ -484,7 +487,8 @@ def test_archive(lab, capsys):
     kept = lab.folder / 'new' / 'kept'
     capsys.readouterr()
     assert lab('--archive', kept) == 0
-    assert capsys.readouterr().out == f'{kept}/runs.jsonl: 3 of 6 runs\n' and len(list(kept.iterdir())) == 1
+    assert capsys.readouterr().out == f'{kept}/runs.jsonl: 3 of 6 runs\n'
+    assert {path.name for path in kept.iterdir()} == {'.locks', 'runs.jsonl'}
     assert lab('--models', 'A') == 0 and lab('--archive', kept) == 0
     text = (kept / 'runs.jsonl').read_text()
     assert lab('--archive', kept) == 0 and (kept / 'runs.jsonl').read_text() == text  # nothing is stored twice
@@ -538,6 +542,42 @@ def test_archive_guards_its_runs(lab, capsys):
     (lab.folder / 'data' / 'train' / 'a' / '1.png').unlink()
     assert lab('--output', kept, '--seeds', 2) == 2
     assert f'A, seed 1 in {kept}/runs.jsonl was trained on other images' in capsys.readouterr().err
+
+
+def test_archive_is_written_by_one_process_at_a_time(lab, monkeypatch):
+    """Another one that archives in between waits, and no line is lost."""
+    assert lab() == 0
+    runs, path = load_plan(lab.folder / 'plan.yaml').runs, lab.folder / 'kept' / 'runs.jsonl'
+    write, threads = results.write_text, []
+
+    def write_late(path, text):
+        if not threads:
+            threads.append(threading.Thread(target=results.archive_runs, args=(runs[2:], lab.output, path)))
+            threads[0].start()
+            threads[0].join(0.5)
+        write(path, text)
+
+    monkeypatch.setattr(results, 'write_text', write_late)
+    results.archive_runs(runs[:2], lab.output, path)
+    threads[0].join()
+    assert len(archived(lab, path.parent)) == 4
+
+
+def test_archive_does_not_mix_trainings(lab, capsys):
+    """Another training of a run that is there, or runs on other images, are refused."""
+    kept, other = lab.folder / 'kept', lab.folder / 'other'
+    assert lab('--seeds', 1) == 0 and lab('--archive', kept) == 0
+    text = (kept / 'runs.jsonl').read_text()
+    shutil.copytree(lab.output, other)
+    summary = other / 'A' / 'seed1' / 'summary.csv'
+    summary.write_text(summary.read_text().replace('1.7', '1.6'))
+    assert lab('--output', other, '--archive', kept) == 2
+    assert f'{kept}/runs.jsonl has another training of A, seed 1' in capsys.readouterr().err
+    shutil.rmtree(other)
+    (lab.folder / 'data' / 'train' / 'a' / '1.png').unlink()
+    assert lab('--output', other, '--seeds', 2) == 0 and lab('--output', other, '--archive', kept) == 2
+    assert f"A, seed 2 has other images of 'train' than runs in {kept}/runs.jsonl" in capsys.readouterr().err
+    assert (kept / 'runs.jsonl').read_text() == text
 
 
 @pytest.mark.parametrize('line', ['{"label": "A"', '{"label": "A"}', '[]', '{"epochs": {"epoch": [1], "lr": []}}'])

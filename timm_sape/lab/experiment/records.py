@@ -5,17 +5,19 @@ import json
 import math
 import os
 import re
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from timm.utils import load_checkpoint_metadata
 
 from .plan import Run
 
 __all__ = [
-    'ENDED', 'Record', 'Trained', 'last_checkpoint', 'loading_share', 'lock', 'lock_path', 'not_finite', 'read_summary',
-    'trained_models', 'write_summary', 'write_text',
+    'ENDED', 'Record', 'Trained', 'alone', 'last_checkpoint', 'loading_share', 'lock', 'lock_path', 'not_finite',
+    'read_summary', 'trained_models', 'write_summary', 'write_text',
 ]
 
 ENDED = ('finished', 'crashed', 'diverged')
@@ -175,6 +177,17 @@ def lock(path: Path, how: int = fcntl.LOCK_EX) -> Optional[int]:
         os.close(descriptor)
         return None
     return descriptor
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process works on a file, and lock it in `.locks` beside it."""
+    while (held := lock(path.parent / '.locks' / path.name)) is None:
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 class Trained(NamedTuple):

@@ -9,12 +9,12 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import yaml
 
 from .plan import ARCHIVE, Run
-from .records import ENDED, Record, loading_share, lock, lock_path, read_summary, write_text
+from .records import ENDED, Record, alone, loading_share, lock, lock_path, read_summary, write_text
 
 __all__ = ['Result', 'archive_runs', 'changed_option', 'read_archive', 'read_results']
 
@@ -117,30 +117,48 @@ def archive_runs(runs: Sequence[Run], output: Path, path: Path) -> int:
     Args:
         runs: Those that have not ended are skipped.
         output: Where they are.
-        path: The archive.
+        path: The archive. Another process that writes to it is waited for.
 
     Returns:
         How many runs were added or replaced.
 
     Raises:
-        ValueError: If the archive has one of the runs with other options, or a file cannot be read.
+        ValueError: If the archive has one of the runs with other options, or finished with other results; if it has
+            runs on other images; or if a file cannot be read.
     """
-    archived = read_archive(path)
-    ended = {
-        (run.label, run.seed): result for run, result in zip(runs, read_results(runs, output))
-        if result.status in ENDED}
-    for (label, seed), result in ended.items():
-        old = archived.get((label, seed))
-        key = changed_option(old.config, result.config) if old is not None else None
-        if key is not None:
-            raise ValueError(
-                f'{path} has {label}, seed {seed} with {key} {old.config.get(key)!r}, and in {output} it is '
-                f'{result.config.get(key)!r}; name another folder, or remove the line')
-    archived.update(ended)
-    lines = [_line(label, seed, result) for (label, seed), result in sorted(archived.items(), key=lambda run: run[0])]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, ''.join(lines))
+    with alone(path):
+        archived = read_archive(path)
+        ended = {
+            (run.label, run.seed): result for run, result in zip(runs, read_results(runs, output))
+            if result.status in ENDED}
+        for (label, seed), result in ended.items():
+            old = archived.get((label, seed))
+            key = changed_option(old.config, result.config) if old is not None else None
+            if key is not None:
+                raise ValueError(
+                    f'{path} has {label}, seed {seed} with {key} {old.config.get(key)!r}, and in {output} it is '
+                    f'{result.config.get(key)!r}; name another folder, or remove the line')
+            if old is not None and old.status == 'finished' and old.epochs != result.epochs:
+                raise ValueError(
+                    f'{path} has another training of {label}, seed {seed}, with other losses or accuracy than in '
+                    f'{output}; name another folder, or remove the line')
+        _refuse_mixed_images([*archived.items(), *ended.items()], path)
+        archived.update(ended)
+        ordered = sorted(archived.items(), key=lambda run: run[0])
+        write_text(path, ''.join(_line(label, seed, result) for (label, seed), result in ordered))
     return len(ended)
+
+
+def _refuse_mixed_images(results: Iterable[Tuple[Tuple[str, int], Result]], path: Path) -> None:
+    """Raise ValueError if a run was trained on other images than those before it."""
+    images = {}
+    for (label, seed), result in results:
+        for start in result.record.starts:
+            for split, found in start.get('images', {}).items():
+                if images.setdefault(split, found) != found:
+                    raise ValueError(
+                        f'{label}, seed {seed} has other images of {split!r} than runs in {path}: {found}, not '
+                        f'{images[split]}; name another folder')
 
 
 def _line(label: str, seed: int, result: Result) -> str:
