@@ -11,8 +11,10 @@ at 1.5 and 2 times the size, with each rule that the encoding has for other size
 images shifted by 4 pixels; and Position-SHAP.
 
 `run` works model by model and continues where it stopped. `runs.jsonl` and `measures.jsonl` in the output folder keep
-all that the table needs; once a run is in both, its folder may be deleted. `row` writes what is known of one model to a
-file, and `merge` adds such a file to another folder, if it was trained as the plan says and on the same images:
+all that the table needs; once a run is in both, its folder may be deleted. Each measure names its training, so if a run
+is trained again, it is measured again. `row` writes what is known of one model to a file, if all its seeds are trained
+and measured. `merge` adds such a file to another folder, if it was trained as the plan says, on the same images, and
+that folder has no other training of it:
 
     python examples/reference_table.py row 'RoPE-2D' --output reference_runs --file rope2d.json
     python examples/reference_table.py merge rope2d.json --output results/cpu_cifar10/reference
@@ -36,6 +38,7 @@ from timm_sape.analysis import position_shap
 from timm_sape.analysis.inputs import load_images, load_model, open_dataset, preprocessing
 from timm_sape.lab.experiment import (
     ARCHIVE,
+    alone,
     archive_runs,
     check_splits,
     load_plan,
@@ -48,6 +51,7 @@ from timm_sape.lab.experiment import (
     script_options,
     summary_table,
     trained_with,
+    write_text,
 )
 from timm_sape.lab.intervals import corrected_intervals, spread
 from timm_sape.lab.machine import about
@@ -121,10 +125,39 @@ def measure(checkpoint, data_dir):
     }
 
 
+def training_of(result):
+    """What tells a training from others with the same options: a hash of its losses and accuracy."""
+    return _digest(result.epochs)[:12]
+
+
 def read_measures(output):
     path = output / MEASURES
     lines = path.read_text().splitlines() if path.exists() else []
     return {(line['model'], line['seed']): line for line in map(json.loads, lines)}
+
+
+def measures_of(runs, output):
+    """The measures of runs, by label and seed, without those of another training. Old lines do not say of which."""
+    lines, found = read_measures(output), {}
+    for run, result in zip(runs, read_results(runs, output)):
+        line, training = lines.get((run.label, run.seed)), training_of(result)
+        if line is not None and line.get('training', training) == training:
+            found[run.label, run.seed] = line
+    return found
+
+
+def keep_measures(lines, output):
+    """Add lines to the measures, in place of those of the same label and seed."""
+    path = output / MEASURES
+    with alone(path):
+        lines = {**read_measures(output), **{(line['model'], line['seed']): line for line in lines}}
+        write_text(path, ''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines.values()))
+
+
+def refuse_unmeasured(runs, measures, advice):
+    missing = [run.name for run in runs if (run.label, run.seed) not in measures]
+    if missing:
+        raise ValueError(f'there are no measures of this training of: {", ".join(missing)}; {advice}')
 
 
 def tell(line):
@@ -152,16 +185,15 @@ def train(args):
         runs = with_rates(plan, {label: rate}).runs
         run_all(runs, args.output, **options)
         archive_runs(runs, args.output, args.output / ARCHIVE)
-        failed += sum(result.status != 'finished' for result in read_results(runs, args.output))
-        measured = read_measures(args.output)
-        for each in runs:
+        results, measured = read_results(runs, args.output), measures_of(runs, args.output)
+        failed += sum(result.status != 'finished' for result in results)
+        for each, result in zip(runs, results):
             checkpoint = each.folder(args.output) / 'last.pth.tar'
-            if (each.label, each.seed) in measured or not checkpoint.exists():
+            if (each.label, each.seed) in measured or result.status != 'finished' or not checkpoint.exists():
                 continue
-            line = {'model': each.label, 'seed': each.seed, **measure(str(checkpoint), args.data_dir)}
-            line['measured_on'] = about(torch.device('cpu'))
-            with open(args.output / MEASURES, 'a') as f:
-                f.write(json.dumps(line, ensure_ascii=False) + '\n')
+            keep_measures([{
+                'model': each.label, 'seed': each.seed, 'training': training_of(result),
+                **measure(str(checkpoint), args.data_dir), 'measured_on': about(torch.device('cpu'))}], args.output)
     return failed
 
 
@@ -174,8 +206,8 @@ def table(args):
     planned = plan.labels
     comparisons = len(planned) - 1  # of the whole plan, also while it is being trained
     plan = with_rates(plan, rates)
-    rows, measures = rows_of(plan, args.output), read_measures(args.output)
-    columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed'})
+    rows, measures = rows_of(plan, args.output), measures_of(plan.runs, args.output)
+    columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed', 'training'})
     names = {run.label: timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs']).pos_enc
              for run in plan.runs[:len(plan.labels)]}
     write_csv([{
@@ -281,10 +313,11 @@ def write_row(args):
     missing = [run.name for run, result in zip(runs, results) if result.status != 'finished']
     if missing:
         raise ValueError(f'not finished: {", ".join(missing)}; `run --models {args.label!r}` continues')
+    measures = measures_of(runs, args.output)
+    refuse_unmeasured(runs, measures, f'`run --models {args.label!r}` measures those that have checkpoints')
     with tempfile.TemporaryDirectory() as scratch:
         archive_runs([*trials_of(first).values(), *runs], args.output, Path(scratch, ARCHIVE))
         lines = [json.loads(line) for line in Path(scratch, ARCHIVE).read_text().splitlines()]
-    measures = [line for (label, _), line in read_measures(args.output).items() if label == args.label]
     row = {
         'plan': args.plan.stem,
         'model': args.label,
@@ -295,7 +328,7 @@ def write_row(args):
            for key in ('hardware', 'commit', 'torch', 'timm', 'timm_sape')},
         'sha256_of_args': {f'{line["label"]}, seed {line["seed"]}': _digest(line['args']) for line in lines},
         'runs': lines,
-        'measures': measures,
+        'measures': list(measures.values()),
     }
     args.file.write_text(json.dumps(row, ensure_ascii=False, indent=1) + '\n')
     print(f'{args.file}: {args.label}, {len(runs)} seeds, {spread(list(row["top1"].values()))} %')
@@ -319,7 +352,8 @@ def merge(args):
         if hashes != row.get('sha256_of_args'):
             raise ValueError(f'{path}: the options of a run are not those that it was written with')
         first = plan.select([label], None)[0]
-        expected = [*trials_of(first).values(), *with_rates(plan, {label: rate}).runs]
+        runs = with_rates(plan, {label: rate}).runs
+        expected = [*trials_of(first).values(), *runs]
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             (folder / ARCHIVE).write_text(''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
@@ -331,12 +365,13 @@ def merge(args):
                 if result.status != 'finished' and run.seed != TRIAL_SEED]
             if unfinished:
                 raise ValueError(f'{path}: not finished: {", ".join(unfinished)}')
+            keep_measures(measures, folder)
+            found = measures_of(runs, folder)
+            refuse_unmeasured(runs, found, f'write {path} again')
             archive_runs(expected, folder, args.output / ARCHIVE)
-        known = read_measures(args.output)
-        with open(args.output / MEASURES, 'a') as f:
-            for line in measures:
-                if (line['model'], line['seed']) not in known:
-                    f.write(json.dumps(line, ensure_ascii=False) + '\n')
+        known = measures_of(runs, args.output)
+        old = {key: known.get(key, {}) for key in found}
+        keep_measures([{**old[key], **line} for key, line in found.items() if line.keys() - old[key]], args.output)
         print(f'{args.output}: {label}, {len(expected) - len(SHARES)} seeds')
     return 0
 

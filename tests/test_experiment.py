@@ -303,8 +303,9 @@ def reference(lab, monkeypatch):
     spec = importlib.util.spec_from_file_location('reference_table', CHECKOUT / 'examples' / 'reference_table.py')
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir: {
-        'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90., 'pshap': .25})
+    measured = {
+        'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90., 'pshap': .25}
+    monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir: dict(measured))
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=.001)
     lab.plan({
         'A': {'model': 'test_vit_ape', 'model_kwargs': {'best_rate': .001, 'top1': {1: 50, 2: 52}}},
@@ -323,6 +324,7 @@ def reference(lab, monkeypatch):
             example.main()
         return exit.value.code
 
+    call.measured = measured
     call.training = ['run', '--data-dir', lab.folder / 'data', '--script', lab.script, '--jobs', 2]
     return call
 
@@ -383,6 +385,61 @@ def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsy
     assert found['A, 4 heads'] == ['A', '+4.00']
     dunnett, = (line.split(' | ')[8] for line in table.splitlines() if line.startswith('| B, 4 heads'))
     assert not dunnett.strip()  # Dunnett's comparisons have one control
+
+
+def train_again(lab, reference):
+    """Train B once more with the same options but other losses, in the same folder; its measures differ, too."""
+    shutil.rmtree(lab.output / 'B')
+    path = lab.output / 'runs.jsonl'
+    path.write_text(''.join(line for line in path.read_text().splitlines(True) if '"label": "B"' not in line))
+    lab.script.write_text(STAND_IN.replace('2 - epoch / 10', '2 - epoch / 9'))
+    reference.measured['top1_48px_own'] = 41.
+    assert reference(*reference.training, '--models', 'B') == 0
+
+
+def test_measures_are_of_the_training_beside_them(lab, reference, tmp_path, capsys):
+    """What is trained again is measured again. A row needs measures of all its seeds."""
+    assert reference(*reference.training) == 1
+    path = lab.output / 'measures.jsonl'
+    before = path.read_text().splitlines(True)
+    train_again(lab, reference)
+    after = path.read_text().splitlines(True)
+    found = [(line['model'], line['seed'], line['top1_48px_own']) for line in map(json.loads, after)]
+    assert found == [('A', 1, 40.), ('A', 2, 40.), ('B', 1, 41.), ('B', 2, 41.)]
+    capsys.readouterr()
+    for lines in ([*after[:2], after[3]], [*after[:2], before[2], after[3]]):
+        path.write_text(''.join(lines))
+        assert reference('row', 'B', '--file', tmp_path / 'B') == 2 and not (tmp_path / 'B').exists()
+        assert "no measures of this training of: B, seed 1; `run --models 'B'` measures" in capsys.readouterr().err
+        assert reference('table') == 0 and '| 41.0 | 30.0 |' in capsys.readouterr().out  # of seed 2 alone
+
+
+def test_rows_are_added_with_their_own_measures(lab, reference, tmp_path, capsys):
+    assert reference(*reference.training) == 1
+    merged = tmp_path / 'merged'
+    rows = []
+    for name in ('first', 'second'):
+        assert reference('row', 'B', '--file', tmp_path / name) == 0
+        rows.append(json.loads((tmp_path / name).read_text()))
+        if name == 'first':
+            assert reference('merge', tmp_path / name, output=merged) == 0
+            train_again(lab, reference)
+    before = [(merged / name).read_text() for name in ('runs.jsonl', 'measures.jsonl')]
+    capsys.readouterr()
+    assert reference('merge', tmp_path / 'second', output=merged) == 2
+    assert f'{merged}/runs.jsonl has another training of B, seed 1' in capsys.readouterr().err
+    for measures in (rows[0]['measures'], rows[1]['measures'][:1]):
+        (tmp_path / 'mixed').write_text(json.dumps({**rows[1], 'measures': measures}))
+        assert reference('merge', tmp_path / 'mixed', output=tmp_path / 'new') == 2
+        assert 'B, seed 2; write ' in capsys.readouterr().err and not (tmp_path / 'new').exists()
+    for line in rows[0]['measures']:
+        del line['training']  # as earlier versions wrote them
+    (tmp_path / 'old').write_text(json.dumps(rows[0]))
+    for output in (merged, tmp_path / 'new'):
+        assert reference('merge', tmp_path / 'old', output=output) == 0
+    assert [(merged / name).read_text() for name in ('runs.jsonl', 'measures.jsonl')] == before
+    found = [json.loads(line) for line in (tmp_path / 'new' / 'measures.jsonl').read_text().splitlines()]
+    assert found == rows[0]['measures']
 
 
 def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
