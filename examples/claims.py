@@ -63,7 +63,7 @@ def kept(values, start, chance):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('runs', type=Path, help='output folder of `timm-sape experiment`')
-    parser.add_argument('--data-dir', required=True, help='test images')
+    parser.add_argument('--data-dir', required=True, help='has test')
     parser.add_argument('--output', type=Path, required=True, help='folder for two CSV files')
     parser.add_argument('--sizes', type=int, nargs='+', default=[24, 28, 40, 48, 64], help='besides the trained one')
     parser.add_argument('--shifts', type=int, nargs='+', default=[1, 2, 4, 8], help='pixels')
@@ -79,7 +79,7 @@ def main():
         if args.baseline not in {run.label for run in trained}:
             raise ValueError(f'{args.runs} has no finished run of {args.baseline!r}; name another --baseline')
         args.output.mkdir(parents=True, exist_ok=True)
-        data = open_dataset(args.data_dir)
+        data = open_dataset(args.data_dir, split='test')
         model = load_model(str(trained[0].checkpoint))
         own_size, chance = model.patch_embed.img_size[0], 100 / model.num_classes
         sizes = sorted({own_size, *args.sizes})

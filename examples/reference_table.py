@@ -107,7 +107,7 @@ def with_rates(plan, rates):
 
 def measure(checkpoint, data_dir):
     """Measure what the table shows beside accuracy."""
-    data = open_dataset(data_dir)
+    data = open_dataset(data_dir, split='test')
     model = load_model(checkpoint)
     size = model.patch_embed.img_size[0]
     options = dict(batch_size=250, progress=False)

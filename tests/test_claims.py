@@ -315,10 +315,12 @@ def test_claims_example(digits, runs, tmp_path):
     assert cell('keep their class', 'K').startswith(f'{np.mean(same):.1f} ± ')
 
 
-def test_what_the_reference_table_measures(digits, runs):
+def test_what_the_reference_table_measures(digits, runs, tmp_path):
     example = load('reference_table.py')
     checkpoint = str(next(runs.glob('RoPE/seed1/last.pth.tar')))
-    found = example.measure(checkpoint, digits)
+    for name, split in (('test', 'test'), ('val', 'train')):  # images beside the test images change nothing
+        (tmp_path / name).symlink_to(digits / split)
+    found = example.measure(checkpoint, tmp_path)
     data = open_dataset(str(digits))
     for size in (48, 64):
         for row in sweep([checkpoint], data, [size], progress=False):
@@ -332,6 +334,7 @@ def test_what_the_reference_table_measures(digits, runs):
     (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--baseline', 'Apes'], "finished run of 'Apes'"),
     (['claims.py', 'RUNS', '--data-dir', 'nowhere', '--output', 'new'], "no image or folder 'nowhere'"),
     (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--fill', 'x', '--sizes', '32'], 'fill must be'),
+    (['claims.py', 'RUNS', '--data-dir', 'TEST', '--output', 'new', '--sizes', '32'], "has no folder 'test'"),
     (['claims.py', 'DIGITS', '--data-dir', 'DIGITS', '--output', 'new'], 'has no finished runs'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'it has APE, K'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'no/a.csv'], 'there is no folder no'),
@@ -341,7 +344,7 @@ def test_what_the_reference_table_measures(digits, runs):
 ])
 def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    script, *args = (str({'RUNS': runs, 'DIGITS': digits}.get(word, word)) for word in command)
+    script, *args = (str({'RUNS': runs, 'DIGITS': digits, 'TEST': digits / 'test'}.get(word, word)) for word in command)
     monkeypatch.setattr(sys, 'argv', [script, *args])
     with pytest.raises(SystemExit, match='2'):
         load(script).main()
