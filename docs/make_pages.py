@@ -186,14 +186,14 @@ def subtract(values, others):
 
 
 def reference_table():
-    """The rows of the table of examples/reference_table.py, and the note below it."""
-    *_, text, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
-    return rows_of_table(text), notes
+    """What is above the table of examples/reference_table.py, its rows, and the note below it."""
+    *_, above, text, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
+    return above, rows_of_table(text), notes
 
 
 def reference():
     """Of the table of examples/reference_table.py the columns that fit on a page, and how far it is."""
-    rows, notes = reference_table()
+    above, rows, notes = reference_table()
     found = []
     for row in rows:
         model, pos_enc = row['model'], row['pos_enc'].strip('`')
@@ -205,7 +205,7 @@ def reference():
     columns = [
         'model', 'rate', 'top-1 (%)', 'minus', 'difference', 'pairs', 'not paired', '48 px', '64 px', 'P-SHAP',
         'step']
-    return f'{table(columns, found)}\n\n{notes.strip()}'
+    return f'{above}\n\n{table(columns, found)}\n\n{notes.strip()}'
 
 
 def encodings():
@@ -470,7 +470,7 @@ def accuracy_of(name):
         'interval is\nfor one comparison ([what this says, and what it does not](../../results/README.md)):\n\n'
         + table(head, found)] if found else []
     chosen = [
-        row for row in reference_table()[0]
+        row for row in reference_table()[1]
         if name in (part.removeprefix('auto_') for part in row['pos_enc'].strip('`').split('+'))]
     if chosen:
         keys = [

@@ -18,6 +18,11 @@ that folder has no other training of it:
 
     python examples/reference_table.py row 'RoPE-2D' --output reference_runs --file rope2d.json
     python examples/reference_table.py merge rope2d.json --output results/cpu_cifar10/reference
+
+Earlier versions measured Position-SHAP with images in the order of their classes, which more than doubles it. `pshap`
+measures it again for runs that have checkpoints:
+
+    python examples/reference_table.py pshap --data-dir cifar10_held_out --output reference_runs
 """
 import argparse
 import csv
@@ -41,11 +46,13 @@ from timm_sape.lab.experiment import (
     alone,
     archive_runs,
     check_splits,
+    images_in,
     load_plan,
     make_slots,
     notes_of,
     read_results,
     refuse_begun_otherwise,
+    refuse_other_images,
     rows_of,
     run_all,
     script_options,
@@ -69,6 +76,7 @@ SCALES = (1.5, 2)  # of the trained size
 SHIFT = 4  # pixels
 TESTED = 1500  # images for each size and rule
 EXPLAINED = 512  # images for Position-SHAP
+NOT_MEASURED = '–'
 
 
 def trials_of(run):
@@ -108,21 +116,24 @@ def with_rates(plan, rates):
 def measure(checkpoint, data_dir):
     """Measure what the table shows beside accuracy."""
     data = open_dataset(data_dir, split='test')
-    model = load_model(checkpoint)
-    size = model.patch_embed.img_size[0]
+    size = load_model(checkpoint).patch_embed.img_size[0]
     options = dict(batch_size=250, progress=False)
     sizes = [round(scale * size) for scale in SCALES]
     rows = sweep([checkpoint], data, sizes, num_images=TESTED, **options)  # a rotation has eight rules
     shifted, = shift_sweep([checkpoint], data, [SHIFT], **options)
-    data.transform = preprocessing(model)
-    # In the order of their classes, which makes it too high (docs/choosing.md): all rows have been measured this way.
-    explained = position_shap(model, load_images(data, 250, EXPLAINED, 0, 0))
     return {
         **{f'top1_{row["height"]}px_{row["rule"]}': row['top1'] for row in rows},
         f'top1_shifted_{SHIFT}px': shifted['top1'],
         f'same_shifted_{SHIFT}px': shifted['same'],
-        'pshap': round(explained.value, 4),
+        'position_shap': explain(checkpoint, data_dir),
     }
+
+
+def explain(checkpoint, data_dir):
+    """Position-SHAP. Old lines have `pshap`, of images in the order of their classes, which is too high."""
+    data, model = open_dataset(data_dir, split='test'), load_model(checkpoint)
+    data.transform = preprocessing(model)
+    return round(position_shap(model, load_images(data, 250, EXPLAINED, shuffle=True)).value, 4)
 
 
 def training_of(result):
@@ -197,6 +208,24 @@ def train(args):
     return failed
 
 
+def add_position_shap(args):
+    """Measure Position-SHAP where the measures of a run lack it and its checkpoint is there."""
+    plan = load_plan(args.plan)
+    refuse_other_images(images_in(['test'], args.data_dir), args.output)
+    runs = with_rates(plan, chosen_rates(plan, args.output)).select(args.models, None)
+    archive_runs(runs, args.output, args.output / ARCHIVE)  # refuses checkpoints of other trainings than are known
+    measured = measures_of(runs, args.output)
+    for run, result in zip(runs, read_results(runs, args.output)):
+        line, checkpoint = measured.get((run.label, run.seed)), run.folder(args.output) / 'last.pth.tar'
+        if line is None or 'position_shap' in line or not checkpoint.exists():
+            continue
+        line = {**line, 'training': training_of(result), 'position_shap': explain(str(checkpoint), args.data_dir)}
+        line['measured_on'] += f'; P-SHAP: {about(torch.device("cpu"))}'
+        keep_measures([line], args.output)
+        tell(f'{run.name}: P-SHAP {line["position_shap"]:.4f}')
+    return 0
+
+
 def table(args):
     """Write reference.csv, a row per run, and reference.md, a row per model, the most accurate first."""
     plan = load_plan(args.plan)
@@ -207,7 +236,7 @@ def table(args):
     comparisons = len(planned) - 1  # of the whole plan, also while it is being trained
     plan = with_rates(plan, rates)
     rows, measures = rows_of(plan, args.output), measures_of(plan.runs, args.output)
-    columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed', 'training'})
+    columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed', 'training', 'pshap'})
     names = {run.label: timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs']).pos_enc
              for run in plan.runs[:len(plan.labels)]}
     write_csv([{
@@ -219,9 +248,10 @@ def table(args):
     sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
     bases = {label: _baseline_of(label, plan.baseline, planned) for label in plan.labels}
     intervals = _dunnett({label: top1[label] for label in top1 if bases[label] in ('', plan.baseline)}, plan.baseline)
-    beside = []
+    beside, seeds = [], len({run.seed for run in plan.runs})
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, _), line in measures.items() if model == label]
+        explained = [line['position_shap'] for line in own if 'position_shap' in line]
         beside.append({
             'model': label,
             'pos_enc': f'`{names[label]}`',
@@ -233,14 +263,20 @@ def table(args):
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
             'same class if shifted (%)': spread([line[f'same_shifted_{SHIFT}px'] for line in own], 1),
-            'P-SHAP': spread([line['pshap'] for line in own], 3),
+            'P-SHAP': spread(explained, 3) if len(explained) == seeds else NOT_MEASURED,
             **_costs(names[label], args.costs),
         })
     about_rows = (
         f'{len(plan.labels)} of {len(planned)} rows so far. Intervals are corrected for {comparisons} comparisons, '
         f'those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
+    about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
+    if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
+        about_columns += (
+            f' Rows with {NOT_MEASURED} were measured with images in the order of their classes, which more than '
+            'doubles it, and not all of their checkpoints are left.')
     text = '\n\n'.join([
-        summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), markdown(beside), about_rows]) + '\n'
+        summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), about_columns, markdown(beside), about_rows,
+    ]) + '\n'
     (args.output / f'{args.plan.stem}.md').write_text(text)
     print(text)
     return 0
@@ -381,10 +417,12 @@ def main():
     parser.add_argument('--plan', type=Path, default=PLAN, help='the models and seeds (default: %(default)s)')
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser('run', help='train and measure what is missing')
-    training.add_argument('--data-dir', type=Path, required=True, help='has train, held_out and test')
     training.add_argument('--script', type=Path, default=Path('train.py'), help="timm's train.py")
-    training.add_argument('--models', nargs='+', metavar='LABEL', help='only these (default: all)')
     training.add_argument('--jobs', type=int, help='trainings at a time (default: one per core)')
+    explaining = commands.add_parser('pshap', help='measure Position-SHAP where it is missing and checkpoints are left')
+    for command in (training, explaining):
+        command.add_argument('--data-dir', type=Path, required=True, help='has train, held_out and test')
+        command.add_argument('--models', nargs='+', metavar='LABEL', help='only these (default: all)')
     tables = commands.add_parser('table', help='write the table from what there is')
     tables.add_argument('--costs', type=Path, default=COSTS, help='of `timm-sape bench` (default: %(default)s)')
     single = commands.add_parser('row', help='write a file of one model')
@@ -392,7 +430,8 @@ def main():
     single.add_argument('--file', type=Path, required=True, help='to write')
     merging = commands.add_parser('merge', help='add files of single models')
     merging.add_argument('files', nargs='+', type=Path, metavar='FILE')
-    for command, function in ((training, train), (tables, table), (single, write_row), (merging, merge)):
+    for command, function in (
+            (training, train), (explaining, add_position_shap), (tables, table), (single, write_row), (merging, merge)):
         command.add_argument('--output', type=Path, required=True, help='folder of the runs')
         command.set_defaults(function=function)
     args = parser.parse_args()

@@ -20,9 +20,9 @@ from sklearn.metrics import roc_auc_score
 from timm.models import save_for_hf
 from timm.utils import random_seed
 
-from timm_sape.analysis import separation
+from timm_sape.analysis import position_shap, separation
 from timm_sape.lab import shifts as shifts_module
-from timm_sape.analysis.inputs import open_dataset
+from timm_sape.analysis.inputs import load_images, load_model, open_dataset, preprocessing
 from timm_sape.lab.shifts import shift_images, shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.cli import main
@@ -327,7 +327,10 @@ def test_what_the_reference_table_measures(digits, runs, tmp_path):
             assert found.pop(f'top1_{size}px_{row["rule"]}') == row['top1']
     moved, = shift_sweep([checkpoint], data, [4], progress=False)
     assert (found.pop('top1_shifted_4px'), found.pop('same_shifted_4px')) == (moved['top1'], moved['same'])
-    assert 0 <= found.pop('pshap') <= 1 and not found
+    model, data = load_model(checkpoint), open_dataset(str(digits))
+    data.transform = preprocessing(model)
+    batches = load_images(data, 50, 512, shuffle=True)
+    assert found.pop('position_shap') == round(position_shap(model, batches).value, 4) and not found
 
 
 @pytest.mark.parametrize('command, text', [

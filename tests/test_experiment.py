@@ -304,8 +304,10 @@ def reference(lab, monkeypatch):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     measured = {
-        'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90., 'pshap': .25}
+        'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90.,
+        'position_shap': .25}
     monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir: dict(measured))
+    monkeypatch.setattr(example, 'explain', lambda checkpoint, data_dir: .125)
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=.001)
     lab.plan({
         'A': {'model': 'test_vit_ape', 'model_kwargs': {'best_rate': .001, 'top1': {1: 50, 2: 52}}},
@@ -368,7 +370,8 @@ def test_reference_table(lab, reference, capsys):
         '40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 | '
         f'{float(costs["step_ratio"]):.2f} | {float(costs["step_peak_ratio"]):.2f} |') in lines
     assert 'trial' not in (lab.output / 'plan.md').read_text()
-    assert {(row['lr'], row['pshap']) for (label, _), row in lab.rows().items() if label == 'B'} == {('0.0005', '0.25')}
+    found = {(row['lr'], row['position_shap']) for (label, _), row in lab.rows().items() if label == 'B'}
+    assert found == {('0.0005', '0.25')} and ' – ' not in (lab.output / 'plan.md').read_text()
 
 
 def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsys):
@@ -379,7 +382,7 @@ def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsy
         'B, 4 heads': {'model': 'test_vit_rpb', 'model_kwargs': {'top1': {1: 60, 2: 64}}},
         'B, gate 0': {'model': 'test_vit_rpb', 'model_kwargs': {'top1': {1: 40, 2: 42}}}})
     assert reference(*reference.training) == 0 and reference('table') == 0
-    table = capsys.readouterr().out.split('\n\n')[2]
+    table = capsys.readouterr().out.split('\n\n')[3]
     found = {cells[0]: cells[4:6] for cells in (line.strip('| ').split(' | ') for line in table.splitlines()[2:])}
     assert found['B, 4 heads'] == ['A, 4 heads', '+7.00'] and found['B, gate 0'] == ['A', '-10.00']
     assert found['A, 4 heads'] == ['A', '+4.00']
@@ -412,6 +415,46 @@ def test_measures_are_of_the_training_beside_them(lab, reference, tmp_path, caps
         assert reference('row', 'B', '--file', tmp_path / 'B') == 2 and not (tmp_path / 'B').exists()
         assert "no measures of this training of: B, seed 1; `run --models 'B'` measures" in capsys.readouterr().err
         assert reference('table') == 0 and '| 41.0 | 30.0 |' in capsys.readouterr().out  # of seed 2 alone
+
+
+def test_position_shap_of_earlier_versions(lab, reference, tmp_path, capsys):
+    """It was too high and is not shown. It is measured again where there are checkpoints."""
+    assert reference(*reference.training) == 1
+    path = lab.output / 'measures.jsonl'
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    for line in lines:
+        del line['training'], line['position_shap']
+    path.write_text(''.join(json.dumps({**line, 'pshap': .75}) + '\n' for line in lines))
+    published = tmp_path / 'published'
+    shutil.copytree(lab.output, published, ignore=shutil.ignore_patterns('seed*'))
+
+    def shown(output=lab.output):
+        capsys.readouterr()
+        assert reference('table', output=output) == 0
+        *_, above, table, _ = capsys.readouterr().out.strip().split('\n\n')
+        assert '0.75' not in table and 'pshap' not in (output / 'plan.csv').read_text()
+        return [line.split(' | ')[13] for line in table.splitlines()[2:]], 'Rows with – were' in above
+
+    assert shown() == (['–', '–'], True)
+    (lab.output / 'A' / 'seed2' / 'last.pth.tar').unlink()
+    command = 'pshap', '--data-dir', lab.folder / 'data'
+    assert reference(*command) == 0 and 'A, seed 1: P-SHAP 0.1250' in capsys.readouterr().err
+    assert shown() == (['0.125 ± 0.000', '–'], True)
+    before = path.read_text()
+    assert reference(*command) == 0 and path.read_text() == before
+    line = json.loads(before.splitlines()[-1])
+    assert line['pshap'] == .75 and line['measured_on'].count('torch ') == 2
+
+    # it joins what is known of the same runs, and no others
+    row = tmp_path / 'B'
+    assert reference('row', 'B', '--file', row) == 0 and reference('merge', row, output=published) == 0
+    assert shown(published) == (['0.125 ± 0.000', '–'], True)
+    path.write_text(path.read_text().replace('position_shap', 'other'))
+    summary = lab.output / 'B' / 'seed1' / 'summary.csv'
+    summary.write_text(summary.read_text().replace('1.7', '1.6'))
+    assert reference(*command) == 2 and 'runs.jsonl has another training of B, seed 1' in capsys.readouterr().err
+    (lab.folder / 'data' / 'test' / 'a' / '1.png').unlink()
+    assert reference(*command) == 2 and "other images: 'test' had" in capsys.readouterr().err
 
 
 def test_rows_are_added_with_their_own_measures(lab, reference, tmp_path, capsys):
