@@ -187,7 +187,8 @@ def subtract(values, others):
 
 def reference_table():
     """What is above the table of examples/reference_table.py, its rows, and the note below it."""
-    *_, above, text, notes = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text(encoding='utf-8').split('\n\n')
+    path = RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md'
+    *_, above, text, notes = path.read_text(encoding='utf-8').split('\n\n')
     return above, rows_of_table(text), notes
 
 

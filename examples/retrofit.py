@@ -25,7 +25,6 @@ may work on one folder, for instance one per core. After each model the tables a
 each test to retrofit.csv, and the bases with all rules, on held_out/, to retrofit.png.
 """
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -54,6 +53,7 @@ from timm_sape.lab.evaluate import predict, top_k_correct
 from timm_sape.lab.experiment import (
     alone,
     check_splits,
+    hash_of,
     images_in,
     lock,
     refuse_other_images,
@@ -234,14 +234,6 @@ def settings_of(args, trained):
     return {
         'images': images, 'own_size': height, 'classes': classes, 'sizes': sorted(set(args.sizes)),
         'num_images': args.num_images, 'choose_images': args.choose_images, 'epochs': args.epochs, 'lr': args.lr}
-
-
-def hash_of(checkpoint):
-    """A hash of the weights, which are the same if a training was repeated."""
-    digest = hashlib.sha256()
-    for name, tensor in load_model(str(checkpoint)).state_dict().items():
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()[:12]
 
 
 def read_lines(path):

@@ -13,7 +13,8 @@ The layer and, at twice the size, the rule for other sizes are chosen on held_ou
 `place` is how much of the variance of these features is between places, whatever the image shows, in percent.
 
 For comparison, `pixels` are the numbers of a patch without any model. The command writes OUTPUT.csv, a row for each
-model and size, and OUTPUT.md. It continues where it stopped; start it once at a time.
+model and size, and OUTPUT.md. It continues where it stopped, and refuses other images or weights than those of the rows
+that are there; start it once at a time.
 """
 import argparse
 import csv
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
-from timm_sape.lab.experiment import check_splits, images_in, refuse_other_images, trained_models
+from timm_sape.lab.experiment import check_splits, hash_of, images_in, refuse_other_images, trained_models
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
@@ -161,6 +162,27 @@ def counted(values):
     return ', '.join(sorted(set(map(str, values))))
 
 
+def read_rows(path):
+    """The rows of a file. Those of earlier versions do not say of which weights, train/ and held_out/ they are."""
+    if not path.exists():
+        return []
+    with open(path, newline='') as f:
+        return [
+            {**row, **{key: row.get(key, '') for key in ('images_train', 'images_held_out', 'weights')}}
+            for row in csv.DictReader(f)]
+
+
+def refuse_begun_otherwise(rows, images, weights, path):
+    """Raise ValueError if a row was measured with other images or weights."""
+    for row in rows:
+        key = row['model'], row['seed']
+        for column, new in {**images, 'weights': weights.get(key, '')}.items():
+            if row[column] and new and row[column] != new:
+                raise ValueError(
+                    f'{path} was begun otherwise: {" ".join(key).strip()} has {column} {row[column]}, now it is {new}. '
+                    'Use the former, or name another --output.')
+
+
 def show(rows, baseline):
     """A table for people: the best first, at each size."""
     sizes = sorted({int(row['size']) for row in rows})
@@ -195,20 +217,16 @@ def main():
     parser.add_argument('--models', nargs='+', help='labels (default: all)')
     parser.add_argument('--baseline', default='APE', help='label (default: %(default)s)')
     args = parser.parse_args()
-    path, rows = Path(f'{args.output}.csv'), []
+    path = Path(f'{args.output}.csv')
     try:
         trained = trained_models(args.runs, args.models)
-        if path.exists():
-            with open(path, newline='') as f:
-                rows = list(csv.DictReader(f))
+        rows = read_rows(path)
         check_splits(IMAGES, Path(args.data_dir))
         images = images_in(IMAGES, Path(args.data_dir))
         refuse_other_images(images, args.runs)  # test/ might be what they were trained on
-        other = next((row for row in rows if row['images'] != images['test']), None)
-        if other:
-            raise ValueError(
-                f'{path} has rows of other test images: {other["images"]}, here {images["test"]}. '
-                'Name another --output.')
+        weights = {(run.label, str(run.seed)): hash_of(run.checkpoint) for run in trained}
+        images = {'images' if split == 'test' else f'images_{split}': found for split, found in images.items()}
+        refuse_begun_otherwise(rows, images, weights, path)
         if args.baseline not in {run.label for run in trained} | {row['model'] for row in rows}:
             raise ValueError(f'there is no run of {args.baseline!r}; name another --baseline')
         done = {(row['model'], row['seed']) for row in rows}
@@ -217,8 +235,8 @@ def main():
             if (name, seed) in done:
                 continue
             rows += [
-                {'model': name, 'seed': seed, **row, 'images': images['test'],
-                 'measured_on': about(torch.device('cpu'))}
+                {'model': name, 'seed': seed, **row, 'measured_on': about(torch.device('cpu')), **images,
+                 'weights': weights.get((name, seed), '')}
                 for row in measure(str(run.checkpoint), args.data_dir, only_pixels=name == PIXELS)]
             write_csv(rows, path)
             print(f'{name} {seed}: done', file=sys.stderr, flush=True)

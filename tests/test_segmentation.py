@@ -14,6 +14,8 @@ import yaml
 from PIL import Image
 from timm.utils import random_seed
 
+from timm_sape.lab.tables import write_csv
+
 KWARGS = {'img_size': 32, 'patch_size': 8, 'embed_dim': 32, 'depth': 2, 'num_heads': 2}
 COUNTS = {'train': 24, 'held_out': 12, 'test': 16}  # images of each class
 
@@ -162,7 +164,28 @@ def test_what_does_not_fit_is_refused(start, made, capsys):
     before = (made / 'maps.csv').read_text()
     folder = made / 'data' / 'test' / 'red'
     (folder / 'new.png').write_bytes((folder / '1.png').read_bytes())
-    refused('has rows of other test images: 48 files')
+    refused('pixels has images 48 files', '--models', 'RoPE-2D')
+    (folder / 'new.png').unlink()
+    folder = made / 'data' / 'held_out' / 'red'
+    (folder / '1.png').rename(folder / 'new.png')
+    refused('has images_held_out 36 files')
+    (folder / 'new.png').rename(folder / '1.png')
+    checkpoint = made / 'runs' / 'APE' / 'seed2' / 'last.pth.tar'
+    state = torch.load(checkpoint, weights_only=False)
+    torch.save({**state, 'state_dict': {name: -w for name, w in state['state_dict'].items()}}, checkpoint)
+    refused('maps.csv was begun otherwise: APE 2 has weights ', '--models', 'APE')
+    assert (made / 'maps.csv').read_text() == before
+    with open(made / 'maps.csv', newline='') as f:  # as earlier versions wrote it
+        rows = [{key: value for key, value in row.items() if key not in ('weights', 'images_train', 'images_held_out')}
+                for row in csv.DictReader(f)]
+    write_csv(rows, made / 'maps.csv')
+    start('--models', 'APE')
+    before = (made / 'maps.csv').read_text()
+    start()
+    found = read(made)
+    assert [row['weights'] == '' for row in found] == [*6 * [True], *4 * [False]]
+    assert [{key: row[key] for key in rows[0]} for row in found[:6]] == rows
+    (made / 'maps.csv').write_text(before)
     (made / 'data' / 'held_out').rename(made / 'data' / 'other')
     refused("has no folder 'held_out'")
     assert (made / 'maps.csv').read_text() == before

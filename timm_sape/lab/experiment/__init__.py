@@ -1,6 +1,6 @@
 """Experiments: train models with several seeds by one recipe, through timm's train.py, and compare the results."""
 from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options, split_folder
-from .records import Trained, alone, lock, trained_models, write_text
+from .records import Trained, alone, hash_of, lock, trained_models, write_text
 from .report import notes_of, plot_curves, rows_of, summary_table, trained_with
 from .results import archive_runs, read_results
 from .runner import Slot, check_splits, images_in, make_slots, refuse_begun_otherwise, refuse_other_images, run_all
@@ -18,6 +18,7 @@ __all__ = [
     'archive_runs',
     'check_splits',
     'estimate',
+    'hash_of',
     'images_in',
     'load_plan',
     'lock',

@@ -1,6 +1,7 @@
 """Read and write the folder of a run: run.json, the rows of summary.csv, checkpoints, and locks."""
 import csv
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -13,11 +14,12 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 from timm.utils import load_checkpoint_metadata
 
+from ...analysis.inputs import load_model
 from .plan import Run
 
 __all__ = [
-    'ENDED', 'Record', 'Trained', 'alone', 'last_checkpoint', 'loading_share', 'lock', 'lock_path', 'not_finite',
-    'read_summary', 'trained_models', 'write_summary', 'write_text',
+    'ENDED', 'Record', 'Trained', 'alone', 'hash_of', 'last_checkpoint', 'loading_share', 'lock', 'lock_path',
+    'not_finite', 'read_summary', 'trained_models', 'write_summary', 'write_text',
 ]
 
 ENDED = ('finished', 'crashed', 'diverged')
@@ -221,3 +223,11 @@ def trained_models(output: Path, labels: Optional[Sequence[str]] = None) -> List
         if label not in there:
             raise ValueError(f'{output} has no finished run of {label!r}; it has {", ".join(there)}')
     return sorted((run for run in found if run.label in order), key=lambda run: (order.index(run.label), run.seed))
+
+
+def hash_of(checkpoint: Path) -> str:
+    """A hash of the weights, which are the same if a training was repeated."""
+    digest = hashlib.sha256()
+    for name, tensor in load_model(str(checkpoint)).state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
