@@ -7,6 +7,7 @@ Each model is tested at each size, with each rule that its encoding has for othe
 left and right. Accuracy itself is no good measure: a model that is better everywhere is not better at this in
 particular, and a more accurate model has more to lose. So the measure is the share of its accuracy above chance that a
 model keeps, in percent of that at the trained size without a shift, minus what the baseline keeps with the same seed.
+Runs that have none above chance there are not in that measure.
 """
 import argparse
 from pathlib import Path
@@ -26,27 +27,30 @@ RULES = 'own', 'extrapolate', 'rescale'  # for other sizes
 
 
 def lines_of(rows, at, value):
-    """Group values by line of the table, by size or shift (the column `at`), and by seed.
+    """Group values by line of the table, then by size or shift (the column `at`), and by seed.
 
-    Each rule for other sizes has its own line.
+    A line is a model and its rule for other sizes; the rule is empty if the model has only one.
     """
     values = {}
     for row in rows:
-        rule = row.get('rule')
-        line = f'{row["model"]}, {rule}' if rule in ('extrapolate', 'rescale') else row['model']
+        rule = row.get('rule', 'own')
+        line = row['model'], '' if rule == 'own' else rule
         values.setdefault(line, {}).setdefault(row[at], {})[row['seed']] = row[value]
     return values
 
 
 def show(title, values, baseline):
-    """Print mean ± standard deviation over seeds, and the paired differences from the baseline with 95 % intervals."""
-    base = values[next(line for line in values if line in (baseline, f'{baseline}, extrapolate'))]
-    places = list(base)
+    """Print mean ± standard deviation over seeds, and the paired differences from the baseline with 95 % intervals.
+
+    The baseline has its first rule.
+    """
+    base = next(own for (model, _), own in values.items() if model == baseline)
+    places, names = list(base), {line: ', '.join(filter(None, line)) for line in values}
     print(f'\n{title}, mean ± standard deviation over seeds:\n')
     print(markdown([
-        {'model': line, **{f'{place} px': spread(own[place].values(), 1) for place in places}}
+        {'model': names[line], **{f'{place} px': spread(list(own[place].values()), 1) for place in places}}
         for line, own in values.items()]))
-    others = [{'model': line, **{
+    others = [{'model': names[line], **{
         f'{place} px': difference([own[place][s] - base[place][s] for s in own[place] if s in base[place]], 1)
         for place in places}} for line, own in values.items() if own is not base]
     if others:
@@ -54,9 +58,13 @@ def show(title, values, baseline):
 
 
 def kept(values, start, chance):
-    """Compute, in percent, how much of its accuracy above chance at `start` each run keeps at other sizes or shifts."""
+    """Compute, in percent, how much of its accuracy above chance at `start` each run keeps at other sizes or shifts.
+
+    Runs without any are left out.
+    """
     return {line: {place: {
-        seed: 100 * (value - chance) / max(own[start][seed] - chance, 1e-9) for seed, value in seeds.items()
+        seed: 100 * (value - chance) / (own[start][seed] - chance)
+        for seed, value in seeds.items() if own[start][seed] > chance
     } for place, seeds in own.items() if place != start} for line, own in values.items()}
 
 
@@ -78,6 +86,10 @@ def main():
         trained = trained_models(args.runs, args.models and [args.baseline, *args.models])
         if args.baseline not in {run.label for run in trained}:
             raise ValueError(f'{args.runs} has no finished run of {args.baseline!r}; name another --baseline')
+        files = [args.output / name for name in ('resolutions.csv', 'shifts.csv')]
+        for path in files:
+            if path.exists():
+                raise ValueError(f'{path} exists; name a new folder')
         args.output.mkdir(parents=True, exist_ok=True)
         data = open_dataset(args.data_dir, split='test')
         model = load_model(str(trained[0].checkpoint))
@@ -92,8 +104,8 @@ def main():
             shifts += [{**row, **about_run} for row in shift_sweep(
                 [str(checkpoint)], data, [0, *args.shifts], fill=args.fill, **options)]
             notes = f'{shifts[0]["num_images"]} images; {measured_on}'
-            write_csv(resolutions, args.output / 'resolutions.csv', notes)
-            write_csv(shifts, args.output / 'shifts.csv', notes)
+            for rows, path in zip((resolutions, shifts), files):
+                write_csv(rows, path, notes)
     except (ValueError, OSError) as e:
         parser.error(str(e))
 

@@ -309,10 +309,46 @@ def test_claims_example(digits, runs, tmp_path):
         f'{np.mean([top1["APE", "own", "48", seed] for seed in "12"]):.1f} ± ')
     assert cell('The same minus APE', 'RoPE, rescale').startswith(f'{np.mean(changes):+.1f} [')
     shares = [
-        100 * (top1['K', 'own', '48', seed] - 10) / max(top1['K', 'own', '32', seed] - 10, 1e-9) for seed in '12']
-    assert cell('in percent of that at 32 px', 'K').startswith(f'{np.mean(shares):.1f} ± ')
+        100 * (top1['K', 'own', '48', seed] - 10) / (top1['K', 'own', '32', seed] - 10) for seed in '12'
+        if top1['K', 'own', '32', seed] > 10]
+    assert cell('in percent of that at 32 px', 'K').startswith(f'{np.mean(shares):.1f}' if shares else '')
     same = [float(row['same']) for row in moved if row['model'] == 'K' and row['shift'] == '4']
     assert cell('keep their class', 'K').startswith(f'{np.mean(same):.1f} ± ')
+
+
+def test_lines_of_claims(capsys):
+    """Each rule of a composition has a line, and a run that has nothing above chance keeps no share of it."""
+    example = load('claims.py')
+    both = 'alibi2d=extrapolate,rope2d=extrapolate', 'alibi2d=rescale,rope2d=rescale'
+    top1 = {
+        'RoPE': {'extrapolate': [(50, 40), (60, 35)], 'rescale': [(50, 45), (60, 50)]},
+        'both': dict(zip(both, [[(30, 20), (10, 12)], [(30, 25), (10, 9)]])),
+        'none': {'own': [(20, 15), (30, 20)]},
+    }
+    rows = [
+        {'model': model, 'rule': rule, 'height': height, 'seed': seed, 'top1': value}
+        for model, rules in top1.items() for rule, seeds in rules.items() for seed, values in enumerate(seeds, 1)
+        for height, value in zip((32, 64), values)]
+    lines = example.lines_of(rows, 'height', 'top1')
+    found = example.kept(lines, 32, 10)
+    assert found == {
+        ('RoPE', 'extrapolate'): {64: {1: 75, 2: 50}}, ('RoPE', 'rescale'): {64: {1: 87.5, 2: 80}},
+        ('both', both[0]): {64: {1: 50}}, ('both', both[1]): {64: {1: 75}}, ('none', ''): {64: {1: 50, 2: 50}}}
+    example.show('Kept', found, 'both')
+    out = capsys.readouterr().out.splitlines()
+    assert f'| both, {both[1]} | 75.0 |' in out and f'| both, {both[1]} | +25.0 |' in out  # minus its first rule
+    assert '| none | 50.0 ± 0.0 |' in out and '| RoPE, rescale | +37.5 |' in out
+
+
+def test_claims_are_not_overwritten(digits, runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / 'shifts.csv').write_text('precious')
+    command = ['claims.py', runs, '--data-dir', digits, '--output', tmp_path, '--num-images', '1', '--models', 'K']
+    monkeypatch.setattr(sys, 'argv', list(map(str, command)))
+    with pytest.raises(SystemExit, match='2'):
+        load('claims.py').main()
+    assert 'shifts.csv exists; name a new folder' in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ['shifts.csv']
+    assert (tmp_path / 'shifts.csv').read_text() == 'precious'
 
 
 def test_what_the_reference_table_measures(digits, runs, tmp_path):
