@@ -248,10 +248,10 @@ def table(args):
     sizes = sorted({int(found[1]) for found in (re.match(r'top1_(\d+)px_', key) for key in columns) if found})
     bases = {label: _baseline_of(label, plan.baseline, planned) for label in plan.labels}
     intervals = _dunnett({label: top1[label] for label in top1 if bases[label] in ('', plan.baseline)}, plan.baseline)
-    beside, seeds = [], len({run.seed for run in plan.runs})
+    beside = []
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, _), line in measures.items() if model == label]
-        explained = [line['position_shap'] for line in own if 'position_shap' in line]
+        explained = [line.get('position_shap') for line in own]
         beside.append({
             'model': label,
             'pos_enc': f'`{names[label]}`',
@@ -263,7 +263,7 @@ def table(args):
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
             'same class if shifted (%)': spread([line[f'same_shifted_{SHIFT}px'] for line in own], 1),
-            'P-SHAP': spread(explained, 3) if len(explained) == seeds else NOT_MEASURED,
+            'P-SHAP': NOT_MEASURED if None in explained else spread(explained, 3),
             **_costs(names[label], args.costs),
         })
     about_rows = (
