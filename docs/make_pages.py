@@ -169,9 +169,10 @@ def dense():
     rows = {name: found[model] for model, name in (
         ('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`'),
         ('SaPE2(K)+APE', '`ape+sape2_k`'))}
-    return '{}. It is shown for {}'.format(
-        ', '.join(f'{name} {row["difference"]} {row["corrected, pairs"]}' for name, row in rows.items()),
-        ' and '.join(name for name, row in rows.items() if row['shown'] == 'yes'))
+    differences = (f'{name} {row["difference"]} {row["corrected, pairs"]}' for name, row in rows.items())
+    *others, last = (name for name, row in rows.items() if row['shown'] == 'yes')
+    shown = f'{", ".join(others)} and {last}' if others else last
+    return f'{", ".join(differences)}. It is shown for {shown}'
 
 
 def kept(model, size):
