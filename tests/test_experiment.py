@@ -1504,9 +1504,9 @@ def test_plans_are_there():
         'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10',
         'cpu_cifar10/half_rate': 'cpu_cifar10', 'cpu_cifar10/half_rate_ablations': 'cpu_cifar10',
         'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
-        'cpu_cifar10/repository': 'cpu_cifar10', 'cpu_cifar10/reference': 'cpu_cifar10', 'cpu_cifar10/long': 'cpu_cifar10',
-        'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10',
-        'gpu_cifar10/repository': 'repository_cifar10'}
+        'cpu_cifar10/repository': 'cpu_cifar10', 'cpu_cifar10/reference': 'cpu_cifar10',
+        'cpu_cifar10/long': 'cpu_cifar10', 'gpu_cifar10/plan': 'deit_cifar10',
+        'gpu_cifar10/paper': 'paper_cifar10', 'gpu_cifar10/repository': 'repository_cifar10'}
 
 
 @pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")

@@ -96,13 +96,14 @@ def test_reference_table_is_that_of_its_runs(tmp_path):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-@pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits'])
+@pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits', 'cpu_repository'])
 def test_archives_have_the_runs_of_the_tables_once(folder):
     keys = [line.split(', "status"')[0] for line in (RESULTS / folder / 'runs.jsonl').read_text().splitlines()]
     assert len(keys) == len(set(keys))
     shown = {
         (row['model'], int(row['seed']))
-        for table in TABLES if table.parent.name == folder for row in read_csv(table.with_suffix('.csv'))}
+        for table in TABLES if table.parent.name == folder for row in read_csv(table.with_suffix('.csv'))
+        if row['status'] != 'waiting'}
     assert set(read_archive(RESULTS / folder / 'runs.jsonl')) == shown
 
 
