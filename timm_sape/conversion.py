@@ -104,7 +104,7 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     Returns:
         The weights in the form that the model has. With another number of channels than declared they stay as they are.
     """
-    embeds, channels = model.embeds, (model.pretrained_cfg.get('input_size') or (3,))[0]
+    embeds, channels = model.embeds, _num_channels(model)
     height, width = embeds.patch_size
     trained = trained_kernel(weight, model)
     if weight.ndim == 2 and weight.shape[1] == math.prod(trained) * channels:
@@ -122,6 +122,11 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     return weight
 
 
+def _num_channels(model: nn.Module) -> int:
+    """How many channels the model's config declares for the checkpoint."""
+    return (model.pretrained_cfg.get('input_size') or (3,))[0]
+
+
 def trained_kernel(weight: torch.Tensor, model: nn.Module) -> Tuple[int, int]:
     """(height, width) of the kernel that weights of a patch embedding are for.
 
@@ -131,7 +136,7 @@ def trained_kernel(weight: torch.Tensor, model: nn.Module) -> Tuple[int, int]:
         height, width = weight.shape[2:]
         return height, width
     if model.pretrained_model_args and weight.ndim == 2:
-        side = math.isqrt(weight.shape[1] // (model.pretrained_cfg.get('input_size') or (3,))[0])
+        side = math.isqrt(weight.shape[1] // _num_channels(model))
         return to_2tuple(model.pretrained_model_args.get('patch_size') or side)
     return model.embeds.patch_size if hasattr(model, 'embeds') else model.kernel_size
 

@@ -584,8 +584,10 @@ class _Builder:
         state_dict = checkpoints.unwrap(state_dict)
         is_of_base = 'pos_enc' not in model.pretrained_model_args and not any(
             'encodings.' in name for name in state_dict)
-        if is_of_base and self.ref_grid_size is None and _needs_trained_grid(model):
-            _set_trained_grid(model, self._trained_grid(state_dict, model))
+        ref_grid_size = self.ref_grid_size
+        if is_of_base and ref_grid_size is None and _needs_trained_grid(model):
+            ref_grid_size = self._trained_grid(state_dict, model)
+            _set_trained_grid(model, ref_grid_size)
         own = model.state_dict()
         added = {name: own[name] for name in _added(model)}
         # timm's NaFlexVit loses rows of registers in a plain ViT's table
@@ -600,8 +602,7 @@ class _Builder:
                 pass  # the code below loads it, or raises a better message about what does not fit
         if not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
-        given = model.ref_grid_size if is_of_base and _needs_trained_grid(model) else self.ref_grid_size
-        return checkpoints.filter_state_dict(state_dict, model, given)
+        return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
 
     def _trained_grid(self, state_dict: Mapping[str, torch.Tensor], model: PosEncModel) -> GridSize:
         """The grid that a file of the caller was trained on: what was declared, else that of its table.
