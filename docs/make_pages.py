@@ -140,6 +140,7 @@ def choosing():
     rope, sape2 = (
         beside(values_of(eleven, name), values_of(eleven, 'APE'))[1] for name in ('RoPE-2D', 'SaPE2(K)+APE'))
     more_heads = beside(*(values_of(five, f'{name}, 4 heads') for name in ('RoPE-2D', 'APE')))[1]
+    lape = beside(*(values_of(five, name) for name in ('LaPE', 'RoPE-2D')))[1]
     half = beside(*(values_of(six, f'{name}, rate .00075') for name in ('SaPE2(K)+APE', 'APE')))[1]
     rope_kept, sincos_kept = (
         difference(subtract(kept(name, '64'), kept('APE', '64')), 1) for name in ('RoPE-2D', 'sincos2d'))
@@ -147,7 +148,8 @@ def choosing():
     return table(['you want to', 'take', 'measured'], [
         ['train a small model from scratch', '`rope2d`',
          f'top-1 minus that of `ape`, eleven seeds: {rope}; with four heads in place of two, five seeds: {more_heads}. '
-         f'For `ape+sape2_k` it is {sape2}, and at half the learning rate, six seeds, {half}'],
+         f'For `ape+sape2_k` it is {sape2}, and at half the learning rate, six seeds, {half}. `lape` minus `rope2d`, five '
+         f'seeds, a comparison picked when both were known: {lape}'],
         ['test at twice the trained size', "`rope2d` with `resolution='rescale'`, or `sincos2d` with it",
          'accuracy above chance that is kept, by a rule chosen on held-out images, minus that of `ape`, five seeds: '
          f'`rope2d` {rope_kept}, `sincos2d` {sincos_kept}'],
@@ -167,7 +169,7 @@ def dense():
     text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text(encoding='utf-8')
     found = {row['model']: row for row in rows_of_table(text.split('\n\n')[1]) if row['size'] == '32 px'}
     rows = {name: found[model] for model, name in (
-        ('none', 'no encoding'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`'),
+        ('none', '`nope`'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`'),
         ('SaPE2(K)+APE', '`ape+sape2_k`'))}
     differences = (f'{name} {row["difference"]} {row["corrected, pairs"]}' for name, row in rows.items())
     *others, last = (name for name, row in rows.items() if row['shown'] == 'yes')
@@ -478,8 +480,9 @@ def accuracy_of(name):
         keys = [
             'model', 'learning rate', 'top-1 (%)', 'minus', 'difference', 'corrected, pairs', 'corrected, not paired']
         texts.append(
-            'With other seeds, each model at the better of two learning rates. Intervals are corrected for the number '
-            'of\ncomparisons in [the whole table](../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
+            'With other seeds, each model at the learning rate chosen for it, out of two. Intervals are corrected for '
+            'the\nnumber of comparisons in [the whole table]'
+            '(../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
             + table(keys, [[row[key] for key in keys] for row in chosen]))
     else:
         texts.append(

@@ -272,8 +272,9 @@ def table(args):
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
     if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
         about_columns += (
-            f' Rows with {NOT_MEASURED} were measured with images in the order of their classes, which more than '
-            'doubles it, and not all of their checkpoints are left.')
+            f' Rows with {NOT_MEASURED} were measured only with images in the order of their classes, which more than '
+            'doubles the value; these values are left out. Some of their checkpoints are gone, so the rows were '
+            'not measured again.')
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), about_columns, markdown(beside), about_rows,
     ]) + '\n'

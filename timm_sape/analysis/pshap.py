@@ -6,8 +6,8 @@ cost of a validation pass. For two players there is a closed form, which costs 1
 
 Before values are compared with published ones: the class of the authors' code gives the same values as this, but their
 batch script (rjbruin/position-shap at d695b6a) restores the order of the images in a batch by their permutation instead
-of its inverse. So values and predictions meet the labels of other images, and what is averaged over a class, or over
-images that are classified correctly, is averaged over others.
+of its inverse. So values and predictions are paired with the labels of other images, and averages over a class, or over
+correctly classified images, are taken over the wrong images.
 """
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

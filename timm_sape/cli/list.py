@@ -95,7 +95,7 @@ def _model_row(name: str):
 def _encoding_row(name: str, plain: int):
     import textwrap
 
-    from ..encodings import get_encoding
+    from ..encodings import get_encoding, list_encodings
     from ..encodings.registry import encoding_title
 
     cls = get_encoding(name)
@@ -107,7 +107,9 @@ def _encoding_row(name: str, plain: int):
         print(
             f'{name}: its parameters are not counted, because it cannot be built in vit_small on the meta device: '
             f'{type(e).__name__}: {e}', file=sys.stderr)
-    title = textwrap.shorten(encoding_title(name), 60, placeholder=' ...')
+    canonical = next(other for other in list_encodings() if get_encoding(other) is cls)
+    title = encoding_title(name) if name == canonical else f'the same as {canonical}'
+    title = textwrap.shorten(title, 60, placeholder=' ...')
     return name, title, ', '.join(cls.acts_on()) or 'nothing', cls.attention_kernel(), added, cls.resolution
 
 

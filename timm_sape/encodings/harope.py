@@ -1,7 +1,7 @@
 """HARoPE (Li et al., 'Head-wise Adaptive Rotary Positional Encoding for Fine-Grained Image Generation', CVPR 2026).
 
-Before a rotation of pairs of channels, each head multiplies q and k by a learned matrix, so that it chooses what is
-rotated, by which frequency and along which axis, and how much each of it counts. 2-D in that half of the channels then
+Before a rotation of pairs of channels, each head multiplies q and k by a learned matrix. So it can choose what is
+rotated, by which frequency and along which axis, and how much each part counts. 2-D in that half of the channels then
 rotate with x and half with y. Costs a product of q and of k with a d x d matrix in each head, two linear systems of
 that size in each layer, and two multiplications per entry of q and k.
 """

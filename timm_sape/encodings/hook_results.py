@@ -1,7 +1,7 @@
-"""What a hook must return, checked at each call, so that a slip in an encoding is an error that names it.
+"""What a hook must return, checked at each call, so that a mistake in an encoding raises an error that names it.
 
-Without the check most slips would show far from their cause, and some not at all: a term without the axis of layers
-would be added row by row, a bool bias would count as 0 and 1, a forgotten `return` would be no encoding.
+Without the check most mistakes would show up far from their cause, and some not at all: a term without the axis of
+layers would be added row by row, a bool bias would count as 0 and 1, and a forgotten `return` would mean no encoding.
 """
 from typing import Any, Sequence, Tuple, Union
 

@@ -1,8 +1,8 @@
-"""A factor on the logits that grows with the number of tokens. No position encoding, but a rule for other sizes.
+"""A factor on the logits that grows with the number of tokens. Not a position encoding, but a rule for other sizes.
 
 The more keys there are, the flatter softmax gets: its entropy grows by up to log N. A factor in proportion to log N
 keeps the logits ahead of that (Chiang and Cholak, 'Overcoming a Theoretical Limitation of Self-Attention', ACL 2022;
-2202.12172). Relative to the trained size it changes nothing there, so a trained model can use it.
+2202.12172). The factor is relative to the trained size and changes nothing there, so a trained model can use it.
 """
 import math
 from typing import Union

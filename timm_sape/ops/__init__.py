@@ -3,7 +3,7 @@
 | file | what |
 |---|---|
 | `attention` | attention with a bias or mask, any encoding's |
-| `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose who computes it |
+| `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose the implementation |
 | `backend` | which implementations can run: reference, torch, cpp or triton |
 | `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
 | `torch_codes`, `torch_distances`, `torch_contextual` | operators that store nothing N x N, on any device |
