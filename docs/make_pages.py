@@ -148,8 +148,8 @@ def choosing():
     return table(['you want to', 'take', 'measured'], [
         ['train a small model from scratch', '`rope2d`',
          f'top-1 minus that of `ape`, eleven seeds: {rope}; with four heads in place of two, five seeds: {more_heads}. '
-         f'For `ape+sape2_k` it is {sape2}, and at half the learning rate, six seeds, {half}. `lape` minus `rope2d`, five '
-         f'seeds, a comparison picked when both were known: {lape}'],
+         f'For `ape+sape2_k` it is {sape2}, and at half the learning rate, six seeds, {half}. `lape` minus `rope2d`, '
+         f'five seeds, a comparison picked when both were known: {lape}'],
         ['test at twice the trained size', "`rope2d` with `resolution='rescale'`, or `sincos2d` with it",
          'accuracy above chance that is kept, by a rule chosen on held-out images, minus that of `ape`, five seeds: '
          f'`rope2d` {rope_kept}, `sincos2d` {sincos_kept}'],

@@ -352,6 +352,15 @@ def test_command_with_several_encodings(main, images, folders, capsys):
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
+def test_a_trained_size_that_patches_do_not_divide(images, tmp_path):
+    """It is the size of the model itself, not what its patches cover."""
+    model = randomize(timm.create_model(
+        'vit_tiny_patch16_224', num_classes=3, img_size=50, patch_size=8, depth=1, embed_dim=64, num_heads=2))
+    timm_sape.hub.save(timm_sape.graft(model, 'nope', logit_scaling='log'), tmp_path / 'graft')
+    found = adapt(f'local-dir:{tmp_path / "graft"}', open_dataset(images), [SIZE], agreement=True, progress=False)
+    assert found.home == '50x50, where it was trained'
+
+
 @pytest.fixture
 def main(monkeypatch, tmp_path):
     monkeypatch.setattr(cli, 'COMMANDS', (adapt_command,))

@@ -13,7 +13,7 @@ import timm
 import torch
 from safetensors.torch import save
 from timm.layers import PatchDropout, resample_patch_embed, to_2tuple
-from timm.models import get_model_args, save_for_hf
+from timm.models import get_model_args, resolve_model_input_args, save_for_hf
 from timm.models.naflexvit import NaFlexVit
 
 import timm_sape
@@ -415,6 +415,7 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
         'test_vit_ape', {},
         "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0.*_overlay={'mean': "),
     ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'EvaBlockPostNorm'),
+    ('test_vit', dict(features_only=True), 'features_only=True cannot be made in one step'),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
@@ -624,6 +625,150 @@ def test_rows_of_registers_as_a_naflexvit(shape, tmp_path, monkeypatch):
             timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', pretrained=True)
 
 
+@pytest.fixture
+def own_source(monkeypatch):
+    """Stands in for the Hub: called with a state dict, which is then that of timm's own pretrained weights."""
+    def serve_from_now_on(model):
+        monkeypatch.setattr(timm.models._builder, 'load_state_dict_from_hf', lambda *args, **kwargs: {
+            name: value.clone() for name, value in model.state_dict().items()})
+
+    return serve_from_now_on
+
+
+def test_rows_of_registers_of_the_base_itself(own_source, tmp_path):
+    shape = dict(SMALL, depth=1, reg_tokens=2, num_classes=1000)
+    plain = randomised(timm.create_model('vit_tiny_patch16_224', **shape))
+    own_source(plain)
+    kwargs = dict(use_naflex=True, pretrained=True, **shape)
+    for create in (
+            partial(timm.create_model, 'vit_graft', base='vit_tiny_patch16_224', pos_enc='sape2_k'),
+            partial(timm.create_model, 'vit_tiny_sape2_k_graft'),
+            partial(timm_sape.graft, 'vit_tiny_patch16_224', 'sape2_k')):
+        with pytest.raises(ValueError, match='rows for register tokens in its table, which timm loses'):
+            create(**kwargs)
+    # a NaFlexVit that was saved has no such rows to lose
+    model = randomised(timm.create_model('vit_tiny_patch16_224', use_naflex=True, **shape))
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    cfg, x = dict(state_dict=model.state_dict()), images(plain)
+    for grafted in (
+            timm_sape.graft(f'local-dir:{tmp_path}', 'sape2_k', pretrained=True),
+            timm_sape.graft('vit_tiny_patch16_224', 'sape2_k', pretrained_cfg_overlay=cfg, **kwargs)):
+        assert largest_difference(grafted.eval(), model, x) < 1e-5
+
+
+@pytest.mark.parametrize('name, grid', [
+    ('naflexvit_base_patch16_gap', (24, 24)), ('naflexvit_base_patch16_radio_v3', (32, 32)),
+    ('vit_base_patch16_radio_v3', (32, 32))])
+def test_trained_grid_of_a_table_of_another_size(name, grid, own_source, tmp_path):
+    """All ways to load one set of weights agree on the grid that its images had."""
+    kwargs = {} if 'naflexvit' in name else {'use_naflex': True}
+    model = timm.create_model(name, depth=1, embed_dim=32, num_heads=2, **kwargs)
+    assert tuple(model.embeds.pos_embed.shape[1:3]) != grid
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    own_source(model)
+    kwargs.update(depth=1, embed_dim=32, num_heads=2, pretrained=True)
+    cfg = dict(state_dict=model.state_dict())
+    for grafted in (
+            timm_sape.graft(model, 'nope', logit_scaling='log'),
+            timm_sape.graft(f'local-dir:{tmp_path}', 'nope', logit_scaling='log', pretrained=True),
+            *(create(logit_scaling='log', **source, **kwargs) for source in ({}, {'pretrained_cfg_overlay': cfg})
+              for create in (partial(timm_sape.graft, name, 'nope'), partial(
+                  timm.create_model, 'vit_graft', base=name, pos_enc='nope')))):
+        assert grafted.ref_grid_size == grid
+
+
+def test_a_rule_does_not_change_the_class(monkeypatch, own_source):
+    monkeypatch.setattr(timm.models.vision_transformer, '_USE_NAFLEX_DEFAULT', True)
+    model = timm.create_model('vit_tiny_patch16_224', depth=1, use_naflex=False, **SMALL)
+    own_source(model)
+    for source in ({}, {'pretrained_cfg_overlay': {'state_dict': model.state_dict()}}):
+        for kwargs in ({}, {'logit_scaling': 'log'}, {'logit_scaling': 'log', 'ref_grid_size': (14, 14)}):
+            grafted = timm_sape.graft(
+                'vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, **source, **kwargs, **SMALL)
+            assert isinstance(grafted, NaFlexVit)
+
+
+def test_a_seed_means_the_same_with_pretrained_weights(own_source):
+    """A new head and what is grafted start as without them, and the base is built once."""
+    shape = dict(SMALL, depth=1)
+    own_source(timm.create_model('vit_tiny_patch16_224', **shape))
+    built = []
+
+    def start(pretrained):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            'vit_graft', base='vit_tiny_patch16_224', pos_enc='sape2_k', num_classes=5, pretrained=pretrained, **shape)
+        built.append(torch.rand(()))
+        return [model.head.weight, *(p for name, p in model.named_parameters() if '.encodings.auto_' in name)]
+
+    assert all(map(torch.equal, start(False), start(True))) and built[0] == built[1]
+
+
+def test_files_with_other_heads_and_channels_are_resized_as_timm_does():
+    """FlexiViT resizes its table bilinearly. Undeclared numbers of classes and channels must not hide that."""
+    shape = dict(SMALL, depth=1)
+    for other in ({'num_classes': 5}, {'in_chans': 1}):
+        model = randomised(timm.create_model('flexivit_small', **other, **shape))
+        kwargs = dict(
+            pretrained=True, img_size=160, pretrained_cfg_overlay={'state_dict': model.state_dict()}, **other, **shape)
+        table = timm.create_model('flexivit_small', **kwargs).pos_embed
+        grafted = timm.create_model('vit_graft', base='flexivit_small', pos_enc='nope', **kwargs)
+        torch.testing.assert_close(grafted.pos_embed, table)
+
+
+def test_a_background_class_is_left_out_once():
+    shape = dict(SMALL, depth=1)
+    model = randomised(timm.create_model('vit_tiny_patch16_224', num_classes=1001, **shape))
+    cfg = dict(state_dict=model.state_dict(), label_offset=1, num_classes=1000)
+    x = images(model)
+    for kwargs in ({}, {'logit_scaling': 'log'}):
+        for create in (partial(timm_sape.graft, 'vit_tiny_patch16_224', 'nope'), partial(
+                timm.create_model, 'vit_graft', base='vit_tiny_patch16_224', pos_enc='nope')):
+            grafted = create(pretrained=True, pretrained_cfg_overlay=cfg, **kwargs, **shape).eval()
+            torch.testing.assert_close(grafted(x), model(x)[:, 1:], rtol=0, atol=1e-4)
+
+
+def test_configs_that_are_given_whole_or_by_tag(tmp_path):
+    """The graft has the base's config, under its own name, with what was given on top."""
+    shape = dict(SMALL, depth=1)
+    model = randomised(timm.create_model('vit_tiny_patch16_384', num_classes=21843, **shape))
+    cfg = dict(state_dict=model.state_dict(), num_classes=21843)
+    args = resolve_model_input_args(
+        'vit_graft', {}, base='vit_tiny_patch16_384', pos_enc='nope', pretrained_cfg_overlay=cfg, **shape)
+    for kwargs in ({}, {'logit_scaling': 'log'}):
+        grafted = timm.create_model(pretrained=True, **args, **kwargs)
+        assert grafted.patch_embed.img_size == (384, 384) and grafted.pretrained_cfg['mean'] == (0.5, 0.5, 0.5)
+        full = dict(timm.get_pretrained_cfg('vit_tiny_patch16_384').to_dict(), **cfg, custom_load=False)
+        by_tag = {'pretrained_cfg': 'augreg_in21k_ft_in1k', 'pretrained_cfg_overlay': cfg}
+        for given in ({'pretrained_cfg': full}, by_tag):
+            for create in (partial(timm_sape.graft, 'vit_tiny_patch16_384', 'nope'), partial(
+                    timm.create_model, 'vit_graft', base='vit_tiny_patch16_384', pos_enc='nope')):
+                grafted = create(pretrained=True, **given, **kwargs, **shape)
+                assert grafted.pretrained_cfg['architecture'] == 'vit_graft'
+                assert grafted.pretrained_cfg['mean'] == (0.5, 0.5, 0.5)
+                timm_sape.hub.save(grafted, str(tmp_path / f'{len(list(tmp_path.iterdir()))}'))
+
+
+def test_a_checkpoint_beside_pretrained_weights(own_source, tmp_path):
+    """It replaces them, also where the number of channels is another one."""
+    shape = dict(SMALL, depth=1, use_naflex=True)
+    own_source(timm.create_model('vit_tiny_patch16_224', **shape))
+    model = randomised(timm.create_model('vit_tiny_patch16_224', in_chans=1, **shape))
+    path = str(tmp_path / 'model.pth')
+    torch.save(model.state_dict(), path)
+    grafted = timm_sape.graft(
+        'vit_tiny_patch16_224', 'nope', pretrained=True, in_chans=1, checkpoint_path=path, **shape)
+    assert largest_difference(grafted.eval(), model, torch.randn(2, 1, 224, 224)) < 1e-5
+
+
+@pytest.mark.parametrize('name', ['test_vit_rpb_ape', 'test_vit_rpb_graft', 'vit_graft'])
+def test_formats_that_only_timm_reads(name, tmp_path):
+    kwargs = dict(base='test_vit', pos_enc='rpb') if name == 'vit_graft' else {}
+    with pytest.raises(ValueError, match='custom_load, such as .npz files. Load them into the model of timm'):
+        timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(
+            file=str(tmp_path / 'weights.npz'), custom_load=True), **kwargs)
+
+
 def test_a_convolutional_stem_at_another_size(tmp_path):
     """The grid of the table follows from the stride of the whole stem, not of its last layer."""
     model = randomised(timm.create_model('vit_tiny_r_s16_p8_224', depth=2, img_size=(64, 128), **SMALL))
@@ -647,6 +792,13 @@ def test_a_convolutional_stem_that_rounds_up(name, size, tmp_path):
     assert_same(grafted, model)
     save_for_hf(grafted, str(tmp_path), safe_serialization=True)
     assert_same(timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval(), model)
+    model = randomised(timm.create_model(
+        name, depth=2, img_size=size, num_classes=5, dynamic_img_size=True, **SMALL))
+    grafted = timm_sape.graft(model, 'sape2_k')
+    assert grafted.patch_size == (32, 32)
+    for side in (size, 96, 120, 224):
+        x = torch.randn(1, 3, side, 96, generator=torch.Generator().manual_seed(0))
+        assert largest_difference(grafted, model, x) < 2e-5
 
 
 @pytest.mark.parametrize('name', ['vit_small_patch16_dinov3', 'eva02_tiny_patch14_224', 'naflexvit_base_patch16_gap'])

@@ -39,6 +39,7 @@ __all__ = [
     'refuse_other_encoding',
     'refuse_other_host',
     'unwrap',
+    'warn_of_lost_head',
 ]
 
 STEMS = 'patch_embed.proj.weight', 'embeds.proj.weight'  # of the plain ViT and of NaFlexVit
@@ -101,7 +102,7 @@ def filter_state_dict(
         raise ValueError(
             f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}. Create the model with '
             'the arguments that the checkpoint was trained with.')
-    _warn_of_lost_head(state_dict, model, heads)
+    warn_of_lost_head(state_dict, model)
     return state_dict
 
 
@@ -173,10 +174,10 @@ def _trained_grid(
     return None
 
 
-def _warn_of_lost_head(state_dict: Mapping[str, torch.Tensor], model: nn.Module, heads: Sequence[str]) -> None:
+def warn_of_lost_head(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> None:
     """Warn if timm is about to drop a head that would fit: it compares declared numbers of classes, not shapes."""
     declared, own = model.pretrained_cfg['num_classes'], dict(model.named_parameters())
-    for name in (f'{head}.weight' for head in heads):
+    for name in (f'{head}.weight' for head in module_names(model.pretrained_cfg['classifier'])):
         fits = name in state_dict and name in own and state_dict[name].shape == own[name].shape
         if fits and declared != model.num_classes:
             warnings.warn(

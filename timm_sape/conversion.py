@@ -195,11 +195,8 @@ def _spell(grids: Iterable[GridSize]) -> str:
 
 def grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
     """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
-    if kernel == model.kernel_size and size == getattr(getattr(model, 'patch_embed', None), 'img_size', None):
-        return model.grid_size  # the size of patches that timm finds for a stem that rounds up is too small
-    strides = (s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel))
-    has_stem = model.kernel_size != model.patch_size  # of convolutions, which round up
-    height, width = (-(-side // stride) if has_stem else side // stride for side, stride in zip(size, strides))
+    stem = (s // k for s, k in zip(model.patch_size, model.kernel_size))  # its convolutions round up
+    height, width = (-(-side // s) // n for side, s, n in zip(size, stem, kernel))
     return height, width
 
 

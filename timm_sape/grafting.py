@@ -20,7 +20,7 @@ import difflib
 import inspect
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
 
@@ -115,8 +115,8 @@ def graft(
             the neutral one.
         kwargs: `logit_scaling` and `ref_grid_size` are for the grafted model. If `model` is a name, the others are for
             `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ... By default `ref_grid_size` is the
-            grid of the model. But if weights are loaded by name, and `logit_scaling` or a keyword gives a rule for
-            other sizes to what the base has, it is the grid of those weights.
+            grid of the model's images. But if weights are loaded by name, and `logit_scaling` or a keyword gives a
+            rule for other sizes to what the base has, it is the grid of those weights.
 
     Returns:
         A new model on the same device, in the same dtype and mode, with copies of the weights: a
@@ -130,11 +130,15 @@ def graft(
             nothing says on which grid weights were trained and a rule needs it.
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
+    if not pos_enc or not isinstance(pos_enc, str):
+        raise ValueError(f"pos_enc must name encodings to add, e.g. 'sape2_k', got {pos_enc!r}.")
     name = model if isinstance(model, str) else None
     if name is not None:
+        if kwargs.get('features_only'):
+            raise ValueError(
+                'A graft with features_only=True cannot be made in one step. Leave it out, save the graft by '
+                "timm_sape.hub.save, and load it: timm.create_model('local-dir:...', features_only=True).")
         model = _build_base(name, partial(timm.create_model, name), **kwargs)
-        if kwargs.get('pretrained') and isinstance(model, NaFlexVit):
-            _refuse_lost_rows(name, model, kwargs)
     elif kwargs:
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
@@ -160,13 +164,23 @@ def graft(
         **ours,
     )
     is_read = kwargs.get('pretrained') and not kwargs.get('checkpoint_path')
-    if is_read and ours.get('ref_grid_size') is None and _needs_trained_grid(grafted):
-        if ':' not in name:  # the weights may be in a file of the caller, which shows what it was trained on
-            return timm.create_model(
-                'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
+    needs_grid = ours.get('ref_grid_size') is None and _needs_trained_grid(grafted)
+    is_file = is_read and ':' not in name and {'pretrained_cfg', 'pretrained_cfg_overlay'} & kwargs.keys()
+    if is_file and (needs_grid or args.get('use_naflex')):
+        # a file of the caller shows what it was trained on, and timm's NaFlexVit may lose a part of it
+        kwargs = {**kwargs, **{key: args[key] for key in ('use_naflex',) if key in args}}
+        return timm.create_model(
+            'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
+    was_naflex = is_read and ':' in name and get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
+    if is_read and isinstance(model, NaFlexVit) and not was_naflex:
+        shape = {key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')}
+        _refuse_lost_rows(name, model, partial(timm.create_model, name, **shape))
+    if needs_grid and is_read:
         others = {key: value for key, value in kwargs.items() if key not in ('pretrained', *OF_THE_CALL)}
-        grid = _default_grid(partial(_build_base, name, partial(timm.create_model, name), **others))
-        _set_trained_grid(grafted, grid)
+        _set_trained_grid(grafted, _image_grid(
+            _on_meta(partial(_build_base, name, partial(timm.create_model, name), **others))))
+    elif needs_grid:
+        _set_trained_grid(grafted, _image_grid(model))
     weights = _weights_for(grafted, model)
     if is_model_in_modules(cfg['architecture'], ('vision_transformer', 'eva')):  # that take this argument
         args['use_naflex'] = isinstance(model, NaFlexVit)
@@ -209,7 +223,7 @@ def _build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.M
         raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
 
 
-def _refuse_lost_rows(name: str, model: NaFlexVit, kwargs: Mapping[str, Any]) -> None:
+def _refuse_lost_rows(name: str, model: NaFlexVit, build: Callable[..., nn.Module]) -> None:
     """
     Raises:
         ValueError: If timm has loaded a plain model's table into a NaFlexVit without the rows of register tokens: it
@@ -218,9 +232,7 @@ def _refuse_lost_rows(name: str, model: NaFlexVit, kwargs: Mapping[str, Any]) ->
     if model.embeds.cls_token is None or model.embeds.reg_token is None or is_model_in_modules(
             model.pretrained_cfg['architecture'], ('naflexvit',)):
         return
-    others = {key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')}
-    with torch.device('meta'):
-        plain = timm.create_model(name, **{**others, 'use_naflex': False})
+    plain = _on_meta(partial(build, use_naflex=False))
     if plain.pos_embed is not None and not plain.no_embed_class:
         raise ValueError(
             f'{name!r} has rows for register tokens in its table, which timm loses when it builds it as NaFlexVit. '
@@ -232,16 +244,23 @@ def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Mod
 
     There timm leaves the patch embedding random.
     """
-    if not kwargs.get('pretrained') or kwargs.get('in_chans') is None:
+    if not kwargs.get('pretrained') or kwargs.get('in_chans') is None or kwargs.get('checkpoint_path'):
+        return build(**kwargs)
+    shape = {key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')}
+    if not isinstance(_on_meta(partial(build, **shape)), NaFlexVit):
         return build(**kwargs)
     model = build(**{**kwargs, 'pretrained': False})
-    if not isinstance(model, NaFlexVit):
-        return build(**kwargs)
     with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
         weights = build(**{key: value for key, value in kwargs.items() if key != 'in_chans'}).state_dict()
     weights['embeds.proj.weight'] = fit_patch_embedding(weights['embeds.proj.weight'], model)
     model.load_state_dict(weights)
     return model
+
+
+def _on_meta(build: Callable[..., nn.Module]) -> nn.Module:
+    """A model without weights, to see what it is. It takes no memory and draws no random numbers."""
+    with torch.device('meta'):
+        return build()
 
 
 # Attributes of modules that the graft takes over, or that make no difference to what a model computes.
@@ -263,8 +282,7 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
         if p.dtype != start.dtype:
             return f'{name} is {p.dtype}, {first} is {start.dtype}'
         names[p] = name
-    with torch.device('meta'):
-        modules = dict(build().named_modules())
+    modules = dict(_on_meta(build).named_modules())
     for name, module in model.named_modules():
         if isinstance(module, PatchDropout) or name == 'patch_drop':
             continue  # the graft takes it over
@@ -287,10 +305,8 @@ def _needs_trained_grid(model: PosEncModel) -> bool:
         for path, encoding in model.position_encodings().items() if not is_auto(path.rpartition('.')[2]))
 
 
-def _default_grid(build: Callable[[], nn.Module]) -> GridSize:
-    """(H, W) of the images that a model of timm is for, if it is not told the size of images and patches."""
-    with torch.device('meta'):
-        model = build()
+def _image_grid(model: nn.Module) -> GridSize:
+    """(H, W) of the images that a model of timm is for."""
     if not isinstance(model, NaFlexVit):
         return tuple(model.patch_embed.grid_size)
     # its table may have any size
@@ -570,13 +586,15 @@ class _Builder:
         self.arguments = arguments
         self.is_eva = is_model_in_modules(self.base, ('eva',)) and not arguments.get('use_naflex')
         model = self._build(self.load_base, self.cfg)
+        if self.load_base and isinstance(model, NaFlexVit):
+            _refuse_lost_rows(self.base, model, partial(self._build, False, self.cfg, ('device',)))
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
             self.arguments = {**arguments, 'use_naflex': True}
             model = self._build(self.load_base, self.cfg)
         model = _adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
         if self.load_base and self.ref_grid_size is None and _needs_trained_grid(model):
-            _set_trained_grid(model, _default_grid(partial(self._build, False, self.cfg, OF_THE_CALL)))
+            _set_trained_grid(model, _image_grid(self._default_base()))
         return model
 
     def filter(self, state_dict: Dict[str, torch.Tensor], model: PosEncModel) -> Dict[str, torch.Tensor]:
@@ -597,7 +615,9 @@ class _Builder:
             # Weights of the base. Its own entrypoint knows their possible formats and how to resample them.
             try:
                 with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
-                    return {**_weights_for(model, self._base_with(state_dict)), **added}
+                    weights = _weights_for(model, self._base_with(state_dict))
+                checkpoints.warn_of_lost_head(weights, model)
+                return {**weights, **added}
             except (RuntimeError, AttributeError):  # timm's NaFlexVit has the latter for tables that are not square
                 pass  # the code below loads it, or raises a better message about what does not fit
         if not added.keys() & state_dict.keys():
@@ -621,23 +641,42 @@ class _Builder:
                 'say. Give ref_grid_size=(H, W), in patches, or the size of the images: pretrained_cfg_overlay=dict('
                 'file=..., input_size=(3, height, width)).')
         if table.ndim == 4:
-            return tuple(table.shape[1:3])
+            base = self._default_base()
+            own = base.embeds.pos_embed if isinstance(base, NaFlexVit) else None
+            # the table of some bases, such as RADIO, has another size than their images
+            of_another_size = own is not None and tuple(own.shape[1:3]) != _image_grid(base)
+            return by_size if of_another_size else tuple(table.shape[1:3])
         tokens = [state_dict[name].shape[1] for name in ('cls_token', 'dist_token', 'reg_token') if name in state_dict]
         return grid_of_table(state_dict, model, {0, sum(tokens)})
 
     def _base_with(self, state_dict: Dict[str, torch.Tensor]) -> nn.Module:
         """The base with these weights and their numbers of classes and input channels, which timm adapts later."""
-        # train.py declares -1 classes, and timm would then load whatever fits and leave the rest random
-        num_classes = self.cfg.num_classes
-        if num_classes < 0:
-            heads = [state_dict.get(f'{name}.weight', ()) for name in checkpoints.module_names(self.cfg.classifier)]
-            num_classes = len(heads[0]) if heads else 0
+        heads, kernels = (
+            [state_dict[f'{name}.weight'] for name in checkpoints.module_names(names) if f'{name}.weight' in state_dict]
+            for names in (self.cfg.classifier, self.cfg.first_conv))
+        channels = kernels[0].shape[1] if kernels and kernels[0].ndim == 4 else self.cfg.input_size[0]
         source = replace(self.cfg, **{
-            **dict.fromkeys(SOURCE), 'state_dict': dict(state_dict), 'num_classes': num_classes})
+            **dict.fromkeys(SOURCE),
+            'state_dict': dict(state_dict),
+            # train.py declares -1 classes, and timm would then load whatever fits and leave the rest random
+            'num_classes': len(heads[0]) if heads else max(self.cfg.num_classes, 0),
+            'label_offset': 0,
+            'input_size': (channels, *self.cfg.input_size[1:]),
+        })
         return self._build(True, source, left_out=('num_classes', 'in_chans'))
 
-    def _build(self, pretrained: bool, cfg: PretrainedCfg, left_out: Tuple[str, ...] = ()) -> nn.Module:
-        arguments = {key: value for key, value in self.arguments.items() if key not in left_out}
+    def _default_base(self) -> nn.Module:
+        """The base for the size of images that its config declares, without weights."""
+        return _on_meta(partial(self._build, False, self.cfg, OF_THE_CALL))
+
+    def _build(
+            self,
+            pretrained: bool,
+            cfg: PretrainedCfg,
+            left_out: Tuple[str, ...] = (),
+            **changed,
+    ) -> nn.Module:
+        arguments = {**{key: value for key, value in self.arguments.items() if key not in left_out}, **changed}
         if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
             # what it is converted to takes images of any size, but its own class does not
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
@@ -701,13 +740,19 @@ def _create(
     name = _known_base(base)
     check_ref_grid_size(ref_grid_size)
     check_logit_scaling(logit_scaling)
+    if variant == 'vit_graft' and isinstance(pretrained_cfg, str):  # a tag of the base
+        base, pretrained_cfg = f'{name}.{pretrained_cfg}', None
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg)
     if variant != 'vit_graft' and f'{name}.{cfg.tag}' in get_arch_pretrained_cfgs(name):
         base = f'{name}.{cfg.tag}'  # our entrypoints have the tags of their bases
     base_cfg = get_pretrained_cfg(base) or PretrainedCfg()
-    if variant == 'vit_graft' and cfg == get_pretrained_cfg(variant):
-        cfg = replace(base_cfg, architecture=variant)
-    cfg = resolve_pretrained_cfg(variant, cfg, pretrained_cfg_overlay)
+    if variant == 'vit_graft' and cfg.classifier is None and not kwargs.get('pretrained_model_args'):
+        # the empty config of this name, with what the caller has added
+        empty = PretrainedCfg()
+        added = {key.name: getattr(cfg, key.name) for key in fields(cfg)}
+        cfg = resolve_pretrained_cfg(variant, base_cfg, {
+            key: value for key, value in added.items() if value != getattr(empty, key)})
+    cfg = resolve_pretrained_cfg(variant, replace(cfg, architecture=variant), pretrained_cfg_overlay)
     is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
     # others have the size of timm's weights, or that of its dataclass, by default
     declares_size = 'input_size' in (pretrained_cfg_overlay or {}) or cfg.input_size not in (

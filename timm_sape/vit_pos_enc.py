@@ -10,12 +10,14 @@ timm's VisionTransformer with any set of the registered encodings:
 Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
 encodings.
 """
+import math
 import sys
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from timm.layers import HybridEmbed
 from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
@@ -162,7 +164,17 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
         With a convolutional stem this is more than the kernel size of the last layer of the patch embedding.
         """
-        return self.patch_embed.feat_ratio(as_scalar=False)
+        (stem_y, stem_x), (height, width) = self._stem_stride, self.kernel_size
+        return stem_y * height, stem_x * width
+
+    @property
+    def _stem_stride(self) -> Tuple[int, int]:
+        """(y, x) stride of a convolutional stem, which rounds up; timm's `feature_ratio` is too small where it does."""
+        if not isinstance(self.patch_embed, HybridEmbed):
+            return 1, 1
+        sizes = zip(self.patch_embed.img_size, self.patch_embed.feature_size)
+        height, width = (2 ** round(math.log2(pixels / features)) for pixels, features in sizes)
+        return height, width
 
     def set_input_size(
             self,
@@ -213,7 +225,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         """
         is_strict = self.patch_embed.strict_img_size
         grid = _grid(
-            x, self.patch_size, self.num_prefix_tokens,
+            x, self._stem_stride, self.kernel_size, self.num_prefix_tokens,
             img_size=self.patch_embed.img_size if is_strict else None,
             grid_size=self.patch_embed.grid_size if is_strict else None,
             pad=self.patch_embed.dynamic_img_pad,
@@ -358,7 +370,8 @@ def _keep_mask(
 @torch.fx.wrap
 def _grid(
         images: torch.Tensor,
-        patch_size: Tuple[int, int],
+        stem: Tuple[int, int],
+        kernel: Tuple[int, int],
         num_prefix_tokens: int,
         img_size: Optional[Tuple[int, int]],
         grid_size: Optional[Tuple[int, int]],
@@ -368,10 +381,11 @@ def _grid(
 
     Args:
         images: `[B, C, height, width]`.
-        patch_size: Height and width of a patch in pixels.
+        stem: Stride of a convolutional stem, (y, x), which rounds up; (1, 1) without.
+        kernel: (height, width) of the last layer of the patch embedding.
         num_prefix_tokens: P.
         img_size: The only image size allowed, (height, width), or None for any.
-        grid_size: Its grid, (H, W). A convolutional stem may round up. None if images may have any size.
+        grid_size: Its grid, (H, W). None if images may have any size.
         pad: Whether images are padded to a multiple of the patch size.
 
     Raises:
@@ -392,17 +406,20 @@ def _grid(
         raise ValueError(
             f'The image is {height}x{width}, the model is made for {img_size[0]}x{img_size[1]}. Resize the image, call '
             'model.set_input_size(), or create the model with img_size= or dynamic_img_size=True.')
-    # A grafted model may have an image size that is no multiple of the patch size. As in timm, the rest is cropped.
-    if not pad and img_size is None and (height % patch_size[0] or width % patch_size[1]):
+    # A grafted model may have a stem, or an image size that is no multiple of the patch size. As in timm, the rest is
+    # cropped.
+    if not pad and img_size is None and stem == (1, 1) and (height % kernel[0] or width % kernel[1]):
         raise ValueError(
-            f'The image is {height}x{width}, which the patch size {patch_size[0]}x{patch_size[1]} does not divide. '
+            f'The image is {height}x{width}, which the patch size {kernel[0]}x{kernel[1]} does not divide. '
             'Resize it, or create the model with dynamic_img_pad=True.')
     if grid_size is not None and not pad:
         return Grid(*grid_size, num_prefix_tokens, device=images.device)
+    # rounds up in the divisions below; ONNX has no other way
+    if stem != (1, 1):
+        height, width = (height + stem[0] - 1) // stem[0], (width + stem[1] - 1) // stem[1]
     if pad:
-        # rounds up in the division below; ONNX has no other way
-        height, width = height + patch_size[0] - 1, width + patch_size[1] - 1
-    return Grid(height // patch_size[0], width // patch_size[1], num_prefix_tokens, device=images.device)
+        height, width = height + kernel[0] - 1, width + kernel[1] - 1
+    return Grid(height // kernel[0], width // kernel[1], num_prefix_tokens, device=images.device)
 
 
 def _describe(size: str) -> str:

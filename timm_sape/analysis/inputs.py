@@ -376,6 +376,8 @@ def patch_ratio(model: torch.nn.Module, name: str = '') -> Tuple[int, int]:
     Raises:
         ValueError: If the model has no patches.
     """
+    if isinstance(model, PosEncModel):
+        return model.patch_size
     embedding = model.embeds if isinstance(model, NaFlexVit) else getattr(model, 'patch_embed', None)
     if not hasattr(embedding, 'feat_ratio'):
         raise ValueError(f'{name or type(model).__name__} has no patches. Use a Vision Transformer.')

@@ -149,7 +149,8 @@ def adapt(
         choices.update(rules_of(model, only, name))
     grid, patch = trained_grid(model), patch_ratio(model)
     own_size = image_size_of(model)
-    home = own_size if grid is None else (grid[0] * patch[0], grid[1] * patch[1])
+    # of its own grid the model knows the size, which need not be a multiple of the patch size
+    home = own_size if grid is None or grid == model.grid_size else (grid[0] * patch[0], grid[1] * patch[1])
     where = f'{home[0]}x{home[1]}, {"its own size" if grid is None else "where it was trained"}'
     if home != own_size:
         model = load_model(spec, img_size=home)
