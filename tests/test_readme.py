@@ -20,7 +20,7 @@ from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.experiment import load_plan, summary_table
 from timm_sape.lab.experiment.results import read_archive
-from timm_sape.lab.intervals import mean_interval, unpaired_interval
+from timm_sape.lab.intervals import corrected_intervals, mean_interval, unpaired_interval
 
 ROOT = Path(__file__).parent.parent
 README, DOCS, RESULTS = ROOT / 'README.md', ROOT / 'docs', ROOT / 'results'
@@ -270,12 +270,17 @@ def test_digits_are_those_of_the_runs():
         assert f'| {line} |' in DETAILS.read_text()
 
 
-def five_seeds():
-    """Top-1 of each model of the reference table."""
+def five_seeds(table='cpu_cifar10/reference/reference.csv', first=21):
+    """Top-1 of each model of the reference table, or of another with five seeds."""
     top1 = {}
-    for row in read_csv(RESULTS / 'cpu_cifar10' / 'reference' / 'reference.csv'):
+    for row in read_csv(RESULTS / table):
         top1.setdefault(row['model'], {})[row['seed']] = float(row['top1'])
-    return {model: [found[seed] for seed in ('21', '22', '23', '24', '25')] for model, found in top1.items()}
+    return {model: [found[str(seed)] for seed in range(first, first + 5)] for model, found in top1.items()}
+
+
+def repository():
+    """Top-1 of each of the repository's rows."""
+    return five_seeds('cpu_repository/repository.csv', first=10)
 
 
 def retrofit(key, base, size, model='not fine-tuned', **where):
@@ -358,7 +363,13 @@ def claims():
     distance = roc['trained', 'distance', 'own']
     five, nothing = five_seeds(), [0, 0, 0]
     rope, mixed = 'RoPE-2D', 'RoPE-2D mixed'
+    rows, equal = repository(), ', no LayerScale'
     return [
+        ('LayerScale itself changes APE by {},', rows['APE'], rows[f'APE{equal}'], 2, False),
+        ('RoPE-2D by {} and', rows[rope], rows[rope + equal], 2, True),
+        ('RoPE-2D mixed by {}: it', rows[mixed], rows[mixed + equal], 2, True),
+        ('q.e is not shown to differ from k.e: {} (', rows['q.e+APE'], rows['k.e+APE'], 2, False),
+        ('nor from its form with separate keys: {}.', rows['q.e+APE'], rows['q.e, separate keys+APE'], 2, False),
         ('The five seeds show it ahead, {}, and', five[mixed], five['APE'], 2, True),
         ('LaPE is ahead of RoPE-2D too, {}.', five['LaPE'], five[rope], 2, True),
         ('after one more LayerNorm: {}.', five['LaPE'], five['APE'], 2, True),
@@ -423,6 +434,33 @@ def test_answers_are_those_of_the_runs():
         assert words.format(checked[-1]) in text, (words, checked[-1])
         assert all(verdicts(values, others)) == shown, words
     assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
+
+
+def test_the_comparison_of_the_repository_is_that_of_the_runs():
+    """The differences as the repository has its rows, and with equal blocks; and what is said about them."""
+    rows, shown = repository(), {}
+    for model, other in itertools.product(('q.e+APE', 'k.e+APE'), ('APE', 'RoPE-2D mixed')):
+        cells = [f'{model} minus {other}']
+        for base in (other, f'{other}, no LayerScale'):
+            cells += [difference_of(rows[model], rows[base]), '[{:+.2f}, {:+.2f}]'.format(
+                *unpaired_interval(rows[model], rows[base]))]
+            shown[model, base] = all(verdicts(rows[model], rows[base]))
+        assert f'| {" | ".join(cells)} |' in ANSWERS.read_text(), cells
+    assert 'q.e+APE is ahead of APE and of RoPE-2D mixed' in prose(ANSWERS)
+    assert shown['q.e+APE', 'APE'] and shown['q.e+APE', 'RoPE-2D mixed']
+    assert statistics.mean(rows['q.e+APE']) > max(statistics.mean(rows[name]) for name in ('APE', 'RoPE-2D mixed'))
+    assert 'With equal blocks both are behind RoPE-2D mixed, and neither is shown to differ from APE' in prose(ANSWERS)
+    for model in ('q.e+APE', 'k.e+APE'):
+        assert shown[model, 'RoPE-2D mixed, no LayerScale'] and not shown[model, 'APE, no LayerScale']
+        assert statistics.mean(rows[model]) < statistics.mean(rows['RoPE-2D mixed, no LayerScale'])
+    pairs = [
+        *shown, *((model, f'{model}, no LayerScale') for model in ('APE', 'RoPE-2D', 'RoPE-2D mixed')),
+        ('q.e+APE', 'k.e+APE'), ('q.e+APE', 'q.e, separate keys+APE')]
+    found = [
+        corrected_intervals(*(dict(enumerate(rows[model])) for model in pair), len(pairs))[1:] for pair in pairs]
+    assert f'Corrected for all {len(pairs)} of this section, only the change of RoPE-2D mixed by' in prose(ANSWERS)
+    assert [pair for pair, intervals in zip(pairs, found) if all(low > 0 or high < 0 for low, high in intervals)] == [
+        ('RoPE-2D mixed', 'RoPE-2D mixed, no LayerScale')]
 
 
 def test_what_else_the_answers_say():

@@ -168,7 +168,8 @@ def graft(
     is_file = is_read and ':' not in name and {'pretrained_cfg', 'pretrained_cfg_overlay'} & kwargs.keys()
     if is_file and (needs_grid or args.get('use_naflex')):
         # a file of the caller shows what it was trained on, and timm's NaFlexVit may lose a part of it
-        kwargs = {**kwargs, **{key: args[key] for key in ('use_naflex',) if key in args}}
+        if 'use_naflex' in args:
+            kwargs['use_naflex'] = args['use_naflex']
         return timm.create_model(
             'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
     was_naflex = is_read and ':' in name and get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
