@@ -74,8 +74,8 @@ def pads_on_the_left(model):
 
 @controls.broken_code('dynamic_img_pad', r'embed returned \[1, 13, 32\]', ValueError)
 def rounds_grid_down(patch):
-    patch.setattr(vit_pos_enc, '_grid', lambda images, patch_size, num_prefix_tokens, **_: Grid(
-        images.shape[2] // patch_size[0], images.shape[3] // patch_size[1], num_prefix_tokens))
+    patch.setattr(vit_pos_enc, '_grid', lambda images, stem, kernel, num_prefix_tokens, **_: Grid(
+        images.shape[2] // kernel[0], images.shape[3] // kernel[1], num_prefix_tokens))
 
 
 class Scaled(ReferenceGridEncoding):
