@@ -350,8 +350,6 @@ def test_command_with_several_encodings(main, images, folders, capsys):
     assert re.search(r'rule rope2d=\w+,sincos2d=\w+', open('out/README.md').read())
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
 def test_a_trained_size_that_patches_do_not_divide(images, tmp_path):
     """It is the size of the model itself, not what its patches cover."""
     model = randomize(timm.create_model(
@@ -360,6 +358,8 @@ def test_a_trained_size_that_patches_do_not_divide(images, tmp_path):
     found = adapt(f'local-dir:{tmp_path / "graft"}', open_dataset(images), [SIZE], agreement=True, progress=False)
     assert found.home == '50x50, where it was trained'
 
+
+# --- the command -----------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def main(monkeypatch, tmp_path):

@@ -627,7 +627,7 @@ def test_rows_of_registers_as_a_naflexvit(shape, tmp_path, monkeypatch):
 
 @pytest.fixture
 def own_source(monkeypatch):
-    """Stands in for the Hub: called with a state dict, which is then that of timm's own pretrained weights."""
+    """Stands in for the Hub: called with a model, whose weights are then timm's own pretrained ones."""
     def serve_from_now_on(model):
         monkeypatch.setattr(timm.models._builder, 'load_state_dict_from_hf', lambda *args, **kwargs: {
             name: value.clone() for name, value in model.state_dict().items()})

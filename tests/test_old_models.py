@@ -43,7 +43,7 @@ def check_logits(model, key, images_of):
     with torch.no_grad():
         logits = model(images(*images_of))
     # another CPU than the one on which they were written rounds differently, by up to 2e-6
-    assert (logits - LOGITS[key]).abs().max() <= 1e-5 * LOGITS[key].abs().max()
+    assert (logits - LOGITS[key]).abs().max() <= 3e-6 * LOGITS[key].abs().max()
 
 
 @pytest.mark.parametrize('name', MODELS)

@@ -174,14 +174,11 @@ def graft(
             'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
     was_naflex = is_read and ':' in name and get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
     if is_read and isinstance(model, NaFlexVit) and not was_naflex:
-        shape = {key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')}
-        _refuse_lost_rows(name, model, partial(timm.create_model, name, **shape))
-    if needs_grid and is_read:
-        others = {key: value for key, value in kwargs.items() if key not in ('pretrained', *OF_THE_CALL)}
-        _set_trained_grid(grafted, _image_grid(
-            _on_meta(partial(_build_base, name, partial(timm.create_model, name), **others))))
-    elif needs_grid:
-        _set_trained_grid(grafted, _image_grid(model))
+        _refuse_lost_rows(name, model, partial(timm.create_model, name), **kwargs)
+    if needs_grid:
+        others = {key: value for key, value in kwargs.items() if key not in OF_THE_CALL}
+        trained = _on_meta(partial(_build_base, name, partial(timm.create_model, name)), **others) if is_read else model
+        _set_trained_grid(grafted, _image_grid(trained))
     weights = _weights_for(grafted, model)
     if is_model_in_modules(cfg['architecture'], ('vision_transformer', 'eva')):  # that take this argument
         args['use_naflex'] = isinstance(model, NaFlexVit)
@@ -224,7 +221,7 @@ def _build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.M
         raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
 
 
-def _refuse_lost_rows(name: str, model: NaFlexVit, build: Callable[..., nn.Module]) -> None:
+def _refuse_lost_rows(name: str, model: NaFlexVit, build: Callable[..., nn.Module], /, **kwargs) -> None:
     """
     Raises:
         ValueError: If timm has loaded a plain model's table into a NaFlexVit without the rows of register tokens: it
@@ -233,7 +230,7 @@ def _refuse_lost_rows(name: str, model: NaFlexVit, build: Callable[..., nn.Modul
     if model.embeds.cls_token is None or model.embeds.reg_token is None or is_model_in_modules(
             model.pretrained_cfg['architecture'], ('naflexvit',)):
         return
-    plain = _on_meta(partial(build, use_naflex=False))
+    plain = _on_meta(build, **{**kwargs, 'use_naflex': False})
     if plain.pos_embed is not None and not plain.no_embed_class:
         raise ValueError(
             f'{name!r} has rows for register tokens in its table, which timm loses when it builds it as NaFlexVit. '
@@ -247,8 +244,7 @@ def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Mod
     """
     if not kwargs.get('pretrained') or kwargs.get('in_chans') is None or kwargs.get('checkpoint_path'):
         return build(**kwargs)
-    shape = {key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')}
-    if not isinstance(_on_meta(partial(build, **shape)), NaFlexVit):
+    if not isinstance(_on_meta(build, **kwargs), NaFlexVit):
         return build(**kwargs)
     model = build(**{**kwargs, 'pretrained': False})
     with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
@@ -258,10 +254,10 @@ def _build_with_channels(build: Callable[..., nn.Module], /, **kwargs) -> nn.Mod
     return model
 
 
-def _on_meta(build: Callable[..., nn.Module]) -> nn.Module:
+def _on_meta(build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
     """A model without weights, to see what it is. It takes no memory and draws no random numbers."""
     with torch.device('meta'):
-        return build()
+        return build(**{key: value for key, value in kwargs.items() if key not in ('pretrained', 'device')})
 
 
 # Attributes of modules that the graft takes over, or that make no difference to what a model computes.
@@ -750,9 +746,9 @@ def _create(
     if variant == 'vit_graft' and cfg.classifier is None and not kwargs.get('pretrained_model_args'):
         # the empty config of this name, with what the caller has added
         empty = PretrainedCfg()
-        added = {key.name: getattr(cfg, key.name) for key in fields(cfg)}
-        cfg = resolve_pretrained_cfg(variant, base_cfg, {
-            key: value for key, value in added.items() if value != getattr(empty, key)})
+        entries = {entry.name: getattr(cfg, entry.name) for entry in fields(cfg)}
+        added = {name: value for name, value in entries.items() if value != getattr(empty, name)}
+        cfg = resolve_pretrained_cfg(variant, base_cfg, added)
     cfg = resolve_pretrained_cfg(variant, replace(cfg, architecture=variant), pretrained_cfg_overlay)
     is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
     # others have the size of timm's weights, or that of its dataclass, by default
