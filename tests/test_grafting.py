@@ -69,6 +69,7 @@ def base_model(name, grid=(4, 6), **kwargs):
     """A timm model of depth 2 for a few patches, with random parameters."""
     stride = re.search(r'(?:patch|_s)(\d+)', name)
     size = [n * int(stride[1] if stride else 16) for n in grid]
+    torch.manual_seed(0)  # for what timm draws itself
     model = randomised(timm.create_model(name, depth=2, img_size=size, num_classes=5, **kwargs))
     assert model.patch_embed.grid_size == grid
     return model
@@ -408,7 +409,9 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
     ('vit_dwee_patch16_reg1_gap_256', {}, 'has no version of DiffAttention'),
     ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted if .* it lacks'),
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
-    ('vit_small_patch16_rope_ape_224', dict(no_embed_class=False), 'Eva cannot be converted .* it has pos_embed'),
+    (
+        'vit_small_patch16_rope_ape_224', dict(no_embed_class=False),
+        'Eva cannot be converted .* it has pos_embed .* Leave out .*no_embed_class'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
     (
@@ -678,14 +681,23 @@ def test_trained_grid_of_a_table_of_another_size(name, grid, own_source, tmp_pat
 
 
 def test_a_rule_does_not_change_the_class(monkeypatch, own_source):
+    """Nor does an environment variable of timm: a name stands for the same graft on every machine."""
     monkeypatch.setattr(timm.models.vision_transformer, '_USE_NAFLEX_DEFAULT', True)
     model = timm.create_model('vit_tiny_patch16_224', depth=1, use_naflex=False, **SMALL)
     own_source(model)
     for source in ({}, {'pretrained_cfg_overlay': {'state_dict': model.state_dict()}}):
         for kwargs in ({}, {'logit_scaling': 'log'}, {'logit_scaling': 'log', 'ref_grid_size': (14, 14)}):
-            grafted = timm_sape.graft(
-                'vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, **source, **kwargs, **SMALL)
-            assert isinstance(grafted, NaFlexVit)
+            for use_naflex in ({}, {'use_naflex': True}):
+                grafted = timm_sape.graft(
+                    'vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, **use_naflex, **source, **kwargs, **SMALL)
+                assert isinstance(grafted, NaFlexVit) == bool(use_naflex)
+
+
+@pytest.mark.parametrize('changed', [{'img_size': 128}, {'patch_size': 8}])
+def test_sizes_that_timm_does_not_adapt(changed, own_source):
+    own_source(timm.create_model('vit_tiny_patch16_224', depth=1, use_naflex=False, **SMALL))
+    with pytest.raises(ValueError, match='does not adapt .* another size .* Leave out img_size'):
+        timm_sape.graft('vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, use_naflex=True, **changed, **SMALL)
 
 
 def test_a_seed_means_the_same_with_pretrained_weights(own_source):

@@ -14,9 +14,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import torch
 import torch.nn as nn
-from timm.layers import to_2tuple
 
-from .conversion import GRID, GridSize, grid_of, saved_grids, trained_kernel
+from .conversion import GRID, GridSize, declared_grid, saved_grids, trained_kernel
 from .encodings import (
     CoordinateEncoding,
     ReferenceGridEncoding,
@@ -162,10 +161,7 @@ def _trained_grid(
     if is_reference and given is not None:
         return tuple(given)
     if is_reference and encoding.chosen_when_loading and model.pretrained_model_args:
-        # Saved with a rule for which the grid did not matter. The config knows the size of the images.
-        args = model.pretrained_model_args
-        size = to_2tuple(args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
-        return grid_of(model, size, kernel)
+        return declared_grid(model, kernel)  # saved with a rule for which the grid did not matter
     if is_reference or has_entries:
         fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(

@@ -18,9 +18,9 @@ __all__ = [
     'GridSize',
     'convert_to_naflex',
     'convert_to_plain',
+    'declared_grid',
     'fit_patch_embedding',
     'from_timm',
-    'grid_of',
     'grid_of_table',
     'saved_grids',
     'trained_kernel',
@@ -157,11 +157,10 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
         ValueError: If it can be none or several.
     """
     rows = entries['pos_embed'].shape[1]
-    size, kernel = model.pretrained_model_args.get('img_size'), entries['patch_embed.proj.weight'].shape[-2:]
-    declared = grid_of(model, to_2tuple(size or model.pretrained_cfg['input_size'][-2:]), kernel)
+    declared = declared_grid(model, entries['patch_embed.proj.weight'].shape[-2:])
     saved, encodings = saved_grids(entries), model.position_encodings()
     resized = [grid for path, grid in saved.items() if isinstance(encodings.get(path), ResizedEncoding)]
-    known = [declared] if size else resized[:1]
+    known = [declared] if model.pretrained_model_args.get('img_size') else resized[:1]
     squares = [(math.isqrt(rows - n),) * 2 for n in prefix_rows if rows > n]
     candidates = known or [*saved.values(), declared, model.grid_size, *squares]
     fits = [grid for grid in dict.fromkeys(candidates) if rows - math.prod(grid) in prefix_rows]
@@ -193,8 +192,14 @@ def _spell(grids: Iterable[GridSize]) -> str:
     return ' or '.join(f'{height}x{width}' for height, width in dict.fromkeys(grids))
 
 
-def grid_of(model: nn.Module, size: Tuple[int, int], kernel: Tuple[int, int]) -> GridSize:
-    """The grid of an image of this size, if the patch embedding ends in this kernel instead of the model's."""
+def declared_grid(model: nn.Module, kernel: Tuple[int, int]) -> GridSize:
+    """The grid of the images that the model's config declares for a checkpoint, by saved arguments or `input_size`.
+
+    Args:
+        model: A `PosEncModel`.
+        kernel: The last one of the checkpoint's patch embedding, which need not be the model's.
+    """
+    size = to_2tuple(model.pretrained_model_args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
     stem = (s // k for s, k in zip(model.patch_size, model.kernel_size))  # its convolutions round up
     height, width = (-(-side // s) // n for side, s, n in zip(size, stem, kernel))
     return height, width

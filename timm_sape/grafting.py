@@ -62,9 +62,9 @@ from .attention import adopt_blocks, unknown_blocks
 from .conversion import (
     GridSize,
     convert_to_naflex,
+    declared_grid,
     fit_patch_embedding,
     from_timm,
-    grid_of,
     grid_of_table,
 )
 from .encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, is_auto, parse_pos_enc
@@ -95,6 +95,7 @@ NAVER = re.compile(r'vit_\w+_patch16_rope(_mixed)?(_ape)?_224')
 Parts = Dict[str, Dict[str, Any]]  # keywords of each encoding by its name
 DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
 OF_THE_CALL = ('img_size', 'patch_size', 'device')  # these need not be those of the weights
+OUR_MODULES = ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
 SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # keys of a config that locate weights
 
 
@@ -108,7 +109,8 @@ def graft(
 
     Args:
         model: A model that `timm.create_model` made, which stays unchanged, or the name of one, with or without a tag.
-            Names with `hf-hub:` and `local-dir:` work too.
+            Names with `hf-hub:` and `local-dir:` work too. A name without these gives what `vit_graft` gives for it
+            as `base`, on every machine: timm's environment variable that chooses NaFlexVit has no effect.
         pos_enc: Names of encodings joined by `+`. Each gets a gate, whose initial value keeps the model's outputs:
             `'rope2d'` gives `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing and only converts the model.
         pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
@@ -130,22 +132,48 @@ def graft(
             nothing says on which grid weights were trained and a rule needs it.
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
+    ours.update(pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs)
     if not pos_enc or not isinstance(pos_enc, str):
         raise ValueError(f"pos_enc must name encodings to add, e.g. 'sape2_k', got {pos_enc!r}.")
-    name = model if isinstance(model, str) else None
-    if name is not None:
-        if kwargs.get('features_only'):
+    if not isinstance(model, str):
+        if kwargs:
             raise ValueError(
-                'A graft with features_only=True cannot be made in one step. Leave it out, save the graft by '
-                "timm_sape.hub.save, and load it: timm.create_model('local-dir:...', features_only=True).")
-        model = _build_base(name, partial(timm.create_model, name), **kwargs)
-    elif kwargs:
+                f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this '
+                'is a model. Leave them out.')
+        return _graft(unwrap_model(model), ours)
+    name = model
+    if kwargs.get('features_only'):
         raise ValueError(
-            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
-            'model. Leave them out.')
-    model = unwrap_model(model)
+            'A graft with features_only=True cannot be made in one step. Leave it out, save the graft by '
+            "timm_sape.hub.save, and load it: timm.create_model('local-dir:...', features_only=True).")
+    is_ours = is_model_in_modules(split_model_name_tag(name)[0], OUR_MODULES)  # which is refused below
+    if ':' not in name and not kwargs.get('checkpoint_path') and not is_ours:
+        return timm.create_model('vit_graft', base=name, **ours, **kwargs)
+    # A saved model, or a checkpoint of the base: timm loads it, then it is grafted as any other model.
+    build = partial(timm.create_model, name)
+    model = _build_base(name, build, **kwargs)
+    if not kwargs.get('pretrained') or kwargs.get('checkpoint_path'):
+        return _graft(model, ours)
+    was_naflex = get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
+    if isinstance(model, NaFlexVit) and not was_naflex:
+        _refuse_lost_rows(name, model, build, **kwargs)
+    as_saved = {key: value for key, value in kwargs.items() if key not in OF_THE_CALL}
+    return _graft(model, ours, trained=_on_meta(partial(_build_base, name, build), **as_saved))
+
+
+def _graft(model: nn.Module, ours: Dict[str, Any], trained: Optional[nn.Module] = None) -> PosEncModel:
+    """Graft a model that there is.
+
+    Args:
+        model: A model of timm.
+        ours: The keywords of `graft` that are not for `timm.create_model`.
+        trained: The model for the images that the weights were trained on. Default: `model`.
+
+    Raises:
+        ValueError: As `graft`.
+    """
     if isinstance(model, PosEncModel):
-        raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
+        raise ValueError(_is_ours(model, ours['pos_enc'], ours['pos_enc_kwargs']))
     _check_kind(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     if not is_model(cfg.get('architecture') or ''):
@@ -159,26 +187,10 @@ def graft(
     grafted = timm.create_model(
         'vit_graft',
         pretrained_cfg=dict(cfg, architecture='vit_graft'),
-        **{**args, **get_device_dtype(model), 'base': cfg['architecture'], 'pos_enc': pos_enc},
-        pos_enc_kwargs=pos_enc_kwargs,
-        **ours,
+        **{**args, **get_device_dtype(model), 'base': cfg['architecture'], **ours},
     )
-    is_read = kwargs.get('pretrained') and not kwargs.get('checkpoint_path')
-    needs_grid = ours.get('ref_grid_size') is None and _needs_trained_grid(grafted)
-    is_file = is_read and ':' not in name and {'pretrained_cfg', 'pretrained_cfg_overlay'} & kwargs.keys()
-    if is_file and (needs_grid or args.get('use_naflex')):
-        # a file of the caller shows what it was trained on, and timm's NaFlexVit may lose a part of it
-        if 'use_naflex' in args:
-            kwargs['use_naflex'] = args['use_naflex']
-        return timm.create_model(
-            'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
-    was_naflex = is_read and ':' in name and get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
-    if is_read and isinstance(model, NaFlexVit) and not was_naflex:
-        _refuse_lost_rows(name, model, partial(timm.create_model, name), **kwargs)
-    if needs_grid:
-        others = {key: value for key, value in kwargs.items() if key not in OF_THE_CALL}
-        trained = _on_meta(partial(_build_base, name, partial(timm.create_model, name)), **others) if is_read else model
-        _set_trained_grid(grafted, _image_grid(trained))
+    if ours.get('ref_grid_size') is None and _needs_trained_grid(grafted):
+        _set_trained_grid(grafted, _image_grid(trained or model))
     weights = _weights_for(grafted, model)
     if is_model_in_modules(cfg['architecture'], ('vision_transformer', 'eva')):  # that take this argument
         args['use_naflex'] = isinstance(model, NaFlexVit)
@@ -543,8 +555,10 @@ def _adopt(
         weights = _weights_for(vit, model)
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
         if report:
+            given = sorted(kwargs.keys() - {'img_size', 'patch_size', 'in_chans', 'num_classes', 'device', 'dtype'})
             raise ValueError(
-                f'{type(model).__name__} cannot be converted if created with these arguments: {report}.')
+                f'{type(model).__name__} cannot be converted if created with these arguments: {report}. Leave out '
+                f'the one that a plain ViT does not have ({", ".join(given)}).')
         vit.load_state_dict(weights, strict=False)
     return vit
 
@@ -582,10 +596,19 @@ class _Builder:
         """What timm's builder calls for the model."""
         self.arguments = arguments
         self.is_eva = is_model_in_modules(self.base, ('eva',)) and not arguments.get('use_naflex')
-        model = self._build(self.load_base, self.cfg)
+        try:
+            model = self._build(self.load_base, self.cfg)
+        except RuntimeError as e:
+            if not (self.load_base and arguments.get('use_naflex') and 'size mismatch' in str(e)):
+                raise
+            raise ValueError(
+                f'timm does not adapt the weights of {self.base!r} to another size of images or patches when it builds '
+                'a NaFlexVit of a plain ViT. Leave out img_size, because a NaFlexVit takes images of any size, or '
+                'use_naflex.') from e
         if self.load_base and isinstance(model, NaFlexVit):
             _refuse_lost_rows(self.base, model, partial(self._build, False, self.cfg, ('device',)))
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
+            _check_kind(model)
             self.arguments = {**arguments, 'use_naflex': True}
             model = self._build(self.load_base, self.cfg)
         model = _adopt(
@@ -628,7 +651,7 @@ class _Builder:
             ValueError: If it has no table, and the size of the base is not that of the model.
         """
         kernel = checkpoints.kernel_of(state_dict, model)
-        by_size = grid_of(model, self.cfg.input_size[-2:], kernel)
+        by_size = declared_grid(model, kernel)
         table = state_dict.get('embeds.pos_embed', state_dict.get('pos_embed'))
         if self.declares_size or table is None and by_size == model.grid_size:
             return by_size
@@ -705,10 +728,9 @@ def _known_base(base: Any) -> str:
         ValueError: If timm has no such model.
     """
     name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
-    ours = ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
-    if is_model(name) and not is_model_in_modules(name, ours):
+    if is_model(name) and not is_model_in_modules(name, OUR_MODULES):
         return name
-    close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, ours)])
+    close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, OUR_MODULES)])
     hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
     if ':' in name:
         hint = 'It must be an architecture; timm_sape.graft takes saved models.'
