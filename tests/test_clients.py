@@ -110,6 +110,22 @@ def test_trained_grid_without_memory(name):
     assert model.ref_grid_size == make.grid
 
 
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'ape2d'])
+def test_compile_without_memory(pos_enc):
+    """eval() takes over the grids that came with the entries, so that no forward pass has to."""
+    make = Maker(pos_enc)
+    expected, x = make(), make.images()
+    with parameters_on_meta():
+        model = make(random=False)
+    model.eval()  # before there is anything to take over
+    set_entries(model, expected.state_dict())
+    model.eval()
+    exported = torch.export.export(model, (x,)).module()
+    compiled = torch.compile(model, fullgraph=True, backend='eager')
+    for found in (exported(x), compiled(x)):
+        torch.testing.assert_close(found, expected(x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize('pos_enc', ['nope', 'rope2d', 'rpb', 'sape2_k', 'cope+sape2_k', 'irpe_qkv'])
 def test_probabilities_reach_hooks(pos_enc):
     """`timm.utils.AttentionExtract` hooks the module that drops probabilities."""

@@ -57,6 +57,22 @@ def test_compile(pos_enc):
         check_step(compiled, model, images(grid))
 
 
+@pytest.mark.parametrize('pos_enc', ['ape', 'lape', 'ape+rope2d+rpb'])
+def test_compile_block_by_block(pos_enc):
+    """One graph serves all blocks."""
+    model, x = Maker(pos_enc)(depth=3), images((3, 5))
+    expected, graphs = model(x), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope+rope2d+sape2_qk', 'ape+toy_layer+toy_shared'])
 def test_compile_training(pos_enc):
     """The same with all random operations, patch dropout included, and a mask."""

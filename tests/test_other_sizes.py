@@ -215,6 +215,21 @@ def test_every_rule_is_chosen_when_loading(name, tmp_path):
             assert model._model_args.get('ref_grid_size') == (list(GRID) if needs_grid else None)
 
 
+@pytest.mark.parametrize('size', [{'img_size': (32, 56)}, {}])
+def test_rule_chosen_after_resizing_and_saving(size, tmp_path):
+    """The file counts as trained at its size, unless the trained grid was given before it was saved."""
+    save_for_hf(build('rope2d'), tmp_path / 'trained', safe_serialization=True)
+    expected = load(tmp_path / 'trained', img_size=(32, 56), **keywords('rope2d', 'rescale'))(images(OTHER))
+    for given in ({}, {'ref_grid_size': GRID}):
+        resized = load(tmp_path / 'trained', **size, **given)
+        if not size:
+            resized.set_input_size((32, 56))
+        save_for_hf(resized, tmp_path / 'resized', safe_serialization=True)
+        again = load(tmp_path / 'resized', **keywords('rope2d', 'rescale'))
+        torch.testing.assert_close(again(images(OTHER)), expected if given else resized(images(OTHER)))
+    assert (resized(images(OTHER)) - expected).abs().max() > 1e-3
+
+
 def test_ramp_is_chosen_when_loading(tmp_path):
     save_for_hf(build('rope2d'), tmp_path, safe_serialization=True)
     kwargs = {'pos_enc_kwargs': {'rope2d': {'resolution': 'yarn', 'ramp': [0.1, 0.5]}}}

@@ -304,6 +304,21 @@ def test_a_parameter_in_a_table():
         build()
 
 
+def test_a_term_of_each_image_where_patches_are_dropped():
+    """`pad_tokens` and `keep_tokens`, which the messages recommend, take a table of each image, too."""
+    def embed(self, x, grid):
+        seen = grid.scatter(x[:, None, grid.num_prefix_tokens:])[:, 0]  # [B, H*W, D]
+        return grid.keep_tokens(grid.pad_tokens(seen.cumsum(1).sin()))
+
+    register('embed', embed)
+    model = build().eval()
+    x, keep = torch.randn(3, 3, 16, 24), torch.tensor([[5, 0, 2], [1, 2, 3], [4, 3, 0]])
+    together = model.forward_features(x, keep_indices=keep)
+    for i in range(3):
+        alone = model.forward_features(x[i:i + 1], keep_indices=keep[i:i + 1])
+        torch.testing.assert_close(together[i:i + 1], alone, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize('fixed', [False, True])
 def test_positions_under_autocast(fixed):
     """A product of coordinates and frequencies in bfloat16 would give many patches the same position."""

@@ -1,9 +1,10 @@
 """Checks of numbers that users give as keywords."""
 import torch
 
-__all__ = ['MOST', 'is_integer', 'is_number']
+__all__ = ['MAX_INTEGER', 'is_integer', 'is_number']
 
-MOST = 10 ** 6  # no integer among the arguments of a model is larger, so that none asks for tables that no memory holds
+#: No integer among the arguments of a model is larger, so that none asks for tables that no memory holds.
+MAX_INTEGER = 10 ** 6
 
 
 def is_integer(value, least: int) -> bool:

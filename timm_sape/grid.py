@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 __all__ = ['MAX_SIDE', 'Grid', 'check_keep_indices', 'check_kept_patches', 'is_grid_size']
 
-#: Few patches of a large grid are refused where an encoding needs the whole grid. Not with MOST_SPARSE patches or less,
-#: nor where at least one patch in MOST_DROPPED is kept.
-MOST_SPARSE, MOST_DROPPED = 2 ** 12, 16
+#: For an encoding that computes with the whole grid: of more than MAX_PATCHES_UNCHECKED patches, at least one in
+#: MAX_PATCHES_PER_KEPT must be kept.
+MAX_PATCHES_UNCHECKED, MAX_PATCHES_PER_KEPT = 2 ** 12, 16
 MAX_SIDE = 2 ** 14 - 1  # patches along a side, so that no damaged file or slip of a finger asks for huge tables
 
 
@@ -106,18 +106,18 @@ class Grid:
             name: Of the encoding, for the message.
 
         Raises:
-            ValueError: If there are more than `MOST_SPARSE` patches, and more than `MOST_DROPPED` for each that is
-                kept.
+            ValueError: If there are more than `MAX_PATCHES_UNCHECKED` patches, and more than `MAX_PATCHES_PER_KEPT`
+                for each that is kept.
         """
         kept = None if self.keep_indices is None else self.keep_indices.shape[1]
         if type(kept) is not int or type(self.num_patches) is not int:
             return
-        if self.num_patches > max(MOST_SPARSE, MOST_DROPPED * kept):
+        if self.num_patches > max(MAX_PATCHES_UNCHECKED, MAX_PATCHES_PER_KEPT * kept):
             raise ValueError(
                 f'{name!r} computes with all {self.height}x{self.width} = {self.num_patches} patches of the grid, of '
-                f'which the sequence has {kept}. Beyond {MOST_SPARSE} patches, one in {MOST_DROPPED} must be kept. '
-                'Check patch_coord, drop fewer patches, or use an encoding that computes with the kept ones alone, '
-                "such as 'rope2d' or 'rpb'.")
+                f'which the sequence has {kept}. Beyond {MAX_PATCHES_UNCHECKED} patches, one in {MAX_PATCHES_PER_KEPT} '
+                'must be kept. Check patch_coord, drop fewer patches, or use an encoding that computes with the kept '
+                "ones alone, such as 'rope2d' or 'rpb'.")
 
     def keep_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Rows of the patches in the sequence: `[(h,) H*W, C]` unchanged, or `[B, h|1, K, C]` if some were dropped."""
@@ -128,12 +128,13 @@ class Grid:
         return table.gather(2, self.keep_indices[:, None, :, None].expand(-1, table.shape[1], -1, table.shape[-1]))
 
     def keep_tokens(self, table: torch.Tensor) -> torch.Tensor:
-        """Rows of the tokens in the sequence: `[P+H*W, C]` unchanged, or `[B, P+K, C]` if patches were dropped."""
+        """Rows of the tokens in the sequence: `[(B|1,) P+H*W, C]` unchanged, or `[B, P+K, C]` if some were dropped."""
         if self.keep_indices is None:
             return table
         p = self.num_prefix_tokens
-        patches = self.keep_rows(table[..., p:, :])[:, 0]  # [B, K, C]
-        prefix = table[..., :p, :].expand(patches.shape[0], -1, -1)
+        table = table if table.ndim == 3 else table[None]
+        patches = self.keep_rows(table[:, None, p:])[:, 0]  # [B, K, C]
+        prefix = table[:, :p].expand(patches.shape[0], -1, -1)
         return torch.cat([prefix, patches], dim=1)
 
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -174,7 +175,7 @@ class Grid:
 
 
 def is_grid_size(size: Any) -> bool:
-    """Whether this is (H, W), two integers of at least 1. Of symbolic ones only the least is looked at."""
+    """Whether this is (H, W), two integers of at least 1. For symbolic ones only the lower bound is checked."""
     return isinstance(size, (tuple, list)) and len(size) == 2 and all(
         type(s) is int and 0 < s <= MAX_SIDE or isinstance(s, torch.SymInt) and s > 0 for s in size)
 

@@ -41,7 +41,7 @@ class GridGroups:
 
     def split(self, x: torch.Tensor) -> List[torch.Tensor]:
         """The tokens of each group, `[B, N, ...]` to a list of `[b, n, ...]`."""
-        parts = x.flatten(0, 1)[self.index].split([b * n for b, n in self.shapes])
+        parts = x.flatten(0, 1).index_select(0, self.index).split([b * n for b, n in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes)]
 
     def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

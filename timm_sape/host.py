@@ -15,7 +15,7 @@ from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.models import checkpoint
 
 from . import checkpoints
-from .checks import MOST, is_integer, is_number
+from .checks import MAX_INTEGER, is_integer, is_number
 from .encodings import (
     LOGIT_SCALINGS,
     LogitScaling,
@@ -35,8 +35,8 @@ __all__ = [
     'check_flags',
     'check_integers',
     'check_logit_scaling',
+    'check_model_args',
     'check_ref_grid_size',
-    'check_shape',
     'check_sizes',
     'keep_patches',
 ]
@@ -168,6 +168,11 @@ class PosEncModel(nn.Module):
                     f'The gates of {", ".join(closed)} are 0 and frozen: these encodings do nothing, and training will '
                     'not change that. Set requires_grad=True for their parameters; with peft, give its config '
                     f'modules_to_save={closed}.')
+        # A library may have set the entries of a checkpoint one by one, the grids among them.
+        if not any(p.is_meta for p in self.parameters()):
+            for encoding in self.position_encodings().values():
+                if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
+                    encoding.take_grid()
         return super().train(mode)
 
     def base_terms(self, x: torch.Tensor, grid: Grid) -> List[torch.Tensor]:
@@ -240,7 +245,7 @@ class PosEncModel(nn.Module):
         """The tokens after the first `num_blocks` blocks (all by default), and those after each block of `take`."""
         taken = []
         for i in range(len(self.blocks) if num_blocks is None else num_blocks):
-            x = self._run_block(self.blocks[i], x, position, attn_mask, is_causal)
+            x = self._run_block(self.blocks[i], x, position.of_layer(i), attn_mask, is_causal)
             if i in take:
                 taken.append(x)
         return x, taken
@@ -284,7 +289,7 @@ class PosEncModel(nn.Module):
         return checkpoint(run, x, attn_mask, *position.tensors())
 
 
-def check_shape(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, patch_drop_rate: Any) -> None:
+def check_model_args(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, patch_drop_rate: Any) -> None:
     """Check the sizes of a model, whatever they are.
 
     Raises:
@@ -293,8 +298,8 @@ def check_shape(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, pat
     if not is_number(patch_drop_rate) or not 0 <= patch_drop_rate < 1:
         raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate!r}.')
     for name, value, least, most in (
-            ('embed_dim', embed_dim, 1, MOST), ('num_heads', num_heads, 1, MOST), ('depth', depth, 1, 1000),
-            ('reg_tokens', reg_tokens, 0, MOST)):
+            ('embed_dim', embed_dim, 1, MAX_INTEGER), ('num_heads', num_heads, 1, MAX_INTEGER),
+            ('depth', depth, 1, 1000), ('reg_tokens', reg_tokens, 0, MAX_INTEGER)):
         if not is_integer(value, least) or value > most:
             raise ValueError(f'{name} must be an integer of at least {least} and at most {most:,}, got {value!r}.')
     if embed_dim % num_heads:
@@ -357,10 +362,10 @@ def check_flags(**flags: Any) -> None:
 
 
 def check_logit_scaling(logit_scaling: Any) -> None:
-    """Check that it is one of the rules there are.
+    """Check that `logit_scaling` is known.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not.
     """
     if logit_scaling not in LOGIT_SCALINGS:
         known = ' or '.join(map(repr, LOGIT_SCALINGS))

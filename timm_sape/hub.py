@@ -43,16 +43,16 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .checks import MOST, is_integer, is_number
+from .checks import MAX_INTEGER, is_integer, is_number
 from .encodings import get_encoding, parse_pos_enc
 from .version import __version__
 
 __all__ = ['load', 'push', 'save']
 
 CONFIG_NAME = 'config.json'
-MOST_LAYERS = 1_000  # no model is deeper
-MOST_PIXELS = 20_000  # no side of an image is longer
-MOST_LEVELS = 10  # no list or mapping in a config is nested deeper
+MAX_LAYERS = 1_000  # no model is deeper
+MAX_PIXELS = 20_000  # no side of an image is longer
+MAX_LEVELS = 10  # no list or mapping in a config is nested deeper
 AGAIN = 'Copy it again, or save the model again.'
 
 
@@ -61,7 +61,7 @@ def _is_size(value: Any, length: int) -> bool:
 
 
 def _is_pixels(value: Any) -> bool:
-    return is_integer(value, 1) and value <= MOST_PIXELS
+    return is_integer(value, 1) and value <= MAX_PIXELS
 
 
 def _is_names(value: Any) -> bool:
@@ -76,7 +76,7 @@ def _is_statistic(value: Any) -> bool:
 MAPPING = (lambda value: isinstance(value, dict)), 'a mapping'
 TEXT = (lambda value: isinstance(value, str)), 'a string'
 CLASSES = (lambda value: is_integer(value, 0)), 'an integer of 0 or more'
-IMAGE = (lambda value: _is_size(value, 3)), f'[channels, height, width], each from 1 to {MOST_PIXELS:,}'
+IMAGE = (lambda value: _is_size(value, 3)), f'[channels, height, width], each from 1 to {MAX_PIXELS:,}'
 IMAGE_OR_NONE = (lambda value: value is None or _is_size(value, 3)), IMAGE[1]
 DATA = {
     'num_classes': CLASSES,
@@ -99,10 +99,10 @@ FIELDS = {
     'model_args': MAPPING,
     'model_args.img_size': (
         lambda value: value is None or _is_pixels(value) or _is_size(value, 2),
-        f'an integer from 1 to {MOST_PIXELS:,}, or two of them'),
+        f'an integer from 1 to {MAX_PIXELS:,}, or two of them'),
     'model_args.depth': (
-        lambda value: value is None or is_integer(value, 1) and value <= MOST_LAYERS,
-        f'an integer from 1 to {MOST_LAYERS:,}'),
+        lambda value: value is None or is_integer(value, 1) and value <= MAX_LAYERS,
+        f'an integer from 1 to {MAX_LAYERS:,}'),
     'model_args.device': ((lambda value: False), 'left out'),
     'pretrained_cfg': MAPPING,
     'timm_sape': MAPPING,
@@ -338,7 +338,8 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
         if path not in config:
             raise ValueError(f'{where}: {CONFIG_NAME} has no {path}. {AGAIN}')
     for path, value in entries.items():
-        is_wrong = isinstance(value, int) and abs(value) > MOST or isinstance(value, float) and not math.isfinite(value)
+        is_wrong = isinstance(value, int) and abs(value) > MAX_INTEGER or (
+            isinstance(value, float) and not math.isfinite(value))
         if path.startswith('model_args.') and is_wrong:
             raise ValueError(f'{where}: {path} of {CONFIG_NAME} is {_short(value)}, which no model has. {AGAIN}')
     architecture, args = config['architecture'], config.get('model_args', {})
@@ -357,7 +358,7 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
 
 def _entries(value: Any, path: str = '', level: int = 0) -> Iterator[Tuple[str, Any]]:
     """All values of a config by their path, `'model_args.img_size.0'`; a RecursionError with the path if it is deep."""
-    if level > MOST_LEVELS:
+    if level > MAX_LEVELS:
         raise RecursionError(path)
     yield path, value
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -387,7 +388,7 @@ def _no_pickles(name: str) -> str:
 
 
 class _TooLarge(Exception):
-    """A model has more parameters than its weights."""
+    """A config describes a far larger model than the weights are of."""
 
 
 def _refuse_misfit(where: str, folder: Path, config: Dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ from .host import (
     PosEncModel,
     check_flags,
     check_logit_scaling,
+    check_model_args,
     check_ref_grid_size,
-    check_shape,
     check_sizes,
     keep_patches,
 )
@@ -48,7 +48,8 @@ class PosEncEmbeds(NaFlexEmbeds):
         """As timm's; with `of_table` the result is `of_table(self)`, and no tokens are computed.
 
         Code outside cannot read the table directly: FSDP and accelerate move the parameters of a module to the device
-        only while it is called.
+        only while it is called. So if the model has a table, forward hooks on this module fire twice: for the tokens,
+        and for the table, `[1, P+H*W, D]` or `[H*W, D]`.
         """
         return super().forward(patches, *args, **kwargs) if of_table is None else of_table(self)
 
@@ -98,7 +99,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         _refuse_position_of_timm(cfg, kwargs)
         check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size), pad='dynamic_img_pad=True')
         asked = {**vars(cfg), **kwargs}
-        check_shape(*(
+        check_model_args(*(
             asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))
         check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
         check_ref_grid_size(ref_grid_size)

@@ -34,8 +34,8 @@ from .host import (
     check_flags,
     check_integers,
     check_logit_scaling,
+    check_model_args,
     check_ref_grid_size,
-    check_shape,
     check_sizes,
     keep_patches,
 )
@@ -113,7 +113,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
                     raise ValueError(
                         f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}} sets it.')
         check_sizes(img_size, patch_size)
-        check_shape(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
+        check_model_args(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
         check_flags(dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
         check_ref_grid_size(ref_grid_size)
         check_logit_scaling(logit_scaling)

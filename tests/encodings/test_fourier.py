@@ -19,7 +19,7 @@ RULES = pytest.mark.parametrize('resolution', ['extrapolate', 'rescale'])
 
 
 def expected(encoding, tokens, grid):
-    ref = encoding.ref_grid_size if encoding.rescales else None
+    ref = encoding.ref_grid_size if encoding.rule == 'rescale' else None
     parameters = (encoding.freqs, encoding.fc1.weight, encoding.fc1.bias, encoding.fc2.weight, encoding.fc2.bias)
     return reference.fourier(tokens, *parameters, grid.size, ref_grid_size=ref, **where(grid))
 

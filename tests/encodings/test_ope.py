@@ -29,7 +29,7 @@ def make_objects(grid):
 
 
 def expected(encoding, tokens, grid, objects):
-    ref = encoding.ref_grid_size if encoding.rescales else None
+    ref = encoding.ref_grid_size if encoding.rule == 'rescale' else None
     return reference.ope(tokens, objects, grid.size, ref_grid_size=ref, **where(grid))
 
 

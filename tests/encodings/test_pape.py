@@ -28,7 +28,7 @@ RESCALE = {'resolution': 'rescale'}
 
 
 def expected_bias(encoding, x, grid):
-    ref_grid_size = encoding.ref_grid_size if encoding.rescales else None
+    ref_grid_size = encoding.ref_grid_size if encoding.rule == 'rescale' else None
     return reference.bias(
         x, encoding.w_p, encoding.w_a, encoding.w_b, grid.size, ref_grid_size=ref_grid_size, **where(grid))
 

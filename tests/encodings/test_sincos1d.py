@@ -19,7 +19,7 @@ RULES = pytest.mark.parametrize('resolution', ['extrapolate', 'rescale'])
 
 
 def expected(encoding, tokens, grid):
-    ref = encoding.ref_grid_size if encoding.rescales else None
+    ref = encoding.ref_grid_size if encoding.rule == 'rescale' else None
     return reference.sincos1d(tokens, grid.size, ref_grid_size=ref, **where(grid))
 
 

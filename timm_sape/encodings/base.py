@@ -12,7 +12,8 @@
 | `channels` | logits, from q, k and the tokens | more channels of q and k, whose product is the bias |
 | `values` | values | a term for the output of attention |
 
-A tenth, `attend`, computes attention with the bias of `content_bias` faster, without forming that bias.
+Two more belong to these. `attend` computes attention with the bias of `content_bias` faster, without forming that bias.
+`logit_factor` is for rules for other grids: what q.k is multiplied by.
 
 *One rule for dropped patches*: everything that a hook gets or returns covers only the tokens in the sequence. If some
 patches were dropped, `grid.keep_indices` lists those that remain. Methods of `Grid` reduce a result for the whole grid
@@ -29,7 +30,7 @@ folder's `__init__.py`. Which base class?
 | base | for |
 |---|---|
 | `PositionEncoding` | parameters that mean the same on any grid |
-| `FixedEncoding` | no parameters: the grid determines a table, which is kept in a buffer |
+| `FixedEncoding` | a table that the grid alone determines, kept in a buffer |
 | `RotaryEncoding`, `FixedRotaryEncoding` | rotations of pairs of channels: define the angles |
 | `BlockRotaryEncoding` | rotations of larger blocks of channels: define their matrices |
 | `CoordinateEncoding` | functions of coordinates, which extrapolate or are rescaled on another grid |
@@ -456,11 +457,11 @@ class PositionEncoding(nn.Module):
 
 
 class FixedEncoding(PositionEncoding, ABC):
-    """An encoding without parameters: what it contributes depends only on the grid and is the same in all layers.
+    """An encoding with a table that the grid alone determines.
 
-    A subclass defines `compute` and calls `make_table` at the end of its constructor. The table of the model's own grid
-    is a buffer, in at least float32 whatever the model's dtype. For any other grid the table is computed anew in each
-    forward pass.
+    Most of these have no parameters and are the same in all layers. A subclass defines `compute` and calls `make_table`
+    at the end of its constructor. The table of the model's own grid is a buffer, in at least float32 whatever the
+    model's dtype. For any other grid the table is computed anew in each forward pass.
     """
     per_layer = False
     adds = 'none'
@@ -623,7 +624,12 @@ class _SavesGrid(PositionEncoding):
         """
         self.register_buffer('_extra_state', torch.tensor(self.saved_grid_size() or (0, 0), device='cpu'))
 
-    def _take_grid(self) -> None:
+    def take_grid(self) -> None:
+        """Take over the grid that such a library has set.
+
+        The model calls it in `train()` and `eval()`. Where parameters stay on the meta device, because they are moved
+        to another one for each call only, the first forward pass does.
+        """
         with _taking:
             state = self._buffers.get('_extra_state')
             if state is not None and not state.is_meta and self.saved_grid_size() is not None:
@@ -632,11 +638,11 @@ class _SavesGrid(PositionEncoding):
 
     def forward(self, x: torch.Tensor, *tensors: torch.Tensor, hook: str, **given) -> Any:
         if '_extra_state' in self._buffers:
-            self._take_grid()
+            self.take_grid()
         return super().forward(x, *tensors, hook=hook, **given)
 
     def _apply(self, fn, *args, **kwargs):
-        self._take_grid()
+        self.take_grid()
         return super()._apply(fn, *args, **kwargs)
 
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
@@ -755,13 +761,12 @@ class CoordinateEncoding(ReferenceGridEncoding):
         self.rule = resolution
         super().__init__(**host)
 
-    @property
-    def rescales(self) -> bool:
-        """Whether positions are squeezed or stretched to the trained grid."""
-        return self.rule == 'rescale'
-
     def saved_grid_size(self) -> Optional[Tuple[int, int]]:
         return None if self.rule == 'extrapolate' else self.ref_grid_size
+
+    def rescaling(self, grid: Grid) -> Optional[Tuple[int, int]]:
+        """(H, W) of the trained grid, if `grid` is another and the rule depends on it. Else None."""
+        return None if self.rule == 'extrapolate' else super().rescaling(grid)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         self.set_ref_grid_size(self.read_extra_state(state))
@@ -773,9 +778,10 @@ class CoordinateEncoding(ReferenceGridEncoding):
     def coordinates(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """(y, x) of each patch of the whole grid, in patches of the trained grid, `[H*W, 2]`."""
         coordinates = grid.coordinates(device, dtype)
-        if not self.rescales or self.rescaling(grid) is None:
+        ref = self.rescaling(grid)
+        if ref is None:
             return coordinates
-        scale = [ref / size for ref, size in zip(self.ref_grid_size, grid.size)]
+        scale = [trained / size for trained, size in zip(ref, grid.size)]
         return torch.stack([(c + 0.5) * s - 0.5 for c, s in zip(coordinates.unbind(-1), scale)], dim=-1)
 
 

@@ -102,7 +102,7 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
     def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         if self.training and (self.max_global_shift > 0 or self.max_local_shift > 0 or self.max_scale > 1):
             table = self._waves(self._augmented(grid, x.shape[0], x.device, self.table.dtype))  # [B, H*W, D]
-            return grid.pad_tokens(grid.keep_rows(table[:, None])[:, 0])  # [B, N, D]
+            return grid.keep_tokens(grid.pad_tokens(table))  # [B, N, D]
         return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]
 
     def mix(self, x: torch.Tensor, term: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:

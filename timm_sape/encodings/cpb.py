@@ -16,7 +16,7 @@ import torch.nn as nn
 from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import ReferenceGridEncoding
-from .layers import WideLinear
+from .layers import Float32Linear
 from .registry import register_encoding
 from .rpb import between_patches
 
@@ -75,10 +75,10 @@ class ContinuousPositionBias(ReferenceGridEncoding):
         self.mode = mode
         dd = {'device': device, 'dtype': dtype}
         self.mlp = nn.Sequential(OrderedDict(
-            fc1=WideLinear(2, hidden, **dd),
+            fc1=Float32Linear(2, hidden, **dd),
             act=nn.ReLU(),
             drop1=nn.Dropout(drop),
-            fc2=WideLinear(hidden, self.num_heads, bias=mode == 'cr', **dd),
+            fc2=Float32Linear(hidden, self.num_heads, bias=mode == 'cr', **dd),
         ))
 
     def reset_parameters(self) -> None:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import PositionEncoding
-from .layers import WideLinear
+from .layers import Float32Linear
 from .registry import register_encoding
 from .rpb import between_patches
 
@@ -81,9 +81,9 @@ class FunctionalInterpolation(PositionEncoding):
         self.log_scale = nn.Parameter(torch.empty(1, **dd))
         self.register_buffer('threshold', torch.empty(1, **dd))
         self.mlp = nn.Sequential(OrderedDict(
-            fc1=WideLinear(1, hidden, **dd),
+            fc1=Float32Linear(1, hidden, **dd),
             act=nn.ReLU(),
-            fc2=WideLinear(hidden, self.num_heads, **dd),
+            fc2=Float32Linear(hidden, self.num_heads, **dd),
         ))
         self._reset_scalars()
 

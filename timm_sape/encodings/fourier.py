@@ -15,7 +15,7 @@ from .. import ops
 from ..checks import is_integer, is_number
 from ..grid import Grid
 from .base import CoordinateEncoding
-from .layers import WideLinear
+from .layers import Float32Linear
 from .registry import register_encoding
 
 
@@ -67,8 +67,8 @@ class FourierPositionEncoding(CoordinateEncoding):
         self.gamma = gamma
         dd = {'device': device, 'dtype': dtype}
         self.freqs = nn.Parameter(torch.empty(2, features // 2, **dd))  # W
-        self.fc1 = WideLinear(features, hidden, **dd)
-        self.fc2 = WideLinear(hidden, self.dim, **dd)
+        self.fc1 = Float32Linear(features, hidden, **dd)
+        self.fc2 = Float32Linear(hidden, self.dim, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

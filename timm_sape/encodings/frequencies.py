@@ -83,7 +83,7 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
         y, x = grid.coordinates(frequencies.device, frequencies.dtype)[..., None].unbind(1)  # [H*W, 1]
         along_y, along_x = frequencies.unsqueeze(-2).unbind(0)  # [(h,) 1, d/2]
         ref = self.rescaling(grid)
-        if self.rule != 'extrapolate' and ref is not None:
+        if ref is not None:
             turns = (ref[0] * along_y.abs() + ref[1] * along_x.abs()) / (2 * math.pi)
             squares = along_y ** 2 + along_x ** 2
             y, x = (

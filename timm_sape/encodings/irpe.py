@@ -132,7 +132,10 @@ class ImageRelativePositionEncoding(PositionEncoding):
         x, table = ops.upcast(x, table)
         if self.mode == 'bias':
             table = table.view(-1, self.num_buckets)  # [h|1, buckets]
-            found = [table[:, bucket.squeeze(1)].transpose(0, 1) for bucket in buckets]
+            # index_select, because the gradient of table[:, bucket] is slower
+            found = [
+                table.index_select(1, bucket.flatten()).unflatten(1, bucket.shape).squeeze(2).transpose(0, 1)
+                for bucket in buckets]
         else:
             z = (x * self.head_dim ** -0.5) @ table.transpose(-2, -1)  # [B, h, N, buckets]
             found = [z.gather(-1, bucket.expand(*z.shape[:-1], -1)) for bucket in buckets]

@@ -13,7 +13,7 @@ import torch.nn as nn
 from ..grid import Grid
 from .ape import resample_pos_embed
 from .base import ResizedEncoding, fill_trunc_normal
-from .layers import WideLayerNorm
+from .layers import Float32LayerNorm
 from .registry import register_encoding
 
 
@@ -42,7 +42,7 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
         dd = {'device': device, 'dtype': dtype}
         height, width = self.grid_size
         self.table = nn.Parameter(torch.empty(1, self.num_prefix_tokens + height * width, self.dim, **dd))
-        self.norms = nn.ModuleList(WideLayerNorm(self.dim, eps=1e-6, **dd) for _ in range(depth))
+        self.norms = nn.ModuleList(Float32LayerNorm(self.dim, eps=1e-6, **dd) for _ in range(depth))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

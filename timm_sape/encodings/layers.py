@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from .. import ops
 
-__all__ = ['WideLayerNorm', 'WideLinear']
+__all__ = ['Float32LayerNorm', 'Float32Linear']
 
 
-class WideLinear(nn.Linear):
+class Float32Linear(nn.Linear):
     """`nn.Linear` in at least float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ class WideLinear(nn.Linear):
             return F.linear(x, *parameters)
 
 
-class WideLayerNorm(nn.LayerNorm):
+class Float32LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` in at least float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
 
     def offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
         """dy and dx in patches of the trained grid, `[2H-1, 1]` and `[2W-1]`."""
-        ref = None if self.rule == 'extrapolate' else self.rescaling(grid)
+        ref = self.rescaling(grid)
         dy, dx = (torch.arange(1 - size, size, device=device, dtype=dtype) for size in grid.size)
         if ref is not None:
             sy, sx = ref[0] / grid.height, ref[1] / grid.width

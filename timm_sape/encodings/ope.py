@@ -93,7 +93,7 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
         table = self.table_for(grid)  # [H*W, D/2]
         objects = _waves(object_index.to(table), self.dim // 2)  # [B, H*W, D/2]
         table = torch.cat([objects, table.expand_as(objects)], dim=-1)  # [B, H*W, D]
-        return grid.pad_tokens(grid.keep_rows(table[:, None])[:, 0])  # [B, N, D]
+        return grid.keep_tokens(grid.pad_tokens(table))  # [B, N, D]
 
     def find_objects(self, images: torch.Tensor, grid: Grid, patch_size: Tuple[int, int]) -> torch.Tensor:
         """The object that each patch of the whole grid belongs to.

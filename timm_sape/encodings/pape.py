@@ -129,7 +129,7 @@ class ParabolicPositionEncoding(QuadraticForm, CoordinateEncoding):
     def form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         x, w_p, w_a, w_b = ops.upcast(x, self.w_p, self.w_a, self.w_b)
         w_p = UNIT * w_p
-        ref = self.rescaling(grid) if self.rescales else None
+        ref = self.rescaling(grid)
         if ref is not None:
             stretch = [old / new for old, new in zip(ref, grid.size)]
             w_p = torch.stack([w * s for w, s in zip(w_p.unbind(-1), stretch)], dim=-1)

@@ -51,4 +51,4 @@ class ConditionalPositionEncoding(PositionEncoding):
         maps = patches.transpose(1, 2).unflatten(2, grid.size)  # [B, D, H, W]
         maps = self.conv(maps.contiguous())  # opacus computes wrong gradients if the input is not contiguous
         patches = maps.flatten(2).transpose(1, 2)  # [B, H*W, D]
-        return grid.pad_tokens(grid.keep_rows(patches[:, None])[:, 0])  # [B, N, D]
+        return grid.keep_tokens(grid.pad_tokens(patches))  # [B, N, D]

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..checks import MOST, is_number
+from ..checks import MAX_INTEGER, is_number
 from ..grid import Grid
 from .base import FixedEncoding, Gate, PositionEncoding, RotaryEncoding
 from .hook_results import check_result
@@ -133,7 +133,7 @@ def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
     own = {
         method for base in users for method, value in vars(base).items()
         if callable(value) and not method.startswith('_')} - set(dir(bases[0]))
-    hooks = [*PositionEncoding.HOOKS, 'attend']
+    hooks = [*PositionEncoding.HOOKS, 'attend', 'logit_factor']
     for method in sorted(own):
         close = difflib.get_close_matches(method, hooks, n=1, cutoff=0.9)
         if close and _takes_arguments(getattr(cls, method)):
@@ -472,10 +472,10 @@ def parse_pos_enc(
         seen.add(part)
         _check_keywords(part, values)
         for keyword, value in values.items():
-            if _largest_integer(value) > MOST:
+            if _largest_integer(value) > MAX_INTEGER:
                 raise ValueError(
                     f'Position encoding {part!r}: {keyword}={value!r} is larger than any model needs. Give at most '
-                    f'{MOST:,}.')
+                    f'{MAX_INTEGER:,}.')
         keywords[part] = values
     return keywords
 

@@ -45,7 +45,7 @@ class RotaryEncoding1d(FixedRotaryEncoding, FrequencyEncoding):
         k = torch.arange(self.head_dim // 2, device=device, dtype=dtype)
         frequencies = 10000 ** (-2 * k / self.head_dim)  # [d/2]
         ref = self.rescaling(grid)
-        if self.rule != 'extrapolate' and ref is not None:
+        if ref is not None:
             trained = math.prod(ref)
             turns = trained * frequencies / (2 * math.pi)
             index = index * self.squeeze(trained / grid.num_patches, frequencies ** 2, turns)

@@ -19,7 +19,7 @@ from .sape2 import SemanticAwareEncoding
 
 # Gains from this size on are split evenly between q and k. Smaller ones multiply the channels of q, which rounds the
 # bias more, but so small a bias hardly matters.
-LEAST_GAIN = 1e-3
+MIN_GAIN = 1e-3
 
 
 class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
@@ -50,7 +50,7 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
             gain = self.gated(gain).view(-1, 1, 1)  # [h|1, 1, 1]
             # Both sides are multiplied by the square root of the gain's size, so that both are rounded alike. The side
             # of q has gain / size, which is 1 or -1 unless the gain is tiny, and carries the gradient of the gain.
-            size = gain.detach().abs().clamp(min=LEAST_GAIN)
+            size = gain.detach().abs().clamp(min=MIN_GAIN)
             codes = _rounded(codes * (2 * size / scale).sqrt(), q.dtype)
             norms = codes.square().sum(dim=-1, keepdim=True) / 2
             high = _rounded(norms, q.dtype)

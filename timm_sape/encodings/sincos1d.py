@@ -37,7 +37,7 @@ class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
 
     def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         index = torch.arange(grid.num_patches, device=device, dtype=dtype)  # [H*W]
-        if self.rescales and self.rescaling(grid) is not None:
+        if self.rescaling(grid) is not None:
             ref_height, ref_width = self.ref_grid_size
             index = index * (ref_height * ref_width / grid.num_patches)
         k = torch.arange(self.dim // 2, device=device, dtype=dtype)

@@ -9,7 +9,7 @@ from ..grid import Grid
 from .double_backward import differentiable_gradients
 from .reference import axis_codes
 
-__all__ = ['empty_codes', 'register_pair', 'sources_of']
+__all__ = ['empty_codes', 'register_codes', 'sources_of']
 
 
 def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -37,7 +37,7 @@ def _reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_
         q, k, table_x, table_y, Grid(height, width), mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
 
 
-def register_pair(forward: Callable, backward: Callable) -> None:
+def register_codes(forward: Callable, backward: Callable) -> None:
     """Register shapes, autograd and FLOP counts of two operators for the codes: the forward and the backward pass.
 
     Both get q and k of the patches, `[B, h, H*W, d]`, the tables, and then height, width, mode, gate_scale, shrink_x

@@ -8,9 +8,9 @@ from typing import Tuple
 import torch
 import torch.nn.functional as F
 
-from .codes import empty_codes, register_pair as register_codes
+from .codes import empty_codes, register_codes
 from .cpp_build import find_cpp
-from .distances import register_pair as register_attention
+from .distances import register_attention
 from .precision import wide
 
 __all__ = ['cpp_axis_codes', 'cpp_distance_attention']

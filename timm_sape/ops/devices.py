@@ -1,4 +1,4 @@
-"""Our own operators need this check: for them torch makes none."""
+"""A check of devices, which torch does not make for custom operators."""
 from typing import Union
 
 import torch

@@ -10,7 +10,7 @@ from .attention import attend
 from .double_backward import differentiable_gradients
 from .reference import pairwise_distance
 
-__all__ = ['distance_attention', 'register_flops', 'register_pair']
+__all__ = ['distance_attention', 'register_attention', 'register_flops']
 
 
 def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
@@ -22,7 +22,7 @@ def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Te
     return attend(q, k, v, bias, scale=scale, fused=False)
 
 
-def register_pair(forward: Callable, backward: Callable) -> None:
+def register_attention(forward: Callable, backward: Callable) -> None:
     """Register shapes, autograd and FLOP counts of two operators: the forward and the backward pass.
 
     Both get q, k, v, both codes, bias_scale and scale. Only the tensors are kept for the backward pass.

@@ -8,7 +8,7 @@ from typing import List, Tuple
 import torch
 
 from .chunks import chunks
-from .codes import empty_codes, register_pair, sources_of
+from .codes import empty_codes, register_codes, sources_of
 from .counting import cells, gates_of, suffix_sum
 from .precision import wide, without_autocast
 
@@ -136,4 +136,4 @@ def torch_axis_codes_backward(
     return grad_q, grad_k, *(grad.to(table.dtype, copy=True) for grad, table in parts)
 
 
-register_pair(torch_axis_codes, torch_axis_codes_backward)
+register_codes(torch_axis_codes, torch_axis_codes_backward)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from .chunks import chunk_size, chunks
-from .distances import register_pair
+from .distances import register_attention
 from .precision import upcast, without_autocast
 
 __all__ = ['torch_distance_attention']
@@ -276,4 +276,4 @@ def torch_distance_attention_backward(
     return *grads, grad_scale.to(bias_scale.dtype)
 
 
-register_pair(torch_distance_attention, torch_distance_attention_backward)
+register_attention(torch_distance_attention, torch_distance_attention_backward)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import empty_codes, register_pair, sources_of
+from .codes import empty_codes, register_codes, sources_of
 from .precision import wide, without_autocast
 from .triton_common import dense_rows, dtype_of, padded
 
@@ -278,4 +278,4 @@ def triton_axis_codes_backward(
         grads, (q, k, table_x, table_y)))
 
 
-register_pair(triton_axis_codes, triton_axis_codes_backward)
+register_codes(triton_axis_codes, triton_axis_codes_backward)
