@@ -429,7 +429,7 @@ def page(name):
         ['attention', cls.attention_kernel()],
         ['depends on differences of positions only', 'yes' if cls.relative else 'no'],
         ['parameters added ([symbols](../encodings.md))', escape(cls.adds or 'none')],
-        ['on another grid', cls.resolution + (' ([rules](../resolutions.md#rules))' if cls.rules else '')],
+        ['on another grid', cls.on_other_grids + (' ([rules](../resolutions.md#rules))' if cls.rules else '')],
         ['on NaFlexVit', NAFLEX_EXTRA.get(name) or ON_NAFLEX[cls.acts_on()[0]]],
         ['gate', {None: 'none', 1.0: f'`auto_{name}`, starts at 1'}.get(
             cls.gate_init, f'`auto_{name}`, starts at {cls.gate_init}')],

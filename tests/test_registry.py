@@ -51,7 +51,7 @@ def test_created_by_name(name):
     encoding = create_encoding(name, **HOST)
     assert isinstance(encoding, PositionEncoding)
     assert type(encoding) is registry.get_encoding(name)
-    assert type(encoding).__doc__ and type(encoding).adds and type(encoding).resolution  # the documentation's table
+    assert type(encoding).__doc__ and type(encoding).adds and type(encoding).on_other_grids  # the documentation's table
     assert f'`{name}`' in registry.encodings_table()
 
 

@@ -9,8 +9,7 @@ import errno
 import math
 import re
 import warnings
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -28,15 +27,14 @@ from .encodings import (
 from .encodings.registry import AUTO
 
 __all__ = [
-    'Reading',
     'filter_state_dict',
     'kernel_of',
     'misfit',
     'module_names',
-    'reading_errors',
     'refuse_misfit',
     'refuse_other_encoding',
     'refuse_other_host',
+    'unreadable',
     'unwrap',
     'warn_of_lost_head',
 ]
@@ -429,55 +427,23 @@ def refuse_other_encoding(
             f'{spell(now)} when it is loaded. {fix}')
 
 
-class Reading:
-    """Whether timm's builder is reading a checkpoint: after it has built the model, before it filters the entries.
+def unreadable(variant: str, error: Exception) -> Optional[ValueError]:
+    """What to say plainly where a file cannot be read. torch and safetensors raise anything, from KeyError on.
 
-    Args:
-        pretrained: Whether it will read one at all.
+    Returns:
+        The error to raise. None if `error` is of the operating system, the network or the Hub, and says it better. Of
+        the system's, 'Invalid argument' is replaced too: a damaged file can send its reader to a place before its
+        beginning.
     """
-
-    def __init__(self, pretrained: bool) -> None:
-        self.is_expected = bool(pretrained)
-        self.is_under_way = False
-
-    def begins_after(self, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-        """What builds the model."""
-        def wrapped(**kwargs):
-            model = build(**kwargs)
-            self.is_under_way = self.is_expected
-            return model
-
-        return wrapped
-
-    def ends_before(self, filter_fn: Callable) -> Callable:
-        """What filters the entries."""
-        def wrapped(state_dict, model):
-            self.is_under_way = False
-            return filter_fn(state_dict, model)
-
-        return wrapped
-
-
-@contextmanager
-def reading_errors(variant: str, pretrained: bool) -> Iterator[Reading]:
-    """Say plainly that a file cannot be read. torch and safetensors raise anything from KeyError to RuntimeError then.
-
-    What the operating system, the network and the Hub say is left as it is, but for 'Invalid argument': a damaged file
-    can send its reader to a place before its beginning.
-    """
-    reading = Reading(pretrained)
-    try:
-        yield reading
-    except Exception as e:
-        package = type(e).__module__.split('.')[0]
-        of_the_system = isinstance(e, OSError) and e.errno != errno.EINVAL
-        if not reading.is_under_way or of_the_system or package in ('huggingface_hub', 'httpx', 'requests'):
-            raise
-        if 'No pretrained weights exist' in str(e):  # says timm
-            raise ValueError(
-                f'There are no pretrained weights for {variant!r}. Give a file, pretrained_cfg_overlay=dict(file=...) '
-                "(scripts: --pretrained-path), or graft the encoding onto timm's weights, timm_sape.graft(...), or "
-                'leave pretrained out.') from e
-        raise ValueError(
-            f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? Copy or save it again. '
-            f'({e})') from e
+    package = type(error).__module__.split('.')[0]
+    of_the_system = isinstance(error, OSError) and error.errno != errno.EINVAL
+    if of_the_system or package in ('huggingface_hub', 'httpx', 'requests'):
+        return None
+    if 'No pretrained weights exist' in str(error):  # says timm
+        return ValueError(
+            f'There are no pretrained weights for {variant!r}. Give a file, pretrained_cfg_overlay=dict(file=...) '
+            "(scripts: --pretrained-path), or graft the encoding onto timm's weights, timm_sape.graft(...), or "
+            'leave pretrained out.')
+    return ValueError(
+        f'Cannot read the checkpoint for {variant!r}, is it truncated or no checkpoint? Copy or save it again. '
+        f'({error})')

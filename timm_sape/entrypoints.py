@@ -170,12 +170,30 @@ def build_by_timm(
     depth = kwargs.get('depth', 3)
     # timm takes the last 3 layers; an invalid depth is refused later
     out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)
-    with checkpoints.reading_errors(variant, pretrained) as reading:
+    is_reading = False  # a checkpoint: after the model is built, before the entries are filtered
+
+    def build_then_read(**arguments) -> nn.Module:
+        nonlocal is_reading
+        model = build(**arguments)
+        is_reading = bool(pretrained)
+        return model
+
+    def filter_what_was_read(state_dict, model):
+        nonlocal is_reading
+        is_reading = False
+        return filter_fn(state_dict, model)
+
+    try:
         return build_model_with_cfg(
-            reading.begins_after(build),
+            build_then_read,
             variant,
             pretrained,
-            pretrained_filter_fn=reading.ends_before(filter_fn),
+            pretrained_filter_fn=filter_what_was_read,
             feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
             **kwargs,
         )
+    except Exception as e:
+        plain = checkpoints.unreadable(variant, e) if is_reading else None
+        if plain is None:
+            raise
+        raise plain from e

@@ -110,7 +110,7 @@ def _encoding_row(name: str, plain: int):
     canonical = next(other for other in list_encodings() if get_encoding(other) is cls)
     title = encoding_title(name) if name == canonical else f'the same as {canonical}'
     title = textwrap.shorten(title, 60, placeholder=' ...')
-    return name, title, ', '.join(cls.acts_on()) or 'nothing', cls.attention_kernel(), added, cls.resolution
+    return name, title, ', '.join(cls.acts_on()) or 'nothing', cls.attention_kernel(), added, cls.on_other_grids
 
 
 def _create(name: str, **kwargs):

@@ -25,7 +25,7 @@ class AbsolutePositionEncoding(PositionEncoding):
     asks_for = ('pos_embed',)
     per_layer = False
     adds = '(H*W + P) * D'
-    resolution = 'the table is resampled (bicubic, antialiased)'
+    on_other_grids = 'the table is resampled (bicubic, antialiased)'
     paper = 'https://arxiv.org/abs/2010.11929'
 
     def embed(self, x: torch.Tensor, grid: Grid, pos_embed: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ class FactoredPositionEncoding(ResizedEncoding):
     RESIZED = ('table_y', 'table_x')
     per_layer = False
     adds = '(H + W) * D'
-    resolution = 'each table is resampled (linear)'
+    on_other_grids = 'each table is resampled (linear)'
     paper = 'https://arxiv.org/abs/2307.06304'
 
     def __init__(self, *, combine: str = 'sum', device=None, dtype=None, **host) -> None:

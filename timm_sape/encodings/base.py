@@ -144,7 +144,7 @@ class PositionEncoding(nn.Module):
     #: Names of what `embed` receives from the host as keywords, out of `given` of `position.SharedEncodings`.
     asks_for: Tuple[str, ...] = ()
     adds: str = ''  #: Number of parameters that it adds, for the tables of the documentation.
-    resolution: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
+    on_other_grids: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
     rules: Tuple[str, ...] = ()  #: Values of the keyword `resolution`, the default first. Empty: one rule.
     #: Keywords that change nothing on the trained grid, so that they may be chosen anew when a saved model is loaded.
     rule_keywords: Tuple[str, ...] = ()

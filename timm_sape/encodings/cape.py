@@ -41,7 +41,7 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
         ValueError: If a value is out of its range, or the embed dim is odd.
     """
     gate_init = None
-    resolution = 'nothing to do: positions go from -1 to 1'
+    on_other_grids = 'nothing to do: positions go from -1 to 1'
     paper = 'https://arxiv.org/abs/2106.03143'
 
     def __init__(

@@ -42,7 +42,7 @@ class CommutingRotaryEncoding(BlockRotaryEncoding):
     """
     relative = True
     adds = 'L * (3.5 * D + d / 4)'
-    resolution = 'nothing to do: positions go from edge to edge'
+    on_other_grids = 'nothing to do: positions go from edge to edge'
     paper = 'https://arxiv.org/abs/2506.03737'
 
     def __init__(self, *, form: str = 'ld', block_size: int = 8, device=None, dtype=None, **host) -> None:

@@ -39,7 +39,7 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     """
     gate_init = 1.0
     adds = 'L * npos * d'
-    resolution = 'positions are scaled to the trained grid'
+    on_other_grids = 'positions are scaled to the trained grid'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/2405.18719'
 

@@ -52,7 +52,7 @@ class ContinuousPositionBias(ReferenceGridEncoding):
     """
     relative = True
     adds = 'L * 512 * (h + 3)'
-    resolution = 'the MLP extrapolates'
+    on_other_grids = 'the MLP extrapolates'
     paper = 'https://arxiv.org/abs/2111.09883'
 
     def __init__(

@@ -51,7 +51,7 @@ class FunctionalInterpolation(PositionEncoding):
     relative = True
     sees_mirror = False
     adds = 'L * (65 + 33 * h)'
-    resolution = 'larger distances are squeezed into the trained range'
+    on_other_grids = 'larger distances are squeezed into the trained range'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/2310.04418'
 

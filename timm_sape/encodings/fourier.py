@@ -41,7 +41,7 @@ class FourierPositionEncoding(CoordinateEncoding):
     """
     per_layer = False
     adds = '(8 * D + 6) * D'
-    resolution = 'coordinates extrapolate, or `rescale`'
+    on_other_grids = 'coordinates extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2106.02795'
 
     def __init__(

@@ -52,7 +52,7 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
     """
     rules = ('extrapolate', 'rescale', 'ntk', 'yarn')
     rule_keywords = ('resolution', 'ramp')
-    resolution = 'angles extrapolate, or `rescale`, `ntk`, `yarn`'
+    on_other_grids = 'angles extrapolate, or `rescale`, `ntk`, `yarn`'
 
     def __init__(self, *, resolution: str = 'extrapolate', ramp: Sequence[float] = (1, 32), **host) -> None:
         is_pair = isinstance(ramp, (tuple, list)) and len(ramp) == 2 and all(map(is_number, ramp))

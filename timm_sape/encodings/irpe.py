@@ -60,7 +60,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
     relative = True
     gate_init = 1.0
     prefix_rule = False
-    resolution = 'further offsets share the last buckets'
+    on_other_grids = 'further offsets share the last buckets'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/2107.14222'
 

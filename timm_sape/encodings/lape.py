@@ -34,7 +34,7 @@ class LayerAdaptivePositionEncoding(ResizedEncoding):
     supplements_ape = False
     excludes = {'ape': "it is 'ape' passed from layer to layer instead of added once"}
     adds = '(H*W + P + 2 * L) * D'
-    resolution = 'the table is resampled (bicubic, antialiased)'
+    on_other_grids = 'the table is resampled (bicubic, antialiased)'
     paper = 'https://arxiv.org/abs/2212.05262'
 
     def __init__(self, *, depth: int = 1, device=None, dtype=None, **host) -> None:

@@ -37,7 +37,7 @@ class LieRotaryEncoding(BlockRotaryEncoding, CoordinateEncoding):
         ValueError: If it is not such an integer, or does not divide the head dim.
     """
     adds = 'L * 7 * D'
-    resolution = 'positions extrapolate, or `rescale`'
+    on_other_grids = 'positions extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2406.10322'
 
     def __init__(self, *, block_size: Optional[int] = 8, device=None, dtype=None, **host) -> None:

@@ -13,5 +13,5 @@ class NoPositionEncoding(PositionEncoding):
     sees_mirror = False
     supplements_ape = False
     adds = 'none'
-    resolution = 'nothing to adapt'
+    on_other_grids = 'nothing to adapt'
     gate_init = None

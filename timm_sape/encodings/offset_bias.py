@@ -30,7 +30,7 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
     relative = True
     skips_dropped = True
     rules = ('extrapolate', 'rescale', 'slopes')
-    resolution = 'distances extrapolate, or `rescale`, `slopes`'
+    on_other_grids = 'distances extrapolate, or `rescale`, `slopes`'
 
     def offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
         """dy and dx in patches of the trained grid, `[2H-1, 1]` and `[2W-1]`."""

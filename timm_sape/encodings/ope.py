@@ -43,7 +43,7 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
             there is neither an image nor an `object_index`.
     """
     asks_for = ('images', 'patch_size', 'object_index')
-    resolution = 'coordinates extrapolate, or `rescale`'
+    on_other_grids = 'coordinates extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2410.06405'
 
     def __init__(

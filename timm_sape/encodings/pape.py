@@ -107,7 +107,7 @@ class ParabolicPositionEncoding(QuadraticForm, CoordinateEncoding):
     """
     relative = True
     adds = 'L * 100 * h * (D + 1)'
-    resolution = 'parabolas extrapolate, or `rescale`'
+    on_other_grids = 'parabolas extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2602.01418'
 
     def __init__(self, *, num_parabolas: int = 50, device=None, dtype=None, **host) -> None:

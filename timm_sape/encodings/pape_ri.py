@@ -31,7 +31,7 @@ class RotationInvariantParabolicEncoding(QuadraticForm, CoordinateEncoding):
     relative = True
     sees_mirror = False
     adds = 'L * h * D'
-    resolution = 'the parabola extrapolates, or `rescale`'
+    on_other_grids = 'the parabola extrapolates, or `rescale`'
     paper = 'https://arxiv.org/abs/2602.01418'
 
     def __init__(self, *, layer: int = 0, device=None, dtype=None, **host) -> None:

@@ -33,7 +33,7 @@ class ConditionalPositionEncoding(PositionEncoding):
     """
     first_layers = 1
     adds = '(k^2 + 1) * D'
-    resolution = 'the kernel slides over any grid'
+    on_other_grids = 'the kernel slides over any grid'
     paper = 'https://arxiv.org/abs/2102.10882'
 
     def __init__(self, *, kernel_size: int = 3, device=None, dtype=None, **host) -> None:

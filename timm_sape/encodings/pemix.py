@@ -27,7 +27,7 @@ class PositionMixer(PositionEncoding):
     alone = False
     gate_init = None
     adds = '2 * D'
-    resolution = 'nothing to adapt'
+    on_other_grids = 'nothing to adapt'
     paper = 'https://arxiv.org/abs/2410.06405'
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:

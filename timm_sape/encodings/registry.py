@@ -225,7 +225,7 @@ def encodings_table() -> str:
         shown = ', '.join(f'`{n}`' for n in [name, *(alias for alias in _aliases if _aliases[alias] == name)])
         link = f'[link]({cls.paper})' if cls.paper else ''
         acts_on = ', '.join(cls.acts_on()) or 'nothing'
-        cells = (shown, acts_on, 'yes' if cls.relative else 'no', cls.attention_kernel(), cls.adds, cls.resolution)
+        cells = (shown, acts_on, 'yes' if cls.relative else 'no', cls.attention_kernel(), cls.adds, cls.on_other_grids)
         rows.append(f'| {" | ".join(cells)} | {link} |')
     return '\n'.join(rows)
 

@@ -32,7 +32,7 @@ class RotaryEncoding1d(FixedRotaryEncoding, FrequencyEncoding):
     """
     relative = True
     sees_mirror = True
-    resolution = 'the raster index extrapolates, or `rescale`, `ntk`, `yarn`'
+    on_other_grids = 'the raster index extrapolates, or `rescale`, `ntk`, `yarn`'
     paper = 'https://arxiv.org/abs/2104.09864'
 
     def __init__(self, **host) -> None:

@@ -46,7 +46,7 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     rotate_half = True
     relative = True
     sees_mirror = True
-    resolution = 'nothing to do: positions go from -1 to 1'
+    on_other_grids = 'nothing to do: positions go from -1 to 1'
     paper = 'https://arxiv.org/abs/2508.10104'
 
     def __init__(

@@ -39,7 +39,7 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
     rotate_half = True
     relative = True
     sees_mirror = True
-    resolution = 'nothing to do: positions go from edge to edge'
+    on_other_grids = 'nothing to do: positions go from edge to edge'
     paper = 'https://jerryxio.ng/posts/nd-rope'
 
     def __init__(

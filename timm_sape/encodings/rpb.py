@@ -29,7 +29,7 @@ class RelativePositionBias(ResizedEncoding):
     """
     relative = True
     adds = 'L * (2 * H - 1) * (2 * W - 1) * h'
-    resolution = 'the table is resampled (bicubic)'
+    on_other_grids = 'the table is resampled (bicubic)'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/2103.14030'
 

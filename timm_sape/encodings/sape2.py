@@ -83,7 +83,7 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
     family: str
     mode: str
     adds = 'L * (W + H + 2) * d'
-    resolution = 'positions and codes are scaled to the trained grid'
+    on_other_grids = 'positions and codes are scaled to the trained grid'
     paper = 'https://arxiv.org/abs/2505.09466'
 
     def __init__(

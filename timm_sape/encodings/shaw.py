@@ -35,7 +35,7 @@ class RelativePositionRepresentations(PositionEncoding):
     """
     relative = True
     adds = 'L * 10 * d'
-    resolution = 'further offsets are clipped'
+    on_other_grids = 'further offsets are clipped'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/1803.02155'
 

@@ -26,7 +26,7 @@ class SinusoidalPositionEncoding1d(FixedEncoding, CoordinateEncoding):
     Raises:
         ValueError: If `resolution` is neither, or the embed dim is odd.
     """
-    resolution = 'the raster index extrapolates, or `rescale`'
+    on_other_grids = 'the raster index extrapolates, or `rescale`'
     paper = 'https://arxiv.org/abs/1706.03762'
 
     def __init__(self, **host) -> None:

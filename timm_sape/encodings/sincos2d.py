@@ -21,7 +21,7 @@ class SinusoidalPositionEncoding2d(FixedEncoding, CoordinateEncoding):
     Raises:
         ValueError: If the embed dim is not a multiple of 4.
     """
-    resolution = 'coordinates extrapolate, or `rescale`'
+    on_other_grids = 'coordinates extrapolate, or `rescale`'
     paper = 'https://arxiv.org/abs/2111.06377'
 
     def __init__(self, **host) -> None:

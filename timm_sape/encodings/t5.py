@@ -46,7 +46,7 @@ class BucketedRelativePositionBias(PositionEncoding):
     per_layer = False
     relative = True
     adds = '64 * h'
-    resolution = 'further distances share the last buckets'
+    on_other_grids = 'further distances share the last buckets'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/1910.10683'
 
