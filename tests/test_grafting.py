@@ -411,7 +411,7 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
     (
         'vit_small_patch16_rope_ape_224', dict(no_embed_class=False),
-        'Eva cannot be converted .* it has pos_embed .* Leave out .*no_embed_class'),
+        'Eva cannot be converted .* it has pos_embed .*, leave it out: no_embed_class.$'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
     ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
     (
@@ -681,23 +681,68 @@ def test_trained_grid_of_a_table_of_another_size(name, grid, own_source, tmp_pat
 
 
 def test_a_rule_does_not_change_the_class(monkeypatch, own_source):
-    """Nor does an environment variable of timm: a name stands for the same graft on every machine."""
     monkeypatch.setattr(timm.models.vision_transformer, '_USE_NAFLEX_DEFAULT', True)
     model = timm.create_model('vit_tiny_patch16_224', depth=1, use_naflex=False, **SMALL)
     own_source(model)
     for source in ({}, {'pretrained_cfg_overlay': {'state_dict': model.state_dict()}}):
         for kwargs in ({}, {'logit_scaling': 'log'}, {'logit_scaling': 'log', 'ref_grid_size': (14, 14)}):
-            for use_naflex in ({}, {'use_naflex': True}):
-                grafted = timm_sape.graft(
-                    'vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, **use_naflex, **source, **kwargs, **SMALL)
-                assert isinstance(grafted, NaFlexVit) == bool(use_naflex)
+            grafted = timm_sape.graft(
+                'vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, **source, **kwargs, **SMALL)
+            assert isinstance(grafted, NaFlexVit)
+
+
+GRAFTS = {
+    'graft': timm_sape.graft,
+    'vit_graft': lambda base, pos_enc, **kwargs: timm.create_model('vit_graft', base=base, pos_enc=pos_enc, **kwargs),
+}
 
 
 @pytest.mark.parametrize('changed', [{'img_size': 128}, {'patch_size': 8}])
 def test_sizes_that_timm_does_not_adapt(changed, own_source):
     own_source(timm.create_model('vit_tiny_patch16_224', depth=1, use_naflex=False, **SMALL))
-    with pytest.raises(ValueError, match='does not adapt .* another size .* Leave out img_size'):
-        timm_sape.graft('vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, use_naflex=True, **changed, **SMALL)
+    with pytest.raises(ValueError, match='does not adapt .* another size .* Leave out img_size and patch_size'):
+        GRAFTS['vit_graft'](
+            'vit_tiny_patch16_224', 'nope', pretrained=True, depth=1, use_naflex=True, **changed, **SMALL)
+
+
+@pytest.mark.parametrize('graft', GRAFTS)
+@pytest.mark.parametrize('name, changed', [
+    ('eva02_tiny_patch14_224', {}), ('eva02_tiny_patch14_224', dict(img_size=112)),
+    ('eva02_tiny_patch14_224', dict(img_size=(112, 168), in_chans=1)),
+    ('eva02_tiny_patch14_224', dict(patch_size=16, img_size=256)),
+    ('vit_small_patch16_dinov3', dict(patch_size=8, img_size=64)),
+    ('vit_small_patch16_rope_ape_224', dict(rope_temperature=1000., img_size=112)),
+])
+def test_pretrained_eva_at_another_size(name, changed, graft, own_source):
+    """As timm's own class does it: only that adapts the weights."""
+    shape = dict(depth=1, **SMALL)
+    own_source(randomised(timm.create_model(name, use_naflex=False, **shape)))
+    base = timm.create_model(name, pretrained=True, num_classes=5, use_naflex=False, **shape, **changed).eval()
+    grafted = GRAFTS[graft](name, 'sape2_k', pretrained=True, num_classes=5, **shape, **changed).eval()
+    assert isinstance(grafted, NaFlexVit)
+    with torch.no_grad():
+        for model in (base, grafted):
+            model.head.weight.copy_(torch.linspace(-1, 1, model.head.weight.numel()).view_as(model.head.weight))
+            model.head.bias.zero_()
+    x = torch.randn(2, changed.get('in_chans', 3), *base.patch_embed.img_size)
+    torch.testing.assert_close(grafted(x), base(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('graft', GRAFTS)
+def test_pretrained_strict_reaches_the_base(graft, own_source):
+    own_source(timm.create_model('vit_tiny_patch16_224', depth=1, **SMALL))
+    kwargs = dict(pretrained=True, init_values=1e-3, depth=1, **SMALL)
+    GRAFTS[graft]('vit_tiny_patch16_224', 'sape2_k', pretrained_strict=False, **kwargs)
+    with pytest.raises(RuntimeError, match='Missing key'):
+        GRAFTS[graft]('vit_tiny_patch16_224', 'sape2_k', **kwargs)
+
+
+def test_deprecated_names():
+    """They have no config of their own, and would silently get the default mean and std."""
+    grafted = timm_sape.graft('vit_tiny_patch16_224_in21k', 'nope', depth=1, **SMALL)
+    assert grafted.pretrained_cfg['tag'] == 'augreg_in21k' and grafted.num_classes == 21843
+    with pytest.raises(ValueError, match='no config in timm, such as a deprecated one'):
+        GRAFTS['vit_graft']('vit_tiny_patch16_224_in21k', 'nope', depth=1, **SMALL)
 
 
 def test_a_seed_means_the_same_with_pretrained_weights(own_source):

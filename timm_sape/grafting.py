@@ -109,8 +109,7 @@ def graft(
 
     Args:
         model: A model that `timm.create_model` made, which stays unchanged, or the name of one, with or without a tag.
-            Names with `hf-hub:` and `local-dir:` work too. A name without these gives what `vit_graft` gives for it
-            as `base`, on every machine: timm's environment variable that chooses NaFlexVit has no effect.
+            Names with `hf-hub:` and `local-dir:` work too.
         pos_enc: Names of encodings joined by `+`. Each gets a gate, whose initial value keeps the model's outputs:
             `'rope2d'` gives `'ape+auto_rope2d'` with `init=0`. `'nope'` adds nothing and only converts the model.
         pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
@@ -132,48 +131,22 @@ def graft(
             nothing says on which grid weights were trained and a rule needs it.
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
-    ours.update(pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs)
     if not pos_enc or not isinstance(pos_enc, str):
         raise ValueError(f"pos_enc must name encodings to add, e.g. 'sape2_k', got {pos_enc!r}.")
-    if not isinstance(model, str):
-        if kwargs:
+    name = model if isinstance(model, str) else None
+    if name is not None:
+        if kwargs.get('features_only'):
             raise ValueError(
-                f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this '
-                'is a model. Leave them out.')
-        return _graft(unwrap_model(model), ours)
-    name = model
-    if kwargs.get('features_only'):
+                'A graft with features_only=True cannot be made in one step. Leave it out, save the graft by '
+                "timm_sape.hub.save, and load it: timm.create_model('local-dir:...', features_only=True).")
+        model = _build_base(name, partial(timm.create_model, name), **kwargs)
+    elif kwargs:
         raise ValueError(
-            'A graft with features_only=True cannot be made in one step. Leave it out, save the graft by '
-            "timm_sape.hub.save, and load it: timm.create_model('local-dir:...', features_only=True).")
-    is_ours = is_model_in_modules(split_model_name_tag(name)[0], OUR_MODULES)  # which is refused below
-    if ':' not in name and not kwargs.get('checkpoint_path') and not is_ours:
-        return timm.create_model('vit_graft', base=name, **ours, **kwargs)
-    # A saved model, or a checkpoint of the base: timm loads it, then it is grafted as any other model.
-    build = partial(timm.create_model, name)
-    model = _build_base(name, build, **kwargs)
-    if not kwargs.get('pretrained') or kwargs.get('checkpoint_path'):
-        return _graft(model, ours)
-    was_naflex = get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
-    if isinstance(model, NaFlexVit) and not was_naflex:
-        _refuse_lost_rows(name, model, build, **kwargs)
-    as_saved = {key: value for key, value in kwargs.items() if key not in OF_THE_CALL}
-    return _graft(model, ours, trained=_on_meta(partial(_build_base, name, build), **as_saved))
-
-
-def _graft(model: nn.Module, ours: Dict[str, Any], trained: Optional[nn.Module] = None) -> PosEncModel:
-    """Graft a model that there is.
-
-    Args:
-        model: A model of timm.
-        ours: The keywords of `graft` that are not for `timm.create_model`.
-        trained: The model for the images that the weights were trained on. Default: `model`.
-
-    Raises:
-        ValueError: As `graft`.
-    """
+            f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
+            'model. Leave them out.')
+    model = unwrap_model(model)
     if isinstance(model, PosEncModel):
-        raise ValueError(_is_ours(model, ours['pos_enc'], ours['pos_enc_kwargs']))
+        raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
     _check_kind(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     if not is_model(cfg.get('architecture') or ''):
@@ -187,10 +160,26 @@ def _graft(model: nn.Module, ours: Dict[str, Any], trained: Optional[nn.Module] 
     grafted = timm.create_model(
         'vit_graft',
         pretrained_cfg=dict(cfg, architecture='vit_graft'),
-        **{**args, **get_device_dtype(model), 'base': cfg['architecture'], **ours},
+        **{**args, **get_device_dtype(model), 'base': cfg['architecture'], 'pos_enc': pos_enc},
+        pos_enc_kwargs=pos_enc_kwargs,
+        **ours,
     )
-    if ours.get('ref_grid_size') is None and _needs_trained_grid(grafted):
-        _set_trained_grid(grafted, _image_grid(trained or model))
+    is_read = kwargs.get('pretrained') and not kwargs.get('checkpoint_path')
+    needs_grid = ours.get('ref_grid_size') is None and _needs_trained_grid(grafted)
+    is_file = is_read and ':' not in name and {'pretrained_cfg', 'pretrained_cfg_overlay'} & kwargs.keys()
+    if is_file and (needs_grid or args.get('use_naflex')):
+        # a file of the caller shows what it was trained on, and timm's NaFlexVit may lose a part of it
+        if 'use_naflex' in args:
+            kwargs['use_naflex'] = args['use_naflex']
+        return timm.create_model(
+            'vit_graft', base=name, pos_enc=pos_enc, pos_enc_kwargs=pos_enc_kwargs, **ours, **kwargs)
+    was_naflex = is_read and ':' in name and get_model_args(model).get('use_naflex') and not kwargs.get('use_naflex')
+    if is_read and isinstance(model, NaFlexVit) and not was_naflex:
+        _refuse_lost_rows(name, model, partial(timm.create_model, name), **kwargs)
+    if needs_grid:
+        others = {key: value for key, value in kwargs.items() if key not in OF_THE_CALL}
+        trained = _on_meta(partial(_build_base, name, partial(timm.create_model, name)), **others) if is_read else model
+        _set_trained_grid(grafted, _image_grid(trained))
     weights = _weights_for(grafted, model)
     if is_model_in_modules(cfg['architecture'], ('vision_transformer', 'eva')):  # that take this argument
         args['use_naflex'] = isinstance(model, NaFlexVit)
@@ -555,10 +544,12 @@ def _adopt(
         weights = _weights_for(vit, model)
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(_added(vit)))
         if report:
-            given = sorted(kwargs.keys() - {'img_size', 'patch_size', 'in_chans', 'num_classes', 'device', 'dtype'})
+            given = sorted(kwargs.keys() - {
+                'img_size', 'patch_size', 'in_chans', 'num_classes', 'device', 'dtype', 'depth', 'embed_dim',
+                'num_heads', 'global_pool'})
             raise ValueError(
-                f'{type(model).__name__} cannot be converted if created with these arguments: {report}. Leave out '
-                f'the one that a plain ViT does not have ({", ".join(given)}).')
+                f'{type(model).__name__} cannot be converted if created with these arguments: {report}. The '
+                f'cause is one of these, leave it out: {", ".join(given)}.')
         vit.load_state_dict(weights, strict=False)
     return vit
 
@@ -579,6 +570,7 @@ class _Builder:
         declares_size: Whether the caller has said for which size of images the weights are.
         arguments: Of the base, known when timm calls `build`.
         is_eva: Whether it must compute what timm's Eva class does, known then too.
+        strict: `pretrained_strict` of the caller. None if not given.
     """
     base: str
     cfg: PretrainedCfg
@@ -591,28 +583,38 @@ class _Builder:
     declares_size: bool
     arguments: Dict[str, Any] = field(default_factory=dict)
     is_eva: bool = False
+    strict: Optional[bool] = None
 
     def build(self, **arguments) -> PosEncModel:
         """What timm's builder calls for the model."""
-        self.arguments = arguments
+        self.arguments = arguments if self.strict is None else {**arguments, 'pretrained_strict': self.strict}
         self.is_eva = is_model_in_modules(self.base, ('eva',)) and not arguments.get('use_naflex')
+        eva = None  # with the weights, which timm adapts to other sizes and channels for this class alone
+        if self.load_base and self.is_eva and not NAVER.fullmatch(self.base):
+            with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
+                eva = self._build(True, self.cfg, use_naflex=False)
+            _check_kind(eva)
         try:
-            model = self._build(self.load_base, self.cfg)
+            model = self._build(self.load_base and eva is None, self.cfg)
         except RuntimeError as e:
-            if not (self.load_base and arguments.get('use_naflex') and 'size mismatch' in str(e)):
+            of_other_sizes = set(re.findall(r'size mismatch for (\S+):', str(e)))
+            if not of_other_sizes or not of_other_sizes <= {'embeds.pos_embed', 'embeds.proj.weight'}:
                 raise
             raise ValueError(
                 f'timm does not adapt the weights of {self.base!r} to another size of images or patches when it builds '
-                'a NaFlexVit of a plain ViT. Leave out img_size, because a NaFlexVit takes images of any size, or '
-                'use_naflex.') from e
-        if self.load_base and isinstance(model, NaFlexVit):
+                'a NaFlexVit of a plain ViT. Leave out img_size and patch_size, or use_naflex. A NaFlexVit takes '
+                'images of any size as it is.') from e
+        if self.load_base and eva is None and isinstance(model, NaFlexVit):
             _refuse_lost_rows(self.base, model, partial(self._build, False, self.cfg, ('device',)))
         if isinstance(model, Eva) and not _is_naver(model):  # by its arguments it is none, whatever its name says
             _check_kind(model)
-            self.arguments = {**arguments, 'use_naflex': True}
-            model = self._build(self.load_base, self.cfg)
+            eva = model if self.load_base else None
+            self.arguments = {**self.arguments, 'use_naflex': True}
+            model = self._build(False, self.cfg)
         model = _adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
+        if eva is not None:
+            model.load_state_dict(_weights_for(model, eva), strict=False)
         if self.load_base and self.ref_grid_size is None and _needs_trained_grid(model):
             _set_trained_grid(model, _image_grid(self._default_base()))
         return model
@@ -697,6 +699,8 @@ class _Builder:
             **changed,
     ) -> nn.Module:
         arguments = {**{key: value for key, value in self.arguments.items() if key not in left_out}, **changed}
+        if arguments.get('in_chans') == cfg.input_size[0]:
+            del arguments['in_chans']  # filled in by timm's builder
         if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
             # what it is converted to takes images of any size, but its own class does not
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
@@ -729,6 +733,10 @@ def _known_base(base: Any) -> str:
     """
     name, _ = split_model_name_tag(base) if isinstance(base, str) else ('', '')
     if is_model(name) and not is_model_in_modules(name, OUR_MODULES):
+        if get_pretrained_cfg(name) is None:
+            raise ValueError(
+                f'base={base!r} is a name that has no config in timm, such as a deprecated one. Give the current name, '
+                'with its tag: timm.create_model says it in a warning.')
         return name
     close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, OUR_MODULES)])
     hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."
@@ -786,7 +794,8 @@ def _create(
             pos_enc_kwargs = None
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
-        load_base=pretrained and not is_own_source, declares_size=declares_size)
+        load_base=pretrained and not is_own_source, declares_size=declares_size,
+        strict=kwargs.get('pretrained_strict'))
 
     def build(**arguments) -> PosEncModel:
         model = builder.build(**arguments)
