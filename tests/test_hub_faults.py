@@ -349,6 +349,14 @@ def test_refused(what, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_another_way_to_compute_attention(tmp_path):
+    """It is no part of a model. `exportable=True` chooses it, and rounds otherwise."""
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_ape', depth=4, img_size=64, exportable=True)
+    assert not any(block.attn.fused_attn for block in model.blocks)
+    timm_sape.hub.save(model, tmp_path / 'model')
+
+
 def test_refused_before_anything_is_pushed(processes, hub):
     before = len(hub.requests)
     kind, message = processes.push('someone/refused', model='[m := make(), twice_as_precise(m)][0]')

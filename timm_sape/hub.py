@@ -563,6 +563,9 @@ def _refuse_other_logits(model: nn.Module, folder: Path, input_size: Sequence[in
         raise ValueError(
             f'Not saved, since {len(changed)} entries such as {changed[0]} have other values when it is loaded back in '
             'float32: convert it first, model.float().')
+    for own, other in zip(model.modules(), loaded.modules()):
+        if hasattr(own, 'fused_attn'):  # how attention is computed is not saved: exportable=True, set_fused_attn
+            other.fused_attn = own.fused_attn
     again = loaded(x)
     if not torch.equal(again, logits):
         raise ValueError(
