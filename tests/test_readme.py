@@ -96,7 +96,7 @@ def test_reference_table_is_that_of_its_runs(tmp_path):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-@pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits', 'cpu_repository'])
+@pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits', 'cpu_long', 'cpu_repository'])
 def test_archives_have_the_runs_of_the_tables_once(folder):
     keys = [line.split(', "status"')[0] for line in (RESULTS / folder / 'runs.jsonl').read_text().splitlines()]
     assert len(keys) == len(set(keys))
@@ -434,6 +434,20 @@ def test_answers_are_those_of_the_runs():
         assert words.format(checked[-1]) in text, (words, checked[-1])
         assert all(verdicts(values, others)) == shown, words
     assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
+
+
+def test_the_longer_training_so_far():
+    """Figures of one seed, in the order of accuracy, and no verdict."""
+    top1 = {
+        row['model']: float(row['top1']) for row in read_csv(RESULTS / 'cpu_long' / 'long.csv')
+        if row['status'] == 'finished' and row['seed'] == '31'}
+    parts = []
+    for of_heads in (lambda name: ', 4 heads' not in name, lambda name: ', 4 heads' in name):
+        names = sorted(filter(of_heads, top1), key=top1.get, reverse=True)
+        parts.append([f'{name.removesuffix(", 4 heads")} {top1[name]:.2f}' for name in names])
+    two, four = parts
+    assert f'with seed 31: {", ".join(two)}; with four heads {" and ".join(four)}.' in prose(ANSWERS)
+    assert top1['APE'] > top1['RoPE-2D mixed']  # as it says
 
 
 def test_the_comparison_of_the_repository_is_that_of_the_runs():
