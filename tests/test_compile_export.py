@@ -57,7 +57,7 @@ def test_compile(pos_enc):
         check_step(compiled, model, images(grid))
 
 
-@pytest.mark.parametrize('pos_enc', ['ape', 'lape', 'ape+rope2d+rpb'])
+@pytest.mark.parametrize('pos_enc', ['ape', 'ape+rope2d+rpb', 'ape+sape2_k'])
 def test_compile_block_by_block(pos_enc):
     """One graph serves all blocks."""
     model, x = Maker(pos_enc)(depth=3), images((3, 5))

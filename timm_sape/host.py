@@ -245,7 +245,7 @@ class PosEncModel(nn.Module):
         """The tokens after the first `num_blocks` blocks (all by default), and those after each block of `take`."""
         taken = []
         for i in range(len(self.blocks) if num_blocks is None else num_blocks):
-            x = self._run_block(self.blocks[i], x, position.of_layer(i), attn_mask, is_causal)
+            x = self._run_block(self.blocks[i], x, position, attn_mask, is_causal)
             if i in take:
                 taken.append(x)
         return x, taken

@@ -59,17 +59,6 @@ class Position:
         """A position on the same grid with these tensors, in the order of `tensors()`."""
         return Position(self.grid, *tensors, logit_factor=self.logit_factor)
 
-    def of_layer(self, layer: int) -> 'Position':
-        """A copy with what is for one layer alone.
-
-        A block that has been compiled by itself then need not know which layer it is, so one graph serves all.
-        """
-        if self.layer_terms is None and self.layer_rotations is None:
-            return self
-        terms, rotations = (
-            None if t is None else t[layer:layer + 1] for t in (self.layer_terms, self.layer_rotations))
-        return replace(self, layer_terms=terms, layer_rotations=rotations)
-
     def to(self, *args, **kwargs) -> 'Position':
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
         moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
@@ -137,10 +126,6 @@ class MixedPosition:
 
     def tensors(self) -> Tuple[Optional[torch.Tensor], ...]:
         return self.rotation, *(tensor for part in self.parts for tensor in part.tensors())
-
-    def of_layer(self, layer: int) -> 'MixedPosition':
-        """This itself: to look at all parts would be compiled anew for another number of them."""
-        return self
 
     def with_tensors(self, *tensors: Optional[torch.Tensor]) -> 'MixedPosition':
         """A copy with other tensors, in the order of `tensors()`."""
@@ -447,7 +432,7 @@ class LayerEncodings(_Encodings):
             return self._by_group(self._add_before, x, position)
         if position.layer_terms is None:
             return x
-        return x + self._own(position.layer_terms).to(x.dtype)
+        return x + position.layer_terms[self.layer].to(x.dtype)
 
     def _add_after(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         if isinstance(position, MixedPosition):
@@ -551,11 +536,7 @@ class LayerEncodings(_Encodings):
     def _own_rotation(self, q: torch.Tensor, position: Position) -> torch.Tensor:
         for encoding in self.acting_on('rotation'):
             return encoding(q, grid=position.grid, hook='rotation')
-        return self._own(position.layer_rotations)
-
-    def _own(self, of_layers: torch.Tensor) -> torch.Tensor:
-        """What belongs to this layer, out of what there is for all layers, or for this one alone."""
-        return of_layers[0 if len(of_layers) == 1 else self.layer]
+        return position.layer_rotations[self.layer]
 
     def _check(self, position: Optional[AnyPosition]) -> None:
         """
