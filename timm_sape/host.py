@@ -123,9 +123,8 @@ class PosEncModel(nn.Module):
                 )
         # If only parameters are on the meta device, accelerate sets the entries of a checkpoint one by one later.
         if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
-            for encoding in self.position_encodings().values():
-                if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
-                    encoding.expect_grid()
+            for encoding in self._encodings_with_grids():
+                encoding.expect_grid()
 
     def reset_classifier(self, *args, **kwargs) -> None:
         """As in timm. Without its attention pool, a graft of an Eva model leaves the prefix tokens out, as Eva does."""
@@ -170,9 +169,8 @@ class PosEncModel(nn.Module):
                     f'modules_to_save={closed}.')
         # A library may have set the entries of a checkpoint one by one, the grids among them.
         if not any(p.is_meta for p in self.parameters()):
-            for encoding in self.position_encodings().values():
-                if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)):
-                    encoding.take_grid()
+            for encoding in self._encodings_with_grids():
+                encoding.take_grid()
         return super().train(mode)
 
     def base_terms(self, x: torch.Tensor, grid: Grid) -> List[torch.Tensor]:
@@ -182,6 +180,12 @@ class PosEncModel(nn.Module):
     def position_encodings(self) -> Dict[str, PositionEncoding]:
         """All encodings of the model by their path in it."""
         return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
+
+    def _encodings_with_grids(self) -> List[Union[ReferenceGridEncoding, ResizedEncoding]]:
+        """The encodings whose parameters may belong to a grid, which they then save."""
+        return [
+            encoding for encoding in self.position_encodings().values()
+            if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding))]
 
     @property
     def ref_grid_size(self) -> Optional[Tuple[int, int]]:

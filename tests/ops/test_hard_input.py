@@ -213,15 +213,15 @@ def test_bound_of_the_gains_gradient(backend, grid, kind):
         assert errors.max() <= 4
 
 
-@pytest.mark.parametrize('grid, kind', [((3, 3), 'twins'), ((2, 2), 'outlier')])
+@pytest.mark.parametrize('grid, kind, most', [((3, 3), 'twins', 2), ((2, 2), 'outlier', 2.5)])
 @pytest.mark.parametrize('backend', ['torch', 'cpp'])
-def test_gains_gradient_keeps_the_digits_of_small_distances(backend, grid, kind):
+def test_gains_gradient_keeps_the_digits_of_small_distances(backend, grid, kind, most):
     """Computed from the gradient of the codes, it was 3 and 6 times as far off as the reference's.
 
-    Now it is at most 2.2 times as far off, which depends on how a CPU rounds.
+    Now it is 1.1 times as far off for twins, and 2.2 times for an outlier, which depends on how a CPU rounds.
     """
     reference, found = (errors.square().mean().sqrt() for errors in gain_errors(backend, kind, grid, 16, 100))
-    assert found <= 2.5 * reference
+    assert found <= most * reference
 
 
 # --- numbers that are too large, or none ------------------------------------------------------------------------------
