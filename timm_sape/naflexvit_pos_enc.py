@@ -199,7 +199,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         """As `embed`, plus the `patch_valid` of the patches that are left, and their indices in the input, `[B, K]`."""
         if patch_coord is None:
             return self._embed_images(x, keep_indices, object_index)
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or ops.is_exporting():
             raise ValueError(
                 'A batch of patches cannot be traced or exported: the steps depend on the coordinates. Trace or export '
                 'the model with images.')

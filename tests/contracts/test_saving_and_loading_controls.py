@@ -12,7 +12,7 @@ controls = Controls(contracts)
 
 
 @controls.broken_encoding('deepcopy', 'copy: differs')
-@controls.broken_encoding('pickled', 'pickle', (AttributeError, pickle.PicklingError))
+@controls.broken_encoding('pickled', 'pickle|local object', (AttributeError, pickle.PicklingError))
 class HoldsClosure(PositionEncoding):
     def __init__(self, **host):
         super().__init__(**host)

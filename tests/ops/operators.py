@@ -2,6 +2,7 @@
 
 On a machine without an NVIDIA GPU the Triton kernels run in Triton's interpreter, see conftest.py.
 """
+import pytest
 import torch
 
 import reference_sape2
@@ -16,6 +17,20 @@ HALVES = [(backend, dtype) for backend in FAST for dtype in (torch.float16, torc
 NAMES = ('q', 'k', 'v', 'table_x', 'table_y', 'bias_scale')
 if DEVICE == 'cpu':
     tensor_cores.install()
+
+
+def _cdist_has_second_derivatives():
+    x = torch.eye(3, requires_grad=True)
+    grad, = torch.autograd.grad(torch.cdist(x, x).sum(), x, create_graph=True)
+    try:
+        grad.sum().backward()
+    except NotImplementedError:
+        return False
+    return True
+
+
+second_derivatives_of_distances = pytest.mark.skipif(
+    not _cdist_has_second_derivatives(), reason='this version of torch has no second derivatives of cdist')
 
 
 def device_of(backend):
@@ -41,10 +56,16 @@ def make_inputs(grid, num_prefix_tokens=1, *, heads=2, dim=8, batch=1, seed=0, n
     return [q, k, v, draw(npos or grid[1] + 1, dim), draw(npos or grid[0] + 1, dim), draw(heads)]
 
 
+def interleaved(q, k, v):
+    """Parts of one tensor, as timm's projection makes them. `Tensor.to` would give each memory of its own."""
+    return torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4).unbind(0)
+
+
 def run(function, inputs, dtype=None, device='cpu', seed=4, **kwargs):
     """Output and gradients of a weighted sum of its entries, on the CPU."""
-    inputs = [t.detach().to(device) for t in inputs]
-    inputs = [t.to(dtype) if dtype else t for t in inputs]
+    inputs = [t.detach().to(device, dtype) for t in inputs]
+    if len({(t.shape, t.dtype) for t in inputs[:3]}) == 1 and inputs[0].ndim == 4:
+        inputs[:3] = interleaved(*inputs[:3])
     kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
     for t in inputs:
         t.requires_grad_()

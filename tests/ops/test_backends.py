@@ -98,6 +98,7 @@ class Gpu:
     ((8, 6), 99, 64, 40, r'for codes of 40 entries its kernels need 163 KiB of shared memory, and this GPU has 99'),
     ((8, 6), 99, 128, 32, ''),
     ((8, 0), 163, 128, 64, ''),
+    ((10, 3), 227, 64, 14, 'on GPUs of compute capability 10.3 some versions of Triton compile them into wrong code'),
 ])
 @pytest.mark.parametrize('compiler', [True, False])
 def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_dim, width, text, compiler):
@@ -114,9 +115,10 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda index: SimpleNamespace(
         major=capability[0], minor=capability[1], shared_memory_per_block_optin=1024 * memory))
     monkeypatch.setattr(selection, '_gpu', selection._gpu.__wrapped__)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
     q = Gpu(head_dim)
-    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', 'this GPU')
-    if not compiler and capability >= (8, 0):
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', {capability: 'this GPU'})
+    if not compiler and not text.startswith(('Triton needs', 'on GPUs')):
         text = r'Triton does not start \(Failed to find C compiler\)'
     assert chosen(q=q, widths=(width, 3)) == ('torch' if text else 'triton')
     if text:
@@ -124,15 +126,17 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
             chosen('triton', q=q, widths=(width, 3))
 
 
-@pytest.mark.parametrize('tested_on', ['', 'NVIDIA H200, 2027-01-31'])
-def test_kernels_that_no_gpu_has_run_must_be_asked_for(monkeypatch, caplog, tested_on):
+@pytest.mark.parametrize('tested_on', [None, (8, 0), (9, 0)])
+def test_kernels_that_no_such_gpu_has_run_must_be_asked_for(monkeypatch, caplog, tested_on):
     monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
     monkeypatch.setattr(selection, '_gpu', lambda index: ('', 227))
-    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', tested_on)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: (9, 0))
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', {tested_on: 'a GPU, 2027-01-31'} if tested_on else {})
     selection._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger='timm_sape'):
-        assert chosen(q=Gpu(64)) == ('triton' if tested_on else 'torch')
-    assert ('TIMM_SAPE_BACKEND=triton selects them' in caplog.text) == (not tested_on)
+        assert chosen(q=Gpu(64)) == ('triton' if tested_on == (9, 0) else 'torch')
+    text = 'no GPU of compute capability 9.0 has run the tests of the Triton kernels yet; TIMM_SAPE_BACKEND=triton'
+    assert (text in caplog.text) == (tested_on != (9, 0))
     assert chosen('triton', q=Gpu(64)) == 'triton'
     with using_backend('triton'):
         assert chosen(q=Gpu(64)) == 'triton'
@@ -145,7 +149,7 @@ def test_kernels_that_no_gpu_has_run_must_be_asked_for(monkeypatch, caplog, test
     ((8, 9), torch.float16, 'triton'),
 ])
 def test_float32_where_float64_is_slow(monkeypatch, capability, dtype, expected):
-    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', 'this GPU')
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', {capability: 'this GPU'})
     monkeypatch.setattr(selection, '_gpu', lambda index: ('', 99))
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
     assert chosen(q=Gpu(64, dtype)) == expected

@@ -74,18 +74,19 @@ def test_loss_and_gradients(pos_enc, backend):
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_training_step(backend, amp, way):
     """Loss and gradients on the device that is there, every backend included, against float64 of the same weights."""
+    device = 'cpu' if backend == 'cpp' else DEVICE
     make_model = Maker('ape+sape2_k', depth=1)
-    model, x, y = make_model().to(DEVICE), make_model.images(), torch.tensor([2, 1])
+    model, x, y = make_model().to(device), make_model.images(), torch.tensor([2, 1])
     exact = copy.deepcopy(model).cpu().double()
     with using_backend('reference'):
         expected = nn.functional.cross_entropy(exact(x.double()), y)
     model.set_grad_checkpointing(way == 'checkpointed')
     torch._dynamo.reset()  # or what was compiled of another backend would run
-    compiler = 'inductor' if DEVICE == 'cuda' else 'aot_eager'  # the former takes a minute on a CPU
+    compiler = 'inductor' if device == 'cuda' else 'aot_eager'  # the former takes a minute on a CPU
     forward = torch.compile(model, fullgraph=True, backend=compiler) if way == 'compiled' else model
     with using_backend(backend):  # backward as well, where checkpoints are computed again
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=amp):
-            loss = nn.functional.cross_entropy(forward(x.to(DEVICE)), y.to(DEVICE))
+        with torch.autocast(device, torch.bfloat16, enabled=amp):
+            loss = nn.functional.cross_entropy(forward(x.to(device)), y.to(device))
         loss.backward()
     expected.backward()
     tolerance = 5e-2 if amp else 1e-5  # of 8 inputs by 'torch' on a CPU none was off by more than 1.9e-2 and 1.2e-6

@@ -5,7 +5,7 @@ import torch
 import timm_sape
 from common import Maker
 from harness import attend, create, make_grid, make_qkv
-from operators import NAMES, make_inputs
+from operators import NAMES, make_inputs, strictest
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 
@@ -25,7 +25,9 @@ def arguments(elsewhere, **kwargs):
 def test_attention(backend, name):
     with pytest.raises(ValueError, match=f'must be on the same device, got .*{name} on meta'):
         sape2_attention(**arguments(name), backend=backend)
-    sape2_attention(**arguments(None), backend=backend)
+    device, dtype, _ = strictest(backend)
+    there = {key: x.to(device, dtype) if isinstance(x, torch.Tensor) else x for key, x in arguments(None).items()}
+    sape2_attention(**there, backend=backend)
 
 
 OPTIONS = {

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import timm_sape
 from harness import assert_near
-from operators import BACKENDS, DEVICE, FAST, NAMES, device_of, make_inputs
+from operators import BACKENDS, DEVICE, FAST, NAMES, device_of, make_inputs, second_derivatives_of_distances
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops import reference
@@ -36,6 +36,7 @@ def attention(backend, mode='k'):
     return function
 
 
+@second_derivatives_of_distances
 @pytest.mark.parametrize('backend, mode', [
     pytest.param(backend, mode, marks=[pytest.mark.full] if backend == 'triton' else [])
     for backend in CHECKED for mode in (['qk'] if backend == 'triton' else ['q', 'k', 'qk'])])
@@ -44,6 +45,7 @@ def test_attention(backend, mode):
     assert gradgradcheck(attention(backend, mode), leaves(), fast_mode=True)
 
 
+@second_derivatives_of_distances
 @pytest.mark.full
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('backend', CHECKED[1:])
@@ -53,6 +55,7 @@ def test_one_tensor_alone(backend, name):
     assert gradgradcheck(attention(backend), inputs, fast_mode=True)
 
 
+@second_derivatives_of_distances
 def test_bias():
     q, k, _, table_x, table_y, _ = leaves()
     off_diagonal = ~torch.eye(7, dtype=torch.bool)
@@ -90,6 +93,7 @@ def test_cope(function, between):
     assert gradgradcheck(bias, (q, k, table), fast_mode=True)
 
 
+@second_derivatives_of_distances
 @pytest.mark.parametrize('duplicated', [False, True])
 def test_equal_codes_have_no_second_derivative(duplicated):
     """Where a distance is 0, it has no gradient, and none of higher order: nothing is infinite or NaN there."""
@@ -123,6 +127,7 @@ def hessian_product(backend, dtype):
     return [t.cpu() for t in (*grads, *products)]
 
 
+@second_derivatives_of_distances
 @pytest.mark.parametrize('backend', FAST)
 def test_hessian_products(backend):
     """In float32, with the gradients that they belong to: what q contributes through the codes counts once."""

@@ -6,6 +6,7 @@ from harness import assert_near
 from operators import make_inputs, make_near_codes, run
 from timm_sape.functional import sape2_attention
 from timm_sape.ops import torch_distances
+from timm_sape.ops.chunks import chunks
 
 ALL = slice(None), slice(None)
 
@@ -65,3 +66,17 @@ def test_nothing_n_by_n_is_stored(backend):
     assert saved and max(t.numel() for t in saved) < 257 * 257
     entries = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in saved}
     assert sum(entries.values()) < 2 * 257 * (5 * 8 + 2 * 16 + 8) + 1000
+
+
+@pytest.mark.parametrize('batch, num_heads, num_tokens', [(1, 1, 1), (3, 4, 300), (64, 6, 197), (2, 3, 5000)])
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_chunks_have_each_head_once(device, batch, num_heads, num_tokens):
+    """On a GPU few large ones, whatever the threads of the CPU: each costs some hundred launches."""
+    counts = torch.zeros(batch, num_heads, dtype=torch.int64)
+    found = list(chunks(batch, num_heads, num_tokens ** 2, torch.device(device)))
+    for chunk in found:
+        assert counts[chunk].numel()
+        counts[chunk] += 1
+    assert (counts == 1).all()
+    if device == 'cuda':
+        assert len(found) <= 1 + batch * num_heads * num_tokens ** 2 // 2 ** 23

@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module
 
 from common import Maker
 from harness import assert_near
-from operators import FAST, device_of, make_inputs
+from operators import FAST, make_inputs, second_derivatives_of_distances, strictest
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops.backend import using_backend
 
@@ -111,7 +111,8 @@ def attention(*inputs, **kwargs):
     return sape2_attention(*tensors, (2, 3), bias_scale=bias_scale, num_prefix_tokens=1, **kwargs)
 
 
-@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+@pytest.mark.parametrize('backend', ['eager', pytest.param('aot_eager', marks=pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason='torch 2.11 cannot compile jvp of a slice: its view has no forward view'))])
 def test_compiled_forward_derivatives(backend):
     q, *others = make_inputs((2, 3), dim=4)
     t = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -136,6 +137,7 @@ def test_compiled_vmap():
     assert_near(found, torch.stack([of_image(image) for image in q]), 1e-10)
 
 
+@second_derivatives_of_distances
 def test_functional():
     """grad, vjp, vmap, jvp and hessian of `sape2_attention`, which chooses the reference then."""
     inputs = make_inputs((2, 3), dim=4)
@@ -172,6 +174,7 @@ def test_vmap_over_kept_patches(pos_enc):
         assert_near(out, model(x, keep_indices=keep_indices), 1e-5)
 
 
+@second_derivatives_of_distances
 @pytest.mark.parametrize('scale', [0., -0.3])
 def test_any_scale(scale):
     """A scale that is not positive is unusual, but is computed, also where the reference is taken."""
@@ -216,8 +219,8 @@ def test_vmap_over_the_functional_api():
 @pytest.mark.parametrize('backend', FAST)
 def test_operators_are_refused(backend, transform):
     """Not silently wrong: an operator that was requested says what it cannot do."""
-    v, *others = make_inputs((2, 3))
-    v, others = v.to(device_of(backend)), [t.to(device_of(backend)) for t in others]
+    device, dtype, _ = strictest(backend)
+    v, *others = (t.to(device, dtype) for t in make_inputs((2, 3)))
 
     def function(v, **kwargs):
         q, k, table_x, table_y, bias_scale = others

@@ -60,7 +60,7 @@ def resample_pos_embed(
     Returns:
         The table for `new_size`, computed in float64 if it is in float64, else in float32.
     """
-    if not torch.compiler.is_exporting() and new_size == old_size:  # in an export this would hold for one size only
+    if not ops.is_exporting() and new_size == old_size:  # in an export this would hold for one size only
         return table
     prefix, patches = table[:, :num_prefix_rows], table[:, num_prefix_rows:]
     (wide,) = ops.upcast(patches)

@@ -13,7 +13,7 @@
 | `double_backward` | second derivatives of the operators |
 | `matrices` | skew-symmetric and orthogonal matrices |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |
-| `precision`, `transforms`, `devices` | dtypes and autocast; torch.func and forward mode; a check of devices |
+| `precision`, `transforms`, `devices` | dtypes and autocast; torch.func, forward mode, export; a check of devices |
 | `sizes` | sizes that may be symbolic |
 """
 from .attention import attend, check_mask, merge_masks, probabilities
@@ -26,6 +26,7 @@ from .precision import no_autocast, upcast
 from .reference import pairwise_distance
 from .sape2 import axis_codes, sape2_attention, sape2_bias
 from .sizes import log_of_largest
+from .transforms import is_exporting
 
 __all__ = [
     'BACKENDS',
@@ -36,6 +37,7 @@ __all__ = [
     'check_devices',
     'check_mask',
     'contextual_bias',
+    'is_exporting',
     'log_of_largest',
     'matrix_exp',
     'merge_masks',

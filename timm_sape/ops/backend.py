@@ -4,23 +4,23 @@ import importlib.util
 import logging
 import os
 from contextlib import contextmanager
-from typing import Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from .cpp_build import build_cpp, find_cpp
 from .sizes import is_empty
-from .transforms import is_transformed
-from .triton_limits import FAST_FLOAT64, LIMITS, MIN_CAPABILITY, limits_of, shared_memory
+from .transforms import is_exporting, is_transformed
+from .triton_limits import FAST_FLOAT64, LIMITS, MIN_CAPABILITY, MISCOMPILED_ON, limits_of, shared_memory
 
 __all__ = ['BACKENDS', 'choose_backend', 'using_backend']
 
 BACKENDS = ('reference', 'torch', 'cpp', 'triton')
 VARIABLE = 'TIMM_SAPE_BACKEND'
 
-#: GPU and date of the last time that the kernels' tests passed on hardware, e.g. 'NVIDIA H200, 2027-01-31'. As long as
-#: it is empty, the Triton kernels run only where they are asked for.
-TRITON_TESTED_ON = ''
+#: GPU and date of the last time that the kernels' tests passed on hardware, by compute capability, e.g.
+#: {(9, 0): 'NVIDIA H200, 2027-01-31'}. On other GPUs the Triton kernels run only where they are asked for.
+TRITON_TESTED_ON: Dict[Tuple[int, int], str] = {}
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ def _gpu(index: int) -> Tuple[str, int]:
     capability = properties.major + properties.minor / 10
     if capability < MIN_CAPABILITY:
         return f'Triton needs compute capability {MIN_CAPABILITY}, and this GPU has {capability}', 0
+    if properties.major == MISCOMPILED_ON:
+        return f'on GPUs of compute capability {capability} some versions of Triton compile them into wrong code', 0
     try:
         from triton.runtime import driver
         driver.active.get_current_device()
@@ -83,8 +85,8 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
 
 
 @torch.compiler.assume_constant_result
-def _float64_is_slow(index: Optional[int]) -> bool:
-    return torch.cuda.get_device_capability(index) not in FAST_FLOAT64
+def _capability(index: Optional[int]) -> Tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 @torch.compiler.assume_constant_result
@@ -148,7 +150,7 @@ def choose_backend(
     Raises:
         ValueError: If the backend is unknown, or requested and cannot be used.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing() or is_empty(q):
+    if is_exporting() or torch.jit.is_tracing() or is_empty(q):
         return 'reference'
     only_reference = {**only_reference, 'torch.func and forward mode': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
@@ -165,13 +167,15 @@ def choose_backend(
     elif needs_reference:
         backend, why = 'reference', f'only it supports {needs_reference}'
     elif q.device.type == 'cuda' and not _refusal('triton', q, code_widths, ''):
-        backend = 'torch'
-        if q.dtype == torch.float32 and _float64_is_slow(q.device.index):
+        backend, capability = 'torch', _capability(q.device.index)
+        if q.dtype == torch.float32 and capability not in FAST_FLOAT64:
             why = 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
-        elif TRITON_TESTED_ON:
-            backend, why = 'triton', 'the fastest on an NVIDIA GPU'
+        elif capability in TRITON_TESTED_ON:
+            backend, why = 'triton', 'the fastest on this GPU'
         else:
-            why = f'no GPU has run the tests of the Triton kernels yet; {VARIABLE}=triton selects them'
+            why = (
+                'no GPU of compute capability {}.{} has run the tests of the Triton kernels yet; '.format(*capability) +
+                f'{VARIABLE}=triton selects them')
     elif q.device.type == 'cpu':
         why = _cpp_on('cpu', build=False)
         if why:

@@ -8,7 +8,7 @@ from . import reference
 from .counting import in_raster_order
 from .devices import check_devices
 from .torch_contextual import torch_contextual_bias
-from .transforms import is_transformed
+from .transforms import is_exporting, is_transformed
 
 __all__ = ['contextual_bias']
 
@@ -35,7 +35,7 @@ def contextual_bias(
     check_devices(q=q, k=k, table=table, keep_indices=grid.keep_indices)
     needs_reference = (
         type(q.shape[2]) is not int or type(grid.num_patches) is not int or q.dtype != k.dtype or is_transformed()
-        or torch.compiler.is_exporting() or torch.jit.is_tracing())
+        or is_exporting() or torch.jit.is_tracing())
     if needs_reference:
         return reference.contextual_bias(
             q, k, table, grid, gate_scale=gate_scale, between=between, ref_num_patches=ref_num_patches)

@@ -91,7 +91,7 @@ def torch_axis_codes(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     codes_x, codes_y = empty_codes(q, height, width, mode)
-    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
+    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3], q.device):
         q_, k_ = wide(q[chunk], k[chunk])
         values_x, values_y = zip(*_values(sources_of(mode, q_, k_), tables, sizes))
         codes_x[chunk] = _axis_forward(q_, k_, values_x, height, width, False, gate_scale, shrink_x)
@@ -118,7 +118,7 @@ def torch_axis_codes_backward(
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
     grad_tables = torch.zeros_like(tables)
-    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3]):
+    for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3], q.device):
         q_, k_, grad_x_, grad_y_ = wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
         part_q, part_k = torch.zeros_like(q_), torch.zeros_like(k_)
         sources = sources_of(mode, q_, k_)

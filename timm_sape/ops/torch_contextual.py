@@ -42,7 +42,7 @@ def torch_contextual_bias(
     num_tokens = q.shape[-2]
     table, = wide(table)
     bias = q.new_empty(*q.shape[:-1], num_tokens, dtype=torch.promote_types(q.dtype, torch.float32))
-    for chunk in chunks(*q.shape[:2], num_tokens ** 2):
+    for chunk in chunks(*q.shape[:2], num_tokens ** 2, q.device):
         q_, k_ = wide(q[chunk], k[chunk])
         pos, _ = _positions(gates_of(q_, k_, gate_scale), between, shrink)
         cell, weight = cells(pos, table.shape[0])
@@ -71,7 +71,7 @@ def torch_contextual_bias_backward(
     table, = wide(table)
     grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
     grad_table = torch.zeros_like(table)
-    for chunk in chunks(*q.shape[:2], num_tokens ** 2):
+    for chunk in chunks(*q.shape[:2], num_tokens ** 2, q.device):
         q_, k_, g = wide(q[chunk], k[chunk], grad[chunk])
         gates = gates_of(q_, k_, gate_scale)
         pos, sign = _positions(gates, between, shrink)

@@ -148,9 +148,9 @@ def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, 
     return distances
 
 
-def _rows(num_tokens: int) -> Iterator[slice]:
+def _rows(num_tokens: int, device: torch.device) -> Iterator[slice]:
     """Blocks of tokens of one head, or of several small heads."""
-    rows = min(num_tokens, max(16, chunk_size() // num_tokens))
+    rows = min(num_tokens, max(16, chunk_size(device) // num_tokens))
     for row in range(0, num_tokens, rows):
         yield slice(row, min(row + rows, num_tokens))
 
@@ -172,11 +172,11 @@ def torch_distance_attention(
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
     codes = _prepare(codes_x, codes_y, num_tokens)
     workspace = _Workspace(0)
-    for chunk in chunks(batch, num_heads, num_tokens ** 2):
+    for chunk in chunks(batch, num_heads, num_tokens ** 2, q.device):
         qs, ks, vs = (upcast(t[chunk])[0] for t in (q, k, v))  # [b, n, N, d]
         heads = codes.of(chunk)
         gains = gain[chunk][..., None, None]
-        for rows in _rows(num_tokens):
+        for rows in _rows(num_tokens, q.device):
             squares, = workspace(heads, rows)
             _squares(heads, rows, num_prefix_tokens, squares)
             dx, dy = squares.sqrt_().chunk(2)
@@ -226,7 +226,7 @@ def torch_distance_attention_backward(
     codes = _prepare(codes_x, codes_y, num_tokens)
     widths = codes_x.shape[-1], codes_y.shape[-1]
     workspace = _Workspace(3)
-    for chunk in chunks(batch, num_heads, num_tokens ** 2):
+    for chunk in chunks(batch, num_heads, num_tokens ** 2, q.device):
         gs, qs, ks, vs = (upcast(t[chunk])[0].flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
         heads = codes.of(chunk)
         w_and_one = heads.right[..., :max(widths) + 1]
@@ -235,7 +235,7 @@ def torch_distance_attention_backward(
         grad_gains, grad_q = gains.new_zeros(len(gains)), torch.empty_like(qs)
         # transposed, `[n, d, N]` and `[2n, C, N]`: products are faster then
         grad_k, grad_v, grad_w = (t.new_zeros(t.mT.shape) for t in (ks, vs, heads.raw))
-        for rows in _rows(num_tokens):
+        for rows in _rows(num_tokens, q.device):
             distances, logits, p, grad_logits = workspace(heads, rows)
             near = _squares(heads, rows, num_prefix_tokens, distances)
             dx, dy = distances.sqrt_().chunk(2)

@@ -1,11 +1,19 @@
-"""Whether torch.func or forward-mode differentiation is active.
+"""Whether torch.func or forward-mode differentiation is active, or a model is being exported.
 
-Our operators do not support torch.func, and in forward mode their derivatives would silently be zero. torch.compile
-traces these functions, and compiles anew if the answer changes.
+Our operators do not support torch.func, and in forward mode their derivatives would silently be zero. Exported graphs
+may contain standard operators only. torch.compile traces these functions, and compiles anew if the answer changes.
 """
 import torch
 
-__all__ = ['is_forward_mode', 'is_transformed']
+__all__ = ['is_exporting', 'is_forward_mode', 'is_transformed']
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is running.
+
+    In torch 2.11 `torch.compiler.is_exporting` is True in graphs of torch.compile, too.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def is_transformed() -> bool:

@@ -3,11 +3,14 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ['FAST_FLOAT64', 'LIMITS', 'MIN_CAPABILITY', 'Limits', 'limits_of', 'shared_memory']
+__all__ = ['FAST_FLOAT64', 'LIMITS', 'MIN_CAPABILITY', 'MISCOMPILED_ON', 'Limits', 'limits_of', 'shared_memory']
 
 MIN_CAPABILITY = 8.0  # the least compute capability of an NVIDIA GPU that Triton supports
-# Of GPUs that compute float64 half as fast as float32 (A100, H100, B200). Others take 32 times as long, or 64.
-FAST_FLOAT64 = (8, 0), (9, 0), (10, 0)
+# Of GPUs that compute float64 half as fast as float32 (A100, H100). Others take 32 times as long, or 64.
+FAST_FLOAT64 = (8, 0), (9, 0)
+# There (B200, B300) Triton 3.6 to 3.8 compile two products that are added to one accumulator in a loop into wrong code,
+# and the gradient of the codes is such a sum: https://github.com/triton-lang/triton/issues/10821
+MISCOMPILED_ON = 10
 
 
 class Limits(NamedTuple):
