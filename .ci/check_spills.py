@@ -31,11 +31,12 @@ NUM_HEADS, BATCH_SIZE = 6, 2
 # Bytes of registers that a thread may spill. Storing and loading them are instructions of the loop. For some shapes
 # there are fewer of them all the same than with smaller tiles, or in several launches. Triton 3.6 spills more in some.
 MAX_SPILL = 160
-SHAPES = [  # head dim, patches along x and y: every size after padding, and some in between
+# Head dim, patches along x and y: every size after padding, and some in between. Last, with tables of another grid.
+SHAPES = [
     (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 32), (64, 14, 64), (64, 64, 1),
     (64, 1, 7), (64, 3, 4), (64, 16, 16), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16),
     (128, 14, 14), (128, 32, 32), (128, 64, 64), (128, 64, 32), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16),
-    (128, 20, 4), (100, 60, 60)]
+    (128, 20, 4), (100, 60, 60), (64, 14, 14, 24, 24), (64, 24, 24, 14, 14)]
 QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
 
 
@@ -81,13 +82,13 @@ def loop_length(cubin):
     return longest
 
 
-def launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode):
+def launch_all(dtype, head_dim, width, height, trained, num_prefix_tokens, mode):
     """Launch the four operators, on inputs with the memory layout of timm's attention."""
     num_tokens = num_prefix_tokens + height * width
     q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
-    tables = torch.zeros(width + 1, head_dim), torch.zeros(height + 1, head_dim)
+    tables = tuple(torch.zeros(size + 1, head_dim) for size in trained or (width, height))
     inputs = q[:, :, num_prefix_tokens:], k[:, :, num_prefix_tokens:], *tables
-    options = height, width, mode, 0.1, 1.0, 1.0
+    options = height, width, mode, 0.1, *((0.7, 0.7) if trained else (1.0, 1.0))  # shrunk to the trained grid
     codes = triton_axis_codes._init_fn(*inputs, *options)
     triton_axis_codes_backward._init_fn(*codes, *inputs, *options)
     if mode != 'qk':  # for both, the distances are those of codes of another width
@@ -132,16 +133,17 @@ def main():
     JITFunction.run = compile_and_look
     for dtype in (torch.bfloat16, torch.float32):
         max_head_dim, max_code = limits_of(dtype)
-        for head_dim, width, height in QUICK if args.quick else SHAPES:
+        for head_dim, width, height, *trained in QUICK if args.quick else SHAPES:
             for num_prefix_tokens, mode in ((1, 'k'), (0, 'k'), (1, 'qk')):
-                code = len(mode) * max(width, height)
+                code = len(mode) * max(width, height, *trained)
                 if head_dim > max_head_dim or code > max_code or args.quick and not num_prefix_tokens:
                     continue
+                grid = f'{width}x{height}' + (', tables of {}x{}'.format(*trained) if trained else '')
                 label = {
-                    'dtype': str(dtype).removeprefix('torch.'), 'head_dim': head_dim, 'grid': f'{width}x{height}',
+                    'dtype': str(dtype).removeprefix('torch.'), 'head_dim': head_dim, 'grid': grid,
                     'prefix': num_prefix_tokens, 'mode': mode}
                 allowed = shared_memory(code)
-                launch_all(dtype, head_dim, width, height, num_prefix_tokens, mode)
+                launch_all(dtype, head_dim, width, height, trained, num_prefix_tokens, mode)
     if args.output is not None:
         with open(args.output, 'w', newline='') as file:
             names = dict.fromkeys(name for row in rows for name in row)

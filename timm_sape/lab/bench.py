@@ -8,6 +8,7 @@ import gc
 import re
 import statistics
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, ContextManager, Dict, Iterator, List, Optional, Sequence
 
@@ -50,6 +51,17 @@ def _autocast(device: torch.device, amp: bool) -> ContextManager:
     return torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
 
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Without TF32 on GPUs: in the patch embedding it would count as an error of the encoding."""
+    cudnn = torch.backends.cudnn
+    before, cudnn.allow_tf32 = cudnn.allow_tf32, False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before
+
+
 def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bool) -> float:
     """Compare logits and gradients with float64 and explicit attention, which the tests compare with the equations.
 
@@ -71,17 +83,13 @@ def _check(pos_enc: str, setting: str, device: torch.device, model: str, amp: bo
         block.attn.fused_attn = False
     size = fast.patch_embed.img_size
     x = torch.randn(2, 3, *size, device=device, generator=torch.Generator(device).manual_seed(0))
-    cudnn = torch.backends.cudnn
-    before, cudnn.allow_tf32 = cudnn.allow_tf32, False  # TF32 in the patch embedding would count as our error
-    try:
+    with exact_convolutions():
         with using_backend(None):  # TIMM_SAPE_BACKEND is for the measured model
             expected = exact(x.double())
         with _autocast(device, amp):
             outs = fast(x), expected
         for out in outs:
             out.square().sum().backward()
-    finally:
-        cudnn.allow_tf32 = before
     pairs = [(p.grad, q.grad) for p, q in zip(fast.parameters(), exact.parameters()) if q.grad is not None]
     # a gradient that is zero except for rounding is compared with the size of the others
     least = 1e-3 * max(b.abs().max().item() for _, b in pairs)

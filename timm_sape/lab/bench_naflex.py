@@ -14,7 +14,7 @@ from timm.models.naflexvit import batch_patchify
 from timm.optim import create_optimizer_v2
 
 from ..grid import Grid
-from .bench import peak_megabytes, timed
+from .bench import exact_convolutions, peak_megabytes, timed
 
 __all__ = ['DEFAULT_POS_ENCS', 'GRIDS', 'bench_naflex']
 
@@ -94,7 +94,7 @@ def bench_naflex(
             f'{size}_pos_enc', pos_enc=pos_enc, dynamic_img_size=True, no_embed_class=True, **shape)
         source = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=plain.state_dict(), num_classes=10))
         model = timm.create_model(f'{name}_pos_enc', pos_enc=pos_enc, **shape, **source)
-        with torch.inference_mode():
+        with torch.inference_mode(), exact_convolutions():
             alone = torch.cat([plain.eval()(image) for image in images])
             error = ((model.eval()(batch) - alone).abs().max() / alone.abs().max()).item()
         if not error < TOLERANCE:
