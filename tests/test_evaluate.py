@@ -1100,6 +1100,31 @@ def test_class_map_of_other_data_sets(mapped, images, monkeypatch):
     assert asked == [None, 'map.txt']
 
 
+def test_class_map_of_a_checkpoint_and_a_data_set_of_torchvision(mapped, images, tmp_path):
+    """All labels were another class's, silently."""
+    data = open_dataset(images, 'torch/folder')
+    with pytest.raises(ValueError, match='trained with a class map. It does not apply to .* without --dataset'):
+        compare([mapped], data, progress=False)
+    checkpoint_of = torch.load(mapped, weights_only=False)
+    checkpoint_of['args'].dataset = 'torch/folder'  # then train.py itself ignores the map
+    torch.save(checkpoint_of, mapped)
+    compare([mapped], data, progress=False)
+    data = [data[i] for i in range(len(data))]  # a data set of the caller's own
+    number_classes(data, [mapped])
+
+
+@pytest.mark.parametrize('dataset', ['torch/folder', 'torch/image_folder'])
+@pytest.mark.parametrize('split', ['', 'tset'])
+def test_a_split_that_is_not_there(dataset, split, images, tmp_path):
+    """Not silently all splits, whose names would be the classes."""
+    for name in ('train', 'test'):
+        shutil.copytree(images / 'val', tmp_path / name)
+    with pytest.raises(ValueError, match="has no folder '(validation|tset)'. Its folders: test, train"):
+        open_dataset(tmp_path, dataset, split)
+    assert len(open_dataset(tmp_path, dataset, 'test')) == len(open_dataset(images))
+    assert len(open_dataset(tmp_path / 'test', dataset)) == len(open_dataset(images))
+
+
 def assert_same_state(found, expected):
     expected = expected.state_dict()
     assert found.state_dict().keys() == expected.keys()

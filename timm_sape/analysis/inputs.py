@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
 from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.dataset_factory import _search_split
 from timm.data.loader import adapt_to_chs
 from timm.data.readers.class_map import load_class_map
 from timm.data.readers.reader_image_folder import find_images_and_targets
@@ -84,7 +85,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
               classifier, neither has the model;
             - `NAME@random`, a model with random weights.
 
-            If a file also has averaged weights (`--model-ema`), these are used, as in train.py's summary.
+            If a file also has averaged weights (`--model-ema`), these are used. train.py's summary is of them, too,
+            unless it ran with `--model-ema-force-cpu`.
         img_size: Image size in pixels, or (height, width). Encodings follow their rules for another grid. Default: the
             model's own size; of a checkpoint of train.py the one that it validates at, which for its NaFlex loader is
             the largest square of at most `--naflex-max-seq-len` patches.
@@ -283,7 +285,8 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
     folder = Path(file).parent
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
     trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
-    return _Source(name, file, kwargs, cfg, trained, args.get('class_map') or '')
+    is_torchvision = (args.get('dataset') or '').startswith('torch/')  # for which train.py ignores the class map
+    return _Source(name, file, kwargs, cfg, trained, '' if is_torchvision else args.get('class_map') or '')
 
 
 def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = None, **overrides):
@@ -547,17 +550,22 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
         return ImageFile(data, transform)
     if not root.is_dir():
         raise ValueError(f'There is no image or folder {data!r}. {WHAT_IS_DATA}')
-    if not dataset:
-        splits = [name for name in ([split] if split else ['val', 'validation', 'test']) if (root / name).is_dir()]
-        if not splits and (split or (root / 'train').is_dir()):
-            there = ', '.join(sorted(entry.name for entry in root.iterdir() if entry.is_dir())) or 'none'
-            raise ValueError(f'{data} has no folder {split or "val, validation or test"!r}. Its folders: {there}.')
-        root = root / splits[0] if splits else root
-    elif '/' not in dataset:
+    if dataset and '/' not in dataset:
         raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
+    in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
+    if in_folders:  # timm would take the root itself, and the splits for classes
+        names = [split or 'validation']
+        splits = [name for name in names if Path(_search_split(str(root), name)) != root]
+    else:
+        names = [split] if split else ['val', 'validation', 'test']
+        splits = [name for name in names if (root / name).is_dir()]
+    if (in_folders or not dataset) and not splits and (split or (root / 'train').is_dir()):
+        there = ', '.join(sorted(entry.name for entry in root.iterdir() if entry.is_dir())) or 'none'
+        raise ValueError(f'{data} has no folder {split or ", ".join(names)!r}. Its folders: {there}.')
+    if not dataset:
+        root = root / splits[0] if splits else root
     try:
         if dataset:
-            in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
             found = create_dataset(
                 dataset, str(root), split or 'validation', search_split=in_folders, class_map=class_map or None)
         else:
@@ -592,14 +600,17 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
     Raises:
         ValueError: If a class map cannot be read, or the models number the classes in different ways.
     """
-    # torchvision's data sets have no reader, and train.py no class map for them
-    if not hasattr(data, 'reader') or getattr(data, 'class_map', ''):
+    given = getattr(data, 'class_map', None)
+    if given or given is None and not hasattr(data, 'reader'):  # one image, or a data set of the caller's own
         return
     files = {model: _find(model).class_map for model in models}
     if not isinstance(data, _ImageFolder):
+        # torchvision's data sets have no reader, and train.py no class map for them
+        fix = 'Give it, too: --class-map {}.' if hasattr(data, 'reader') else (
+            'It does not apply to a data set of torchvision: measure on a folder of images, without --dataset.')
         for model, file in files.items():
             if file:
-                raise ValueError(f'{model} was trained with a class map. Give it, too: --class-map {file}.')
+                raise ValueError(f'{model} was trained with a class map. {fix.format(file)}')
         return
     if '' in data.by_name:
         return
