@@ -10,6 +10,7 @@ import csv
 import inspect
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import timm
@@ -106,6 +107,7 @@ def beside(values, base):
     """Mean ± standard deviation, and the difference from the runs of another model with both 95 % intervals."""
     if values == base:
         return [spread(list(values.values())), '', '']
+    base = {seed: base[seed] for seed in values}
     low, high = unpaired_interval(list(values.values()), list(base.values()))
     return [spread(list(values.values())), difference(subtract(values, base)), f'[{low:+.2f}, {high:+.2f}]']
 
@@ -150,9 +152,11 @@ def choosing():
          f'top-1 minus that of `ape`, eleven seeds: {rope}; with four heads in place of two, five seeds: {more_heads}. '
          f'For `ape+sape2_k` it is {sape2}, and at half the learning rate, six seeds, {half}. `lape` minus `rope2d`, '
          f'five seeds, a comparison picked when both were known: {lape}'],
-        ['test at twice the trained size', "`rope2d` with `resolution='rescale'`, or `sincos2d` with it",
-         'accuracy above chance that is kept, by a rule chosen on held-out images, minus that of `ape`, five seeds: '
-         f'`rope2d` {rope_kept}, `sincos2d` {sincos_kept}'],
+        ['test at twice the trained size',
+         '`rope2d` or `sincos2d`, by the [rule](resolutions.md#rules) that `timm-sape adapt` chooses',
+         'accuracy above chance that is kept, each by a rule chosen on held-out images, minus that of `ape`, five '
+         f'seeds: `rope2d` {rope_kept}, `sincos2d` {sincos_kept}. Chosen were: for `rope2d` '
+         f'{rules_at("RoPE-2D", "64")}; for `sincos2d` {rules_at("sincos2d", "64")}'],
         ['start from a pretrained backbone', "the backbone's own encoding",
          f'top-1 with `rope2d` grafted and fine-tuned, minus that without, of one small backbone: {grafted}; no gain '
          'is shown'],
@@ -177,11 +181,22 @@ def dense():
     return f'{", ".join(differences)}. It is shown for {shown}'
 
 
+def tested_at(model, size):
+    """Rows of the tests of a trained model at a size, each by the rule that held-out images chose."""
+    return [
+        row for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')
+        if (row['base'], row['model'], row['split'], row['size']) == (model, 'not fine-tuned', 'test', size)]
+
+
 def kept(model, size):
     """Accuracy above chance at a size in percent of that at the trained size, by seed."""
-    return {
-        row['seed']: float(row['kept']) for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')
-        if (row['base'], row['model'], row['split'], row['size']) == (model, 'not fine-tuned', 'test', size)}
+    return {row['seed']: float(row['kept']) for row in tested_at(model, size)}
+
+
+def rules_at(model, size):
+    """The rules that were chosen, and for how many seeds each."""
+    counts = Counter(row['rule'] for row in tested_at(model, size))
+    return ', '.join(f'`{rule}` {n}' for rule, n in counts.most_common())
 
 
 def subtract(values, others):
@@ -202,14 +217,33 @@ def reference():
     for row in rows:
         model, pos_enc = row['model'], row['pos_enc'].strip('`')
         page = pos_enc if pos_enc in timm_sape.list_encodings() else None
+        trained, planned = row['seeds'].split(' of ')
         found.append([
-            f'[{model}](encodings/{page}.md)' if page else model, row['learning rate'].lstrip('0'), row['top-1 (%)'],
-            row['minus'], row['difference'], row['corrected, pairs'], row['corrected, not paired'],
+            (f'[{model}](encodings/{page}.md)' if page else model) +
+            (f' ({row["seeds"]} seeds)' if trained != planned else ''),
+            row['learning rate'].lstrip('0'), row['top-1 (%)'], row['minus'], row['difference'],
+            row['corrected, pairs'], row['corrected, not paired'],
             row['48 px, best rule (%)'], row['64 px, best rule (%)'], row['P-SHAP'], row['step, ViT-S']])
     columns = [
         'model', 'rate', 'top-1 (%)', 'minus', 'difference', 'pairs', 'not paired', '48 px', '64 px', 'P-SHAP',
         'step']
     return f'{above}\n\n{table(columns, found)}\n\n{notes.strip()}'
+
+
+def longer():
+    """Each run of the longer training; once all seeds are trained, the difference from APE with as many heads."""
+    rows = read_csv(RESULTS / 'cpu_long' / 'long.csv')
+    seeds, runs = sorted({row['seed'] for row in rows}), {}
+    for row in rows:
+        runs.setdefault(row['model'], {}).update({row['seed']: float(row['top1'])} if row['top1'] else {})
+    found = []
+    for model, values in runs.items():
+        base = runs['APE, 4 heads' if model.endswith(', 4 heads') else 'APE']
+        is_complete = len(values) == len(base) == len(seeds)
+        cells = [f'{values[seed]:.2f}' if seed in values else '' for seed in seeds]
+        found.append([model, *cells, *(beside(values, base) if is_complete else [''] * 3)])
+    return table(
+        ['model', *(f'seed {seed}' for seed in seeds), 'mean', 'minus APE with as many heads', 'not paired'], found)
 
 
 def encodings():
@@ -311,19 +345,25 @@ def sape2():
     for name, where in SAPE2_FILES:
         rows = read_csv(RESULTS / f'{name}.csv')
         for backend, what in (('torch', f'ours, {where}'), ('appendix', 'the code printed in the paper, corrected')):
-            own = {int(row['n']): float(row['both_vs_plain']) for row in rows if row['backend'] == backend}
-            found.append([what, *(f'{ratio:.1f}' for ratio in own.values())])
-    return table(['patches', *(f'{n:,}' for n in own)], found)
+            own = {int(row['n']): f'{float(row["both_vs_plain"]):.1f}' for row in rows if row['backend'] == backend}
+            found.append((what, own))
+    columns = sorted({n for _, own in found for n in own})
+    return table(
+        ['patches', *(f'{n:,}' for n in columns)],
+        [[what, *(own.get(n, '') for n in columns)] for what, own in found])
 
 
 def sape2_models():
     found = []
     for name, where in SAPE2_FILES:
         rows = read_csv(RESULTS / f'{name}-models.csv')
-        own = {row['setting']: row['step_ratio'] for row in rows
+        own = {row['setting']: f'{float(row["step_ratio"]):.2f}' for row in rows
                if row['pos_enc'] == 'ape+sape2_k' and row['backend'] == 'torch'}
-        found.append([where.replace('.csv', '-models.csv'), *(f'{float(ratio):.2f}' for ratio in own.values())])
-    return table(['image size / patch size', *own], found)
+        found.append((where.replace('.csv', '-models.csv'), own))
+    columns = list(dict.fromkeys(setting for _, own in found for setting in own))
+    return table(
+        ['image size / patch size', *columns],
+        [[where, *(own.get(setting, '') for setting in columns)] for where, own in found])
 
 
 def kernels():
@@ -496,9 +536,9 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, choosing, reference, encodings, rules, sizes, finetune, position_bias, cost, cost_liere, timms, naflex,
-        sape2, sape2_models, sape2_compiled, kernels)}
-PAGES = (ROOT / 'README.md', *sorted(DOCS.glob('*.md')))
+        results, choosing, reference, longer, encodings, rules, sizes, finetune, position_bias, cost, cost_liere, timms,
+        naflex, sape2, sape2_models, sape2_compiled, kernels)}
+PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
 def pages():

@@ -234,8 +234,11 @@ def table(args):
         raise ValueError(f'{args.output} has no finished trials of {plan.baseline!r}; name the folder of `run`')
     planned = plan.labels
     comparisons = len(planned) - 1  # of the whole plan, also while it is being trained
+    trials = [trial for label in rates for trial in trials_of(plan.select([label], None)[0]).values()]
     plan = with_rates(plan, rates)
+    refuse_begun_otherwise([*plan.runs, *trials], args.output)
     rows, measures = rows_of(plan, args.output), measures_of(plan.runs, args.output)
+    num_seeds = len({run.seed for run in plan.runs})
     columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed', 'training', 'pshap'})
     names = {run.label: timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs']).pos_enc
              for run in plan.runs[:len(plan.labels)]}
@@ -250,13 +253,14 @@ def table(args):
     intervals = _dunnett({label: top1[label] for label in top1 if bases[label] in ('', plan.baseline)}, plan.baseline)
     beside = []
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
-        own = [line for (model, _), line in measures.items() if model == label]
+        own = [line for (model, seed), line in measures.items() if model == label and seed in top1[label]]
         explained = [line.get('position_shap') for line in own]
         beside.append({
             'model': label,
             'pos_enc': f'`{names[label]}`',
             'learning rate': f'{rates[label]:g}',
             'top-1 (%)': spread(list(top1[label].values())),
+            'seeds': f'{len(top1[label])} of {num_seeds}',
             'minus': bases[label],
             **_corrected(top1[label], top1.get(bases[label], {}), comparisons),
             'Dunnett': intervals.get(label, ''),
@@ -267,8 +271,8 @@ def table(args):
             **_costs(names[label], args.costs),
         })
     about_rows = (
-        f'{len(plan.labels)} of {len(planned)} rows so far. Intervals are corrected for {comparisons} comparisons, '
-        f'those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
+        f'{sum(map(bool, top1.values()))} of {len(planned)} rows so far. Intervals are corrected for {comparisons} '
+        f'comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
     if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
         about_columns += (
@@ -346,6 +350,7 @@ def write_row(args):
     if args.label not in rates:
         raise ValueError(f'{args.output} has no finished trials of {args.label!r}; name the folder of `run`')
     runs = with_rates(plan, {args.label: rates[args.label]}).runs
+    refuse_begun_otherwise([*trials_of(first).values(), *runs], args.output)
     results = read_results(runs, args.output)
     missing = [run.name for run, result in zip(runs, results) if result.status != 'finished']
     if missing:

@@ -331,12 +331,13 @@ def compare(column, names, against, sizes, find):
     table = []
     for name in others:
         for size in sizes:
+            values, values_against = find(column, size, name), find(column, size, against)
             rules, rules_against = find('rule', size, name), find('rule', size, against)
-            both = sorted(rules.keys() & rules_against.keys())
+            both = sorted(values.keys() & values_against.keys())
             table.append({
                 'model': name, 'size': f'{size} px', 'seeds': len(both), 'rule': counted(rules[seed] for seed in both),
                 f'rule of {against}': counted(rules_against[seed] for seed in both),
-                **corrected_cells(find(column, size, name), find(column, size, against), len(others) * len(sizes)),
+                **corrected_cells(values, values_against, len(others) * len(sizes)),
             })
     return table
 

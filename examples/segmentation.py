@@ -183,11 +183,19 @@ def refuse_begun_otherwise(rows, images, weights, path):
                     'Use the former, or name another --output.')
 
 
+def _count(seeds, of_baseline):
+    both = len(seeds & of_baseline)
+    return len(seeds) if both == len(seeds) else f'{len(seeds)}, {both} in common'
+
+
 def show(rows, baseline):
     """A table for people: the best first, at each size."""
     sizes = sorted({int(row['size']) for row in rows})
     names = list(dict.fromkeys(row['model'] for row in rows))
-    comparisons = len(sizes) * len(set(names) - {baseline, PIXELS})
+    seeds = {name: {row['seed'] for row in rows if row['model'] == name} for name in names}
+    # a trial of examples/reference_table.py, say, has a seed of its own and is compared with nothing
+    compared = [name for name in names if name not in (baseline, PIXELS) and len(seeds[name] & seeds[baseline]) > 1]
+    comparisons = len(sizes) * len(compared)
     table = []
     for size in sizes:
         here = {name: [row for row in rows if (row['model'], int(row['size'])) == (name, size)] for name in names}
@@ -196,7 +204,7 @@ def show(rows, baseline):
             table.append({
                 'model': name,
                 'size': f'{size} px',
-                'seeds': '' if name == PIXELS else len(here[name]),
+                'seeds': '' if name == PIXELS else _count(seeds[name], seeds[baseline]),
                 'mIoU (%)': spread(list(values[name].values()), 1),
                 **corrected_cells(values[name], {} if name == baseline else values[baseline], comparisons),
                 'place (%)': spread([float(row['place']) for row in here[name]], 1),
