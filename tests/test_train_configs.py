@@ -10,6 +10,7 @@ import timm
 import yaml
 from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
+from timm.optim import create_optimizer_v2
 
 import timm_sape  # noqa: F401, registers the models
 
@@ -169,3 +170,15 @@ def test_cifar10_and_cifar100_differ_in_the_data_alone(family):
 @pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")
 def test_committed_arguments_are_those_of_train_py():
     assert committed_args() == script_args(Path(os.environ['TIMM_SCRIPTS']) / 'train.py')
+
+
+def test_muon_can_leave_encodings_to_adamw():
+    """As docs/training.md says."""
+    model = timm.create_model('test_vit_pos_enc', pos_enc='ape+sape2_k+rope2d_mixed+shaw+peg')
+    optimizer = create_optimizer_v2(model, 'muon', lr=1e-3, weight_decay=0.05, fallback_no_weight_decay=True)
+    names = {p: name for name, p in model.named_parameters()}
+    by_adamw = {
+        names[p] for group in optimizer.param_groups for p in group['params']
+        if group.get('use_fallback') or p.ndim < 2}
+    assert by_adamw >= {'pos_embed', 'cls_token', *(name for name in names.values() if 'encodings.' in name)}
+    assert any(name.endswith('qkv.weight') for name in names.values() if name not in by_adamw)
