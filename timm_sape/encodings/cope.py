@@ -20,6 +20,9 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
 
     Logits get bias_scale * z_i[p_ij], z_i[p] = q_i.e[p], where p_ij sums sigmoid(q_i.k_m / sqrt(d)) over m >= j.
 
+    The paper's equation sums the gates from j to i, both included, and does not divide by sqrt(d). Its listing sums to
+    the end and divides, as here. Under a causal mask both sums are the same.
+
     Computed in float32 at least. The table starts at zero and has no weight decay. The authors use as many positions as
     tokens, which makes z itself N x N; here `npos` is a keyword, and further positions count as the last one. On a grid
     of N patches other than the N0 trained on, positions are scaled by N0/N.
@@ -31,8 +34,9 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
     Args:
         npos: Number of embeddings, 2 or more.
         bias_scale: Factor of z, 'head_dim' for 1/sqrt(d) or 'one'.
-        direction: 'literal' for the sum to the end of the raster, as in the paper; 'between' for the sum between both
-            patches, p_ij = |S_ij - S_ii| with S the sum to the end.
+        direction: 'literal' for the sum to the end of the raster, as in the paper's listing; 'between' for the gates
+            from the earlier of both patches up to the later one, which is left out: p_ij = |S_ij - S_ii| with S the sum
+            to the end. The sum of the paper's equation also has the gate of i.
 
     Raises:
         ValueError: If a value is none of these.

@@ -35,9 +35,10 @@ class DirectedAttentionEncoding(OffsetBiasEncoding):
     - triangles: the quarters around an axis, up, down, left, right; as many groups or one less, with the same m;
     - everything: the last group, with m of 4^-1 ... 4^-4 for its four heads.
 
-    The edges of a quarter and the patch itself count as seen. This is the authors' code for 12 and 16 heads. Their 6
-    heads are four corners and the first two that see everything. Their code has no 4 or 8 heads: here 4 heads see
-    corners, and 8 heads are a group of corners and one that sees everything.
+    The edges of a quarter and the patch itself count as seen. This is the authors' code for 12 and 16 heads, except
+    that theirs rounds biases to bfloat16, by up to .06 on 14 x 14 patches, and masks by a large number. Their 6 heads
+    are four corners and the first two that see everything. Their code has no 4 or 8 heads: here 4 heads see corners,
+    and 8 heads are a group of corners and one that sees everything.
 
     Prefix tokens see and are seen by all tokens, with bias 0. On another grid the fields of view follow its own rows
     and columns, even where distances are rescaled. There is no `auto_lookhere`, because 0 * -inf is NaN.

@@ -36,7 +36,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
             not so many; the others follow time, whatever t is. Contiguous, t + h + w must be d/2. Default: as even as
             it gets, (11, 11, 10) for a head dim of 64. timm's default of (8, 12, 12) is the same up to a head dim of
             74, interleaved; beyond that it leaves all further pairs to time. Qwen2-VL has (16, 24, 24) for its head dim
-            of 128, in the same shares (8, 12, 12) for 64.
+            of 128, in the same shares (8, 12, 12) for 64. Both have other bases than 10000, for long texts.
 
     Raises:
         ValueError: If `layout` is neither, `section` is not three integers, of which h and w are 1 or more, or does not

@@ -23,7 +23,8 @@ class RelativePositionEncoding2d(OffsetBiasEncoding):
 
     Distances are in patches. The slopes of head n = 0 ... h-1 are r_left = 2^-1 * 2^(-8n/h) and
     r_right = 2^-0.5 * 2^(-8n/h). The paper's text has no minus sign, but its code subtracts, as ALiBi does. The code
-    also puts the special tokens at a large distance from all others; here prefix tokens have a bias of 0.
+    also puts the special tokens at a large distance from all others; here prefix tokens have a bias of 0. And the code,
+    like T5, adds the bias to q.k, the paper and this class to q.k / sqrt(d).
 
     Args:
         slopes: 'paper' for the slopes above. 'code' for those of the authors' code, which halve from head to head,

@@ -44,9 +44,10 @@ computed from q.k.
 | k.e, keys of their own | | | | `sep_keys`, either flag | `sape2_k`, `separate_keys='zero'` |
 
 The text is of 2025-05-14. The repository is github.com/zhshy666/cope-vit, which appears to be the authors' and never
-names the paper; b802237 (2025-03-06) is its last commit before the paper, 97e3229 (2025-05-16) the one after. So K and
-Q trade places between the paper and the code before it, and a label in the paper's tables may mean either: nothing
-public settles which model made which number. Our names follow the text.
+names the paper; b802237 (2025-03-06) is its last commit before the paper, 97e3229 (2025-05-16) the one after, which
+changed the DeiT models alone, not its Swin Transformers. So K and Q trade places between the paper and the code before
+it, and a label in the paper's tables may mean either: nothing public settles which model made which number. Our names
+follow the text.
 
 "Both" is defined in the code alone, as three terms: the bias of each flag, and the product of the N x N matrix of the
 second with itself. `sape2_qk` concatenates the codes of q and k instead. Every SaPE2 model of the repository has APE.

@@ -33,6 +33,8 @@ class BucketedRelativePositionBias(PositionEncoding):
     buckets begin at 8, 12, 16, 23, 32, 46, 64 and 91. (No positive offset has distance 0, so that bucket is unused, as
     in T5.)
 
+    T5 adds them to q.k; here, as everywhere in this package, they are added to q.k / sqrt(d).
+
     Tables are initialized from a normal distribution with std 1/sqrt(D), as in the T5 of Hugging Face's transformers,
     and get no weight decay. Computed in at least float32.
 
