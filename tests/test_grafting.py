@@ -948,6 +948,7 @@ def test_optimizer_groups_of_an_eva_as_a_naflexvit():
     base = timm.create_model('vit_small_patch16_rope_mixed_224', depth=1, rope_shift_coords=.1)
     grafted = timm_sape.graft(base, 'sape2_k')
     assert 'rope.freqs' in base.no_weight_decay() & grafted.no_weight_decay()
+    assert re.match(grafted.group_matcher()['stem'], 'rope.freqs')
     base = timm.create_model('vit_pe_core_tiny_patch16_384', depth=1, img_size=64)
     for model in (base, timm_sape.graft(base, 'sape2_k')):
         assert re.match(model.group_matcher()['stem'], 'norm_pre.weight')

@@ -121,6 +121,10 @@ class PosEncModel(nn.Module):
                     rotate_half=rotate_half,
                     needs_position=bool(own) or self.encodings.act_on_blocks() or own_rotation is not None,
                 )
+        # timm exempts the last two parameters from adaptive clipping, because it takes them for the head's.
+        for name in ('head', 'head_dist'):
+            if name in self._modules:
+                self._modules[name] = self._modules.pop(name)
         # If only parameters are on the meta device, accelerate sets the entries of a checkpoint one by one later.
         if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
             for encoding in self._encodings_with_grids():

@@ -140,7 +140,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
     def group_matcher(self, coarse: bool = False) -> Dict[str, Union[str, List]]:
         matcher = super().group_matcher(coarse)
-        return dict(matcher, stem=matcher['stem'] + r'|norm_pre')
+        return dict(matcher, stem=matcher['stem'] + r'|norm_pre|rope\.')
 
     @property
     def grid_size(self) -> Tuple[int, int]:
@@ -213,6 +213,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
         tokens = tokens.to(torch.promote_types(tokens.dtype, x.dtype))  # see SharedEncodings.embed
         sequence = Grid(1, x.shape[1], self.num_prefix_tokens, device=x.device)
+        if keep_indices is None and isinstance(self.patch_drop, PatchDropoutWithIndices):
+            keep_indices = self._draw_patches(patch_valid)
         tokens, sequence = keep_patches(self.patch_drop, tokens, sequence, keep_indices)
         kept = sequence.keep_indices
         if kept is not None:
@@ -222,6 +224,18 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         groups = group_by_grid(patch_coord, patch_valid, grid_size, self.num_prefix_tokens)
         tokens, position = self._encode_groups(tokens, x, groups, object_index)
         return self.norm_pre(self.pos_drop(tokens)), position, patch_valid, kept
+
+    def _draw_patches(self, valid: torch.Tensor) -> Optional[torch.Tensor]:
+        """Indices of the patches that patch dropout keeps, `[B, K']`: as timm draws them, among padding too.
+
+        Where only padding would be kept, the first patch of the image is kept instead of some of it.
+        """
+        _, kept = self.patch_drop(nn.functional.pad(valid[..., None].float(), (0, 0, self.num_prefix_tokens, 0)))
+        if kept is None:
+            return None
+        is_lost = ~valid.gather(1, kept).any(dim=1, keepdim=True)
+        first = torch.where(is_lost, valid.int().argmax(dim=1, keepdim=True), kept[:, :1])
+        return torch.cat([first, kept[:, 1:]], dim=1)
 
     @torch.compiler.disable  # it would be compiled again for other sizes
     def _encode_groups(

@@ -42,4 +42,15 @@ def group_matcher(make):
     assert {name for name in parameters if name.startswith('encodings.')} <= coarse
 
 
+@contracts.add(grids=ONE_GRID)
+def head_is_last(make):
+    """timm exempts the last two parameters from adaptive clipping: those of the head, not of an encoding."""
+    model = make()
+    last = [name for name, _ in model.named_parameters()][-2:]
+    assert last == ['head.weight', 'head.bias'], f'last two parameters are {last}'
+    model.reset_classifier(7)
+    last = [name for name, _ in model.named_parameters()][-2:]
+    assert last == ['head.weight', 'head.bias'], f'after reset_classifier the last two parameters are {last}'
+
+
 test_contract = contracts.test()

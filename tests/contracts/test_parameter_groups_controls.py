@@ -6,6 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 from contract_tools import Controls
 from test_parameter_groups import contracts
 from timm_sape import PositionEncoding
+from timm_sape.host import PosEncModel
 from timm_sape.vit_pos_enc import VisionTransformerPosEnc
 
 controls = Controls(contracts)
@@ -34,6 +35,17 @@ class NamesNothing(Decays):
 @controls.broken_code('group_matcher', 'group of encodings.toy_shared', pos_enc='toy_shared')
 def forgets_encodings(patch):
     patch.setattr(VisionTransformerPosEnc, 'group_matcher', VisionTransformer.group_matcher)
+
+
+@controls.broken_code('head_is_last', 'last two parameters are .*encodings.toy_shared', pos_enc='toy_shared')
+def encodings_are_last(patch):
+    original = PosEncModel._set_encodings
+
+    def appended(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self._modules['encodings'] = self._modules.pop('encodings')
+
+    patch.setattr(PosEncModel, '_set_encodings', appended)
 
 
 test_contract_rejects = controls.test()

@@ -230,6 +230,22 @@ def test_patch_dropout_and_keep_indices(pos_enc):
     assert model({**given, 'keep_indices': only_padding}).isfinite().all()
 
 
+@pytest.mark.parametrize('global_pool', ['avg', 'token'])
+def test_patch_dropout_leaves_a_patch_of_each_image(global_pool):
+    """Drawn among padding, as in timm, it left none of some images: their logits did not depend on them, silently."""
+    model = small('sape2_k', patch_drop_rate=0.9, global_pool=global_pool, fc_norm=False).train()
+    given = batch(pictures([(1, 2), (2, 1), (6, 5)], torch.float32), padding=10)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        features = model.forward_features(given)
+        torch.manual_seed(seed)
+        drawn = torch.argsort(torch.randn(given['patch_valid'].shape), dim=-1)[:, :features['patch_valid'].shape[1]]
+        valid = given['patch_valid'].gather(1, drawn)
+        assert torch.equal(features['patch_valid'][valid.any(1)], valid[valid.any(1)])  # else as drawn
+        assert features['patch_valid'].any(dim=1).all()
+    assert not valid.any(dim=1).all()
+
+
 @pytest.mark.parametrize('pos_enc', ACTING)
 def test_intermediates(pos_enc):
     model = small(pos_enc)
