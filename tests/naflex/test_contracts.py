@@ -6,6 +6,7 @@ import test_features_and_heads
 import test_hooks_and_calls
 import test_initial_values
 import test_numerics
+import test_parameter_groups
 import test_prefix_tokens
 import test_repeated_passes
 import test_saving_and_loading
@@ -26,6 +27,7 @@ CONTRACTS = {
     test_hooks_and_calls: ('own_call',),
     test_initial_values: ('fix_init', 'meta_device'),
     test_numerics: ('fused_attention_switch', 'autocast', 'float32_bias'),
+    test_parameter_groups: ('head_is_last',),
     test_prefix_tokens: ('prefix_rule',),
     test_repeated_passes: ('gradient_checkpointing', 'deterministic', 'surroundings'),
     test_saving_and_loading: ('deepcopy', 'pickled', 'config'),
