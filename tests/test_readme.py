@@ -96,6 +96,24 @@ def test_reference_table_is_that_of_its_runs(tmp_path):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
 
+@pytest.mark.parametrize('change, text', [
+    ({'status': 'diverged'}, '`nope` | 0.00075 | 47.17 ± 0.73 | 3 of 5 | APE |'),
+    ({'args': {'lr': 0.0015}}, 'none, seed 24 in {folder} was started with lr 0.0015, now it is 0.00075'),
+])
+def test_reference_table_of_incomplete_or_other_runs(change, text, tmp_path):
+    """It says how many seeds a row has, also of its other columns, and takes no run that the plan does not have."""
+    folder, lines = RESULTS / 'cpu_cifar10' / 'reference', []
+    for line in map(json.loads, (folder / 'runs.jsonl').read_text().splitlines()):
+        if line['label'] == 'none' and line['seed'] in (24, 25):
+            line = {**line, **change, 'args': {**line['args'], **change.get('args', {})}}
+        lines.append(json.dumps(line))
+    (tmp_path / 'runs.jsonl').write_text('\n'.join(lines) + '\n')
+    shutil.copy(folder / 'measures.jsonl', tmp_path)
+    script = ROOT / 'examples' / 'reference_table.py'
+    done = subprocess.run([sys.executable, script, 'table', '--output', tmp_path], capture_output=True, text=True)
+    assert text.format(folder=tmp_path) in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize('folder', ['cpu_cifar10', 'cpu_digits', 'cpu_long', 'cpu_repository'])
 def test_archives_have_the_runs_of_the_tables_once(folder):
     keys = [line.split(', "status"')[0] for line in (RESULTS / folder / 'runs.jsonl').read_text().splitlines()]
@@ -436,18 +454,39 @@ def test_answers_are_those_of_the_runs():
     assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
 
 
+def losses_apart(runs):
+    """How far the loss on test images ends above that on training images, least and most of all runs."""
+    last = [list(run.epochs.values())[-1] for run in runs]
+    gaps = [epoch['eval_loss'] - epoch['train_loss'] for epoch in last]
+    return [f'{gap:.2f}'.removeprefix('0') for gap in (min(gaps), max(gaps))]
+
+
 def test_the_longer_training_so_far():
-    """Figures of one seed, in the order of accuracy, and no verdict."""
-    top1 = {
-        row['model']: float(row['top1']) for row in read_csv(RESULTS / 'cpu_long' / 'long.csv')
-        if row['status'] == 'finished' and row['seed'] == '31'}
-    parts = []
-    for of_heads in (lambda name: ', 4 heads' not in name, lambda name: ', 4 heads' in name):
-        names = sorted(filter(of_heads, top1), key=top1.get, reverse=True)
-        parts.append([f'{name.removesuffix(", 4 heads")} {top1[name]:.2f}' for name in names])
-    two, four = parts
-    assert f'with seed 31: {", ".join(two)}; with four heads {" and ".join(four)}.' in prose(ANSWERS)
-    assert top1['APE'] > top1['RoPE-2D mixed']  # as it says
+    """Who is ahead with which seed, and no verdict; the table is generated."""
+    runs = read_archive(RESULTS / 'cpu_long' / 'runs.jsonl')
+    reference = read_archive(RESULTS / 'cpu_cifar10' / 'reference' / 'runs.jsonl')
+    top1 = {key: list(run.epochs.values())[-1]['eval_top1'] for key, run in runs.items()}
+    five, text = five_seeds(), prose(ANSWERS)
+
+    def signs(model, base):
+        gains = [value - top1[base, seed] for (label, seed), value in sorted(top1.items()) if label == model]
+        return ''.join('+' if gain > 0 else '-' for gain in gains)
+
+    def ahead(model, base):
+        return f'{statistics.mean(five[model]) - statistics.mean(five[base]):.2f} points ahead of APE; here '
+
+    assert 'three seeds; seed 33 is missing. ' in text and {seed for _, seed in runs} == {31, 32}
+    found = {
+        **dict.fromkeys(('+-', '-+'), 'is ahead with one seed and behind with the other'),
+        '++': 'is ahead with both seeds', '--': 'is behind with both seeds', '+': 'is ahead with the only seed so far'}
+    assert ahead('RoPE-2D mixed', 'APE') + f'it {found[signs("RoPE-2D mixed", "APE")]}. ' in text
+    four = 'RoPE-2D, 4 heads', 'APE, 4 heads'
+    assert ahead(*four) + f'RoPE-2D {found[signs(*four)]}. ' in text
+    assert 'SaPE2(K)+APE is behind APE with both seeds, and so is SaPE2(Q)+APE. Two seeds show none' in text
+    assert signs('SaPE2(K)+APE', 'APE') == signs('SaPE2(Q)+APE', 'APE') == '--'
+    low, high = losses_apart(runs.values())
+    _, most = losses_apart(run for (label, _), run in reference.items() if ', trial at ' not in label)
+    assert f'ends {low} to {high} above that on training images, in the reference table at most {most}.' in text
 
 
 def test_the_comparison_of_the_repository_is_that_of_the_runs():
@@ -643,11 +682,11 @@ def test_sape2_in_the_reference_table():
     table = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text().split('\n\n')[3]
     rows = list(map(cells_of, table.splitlines()))
     gains, shown = {}, {}
-    for model, _, _, _, _, gain, *intervals in rows[2:]:
+    for model, _, _, _, _, _, gain, *intervals in rows[2:]:
         gains[model] = gain.lstrip('-')
         shown[model] = all(', -' in interval for interval in intervals[:2])
     assert shown['SaPE2(K)'] and not any(shown[name] for name in ('SaPE2(K)+APE', 'SaPE2(Q)+APE', 'RoPE-2D'))
-    ahead = [cells[0] for cells in rows[2:] if all(interval.startswith('[+') for interval in cells[6:8])]
+    ahead = [cells[0] for cells in rows[2:] if all(interval.startswith('[+') for interval in cells[7:9])]
     assert ahead == ['RoPE-2D, 4 heads'] and 'which the corrected intervals show as well' in prose(ANSWERS)
     assert 'no encoding with two heads is shown to be ahead.' in prose(ANSWERS)
     text = (
