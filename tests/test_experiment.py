@@ -365,7 +365,7 @@ def test_reference_table(lab, reference, capsys):
         row for row in csv.DictReader((CHECKOUT / 'results' / 'cost_cpu.csv').read_text().splitlines())
         if (row['setting'], row['pos_enc']) == ('224/16', 'rpb'))
     assert (
-        f'| B | `rpb` | 0.0005 | 62.00 ± 2.83 | A | +11.00 | [{11 - half:+.1f}, {11 + half:+.1f}] | '
+        f'| B | `rpb` | 0.0005 | 62.00 ± 2.83 | 2 of 2 | A | +11.00 | [{11 - half:+.1f}, {11 + half:+.1f}] | '
         f'[{11 - unpaired:+.1f}, {11 + unpaired:+.1f}] | [{11 - dunnett:+.1f}, {11 + dunnett:+.1f}] | '
         '40.0 ± 0.0 | 30.0 ± 0.0 | 45.0 ± 0.0 | 90.0 ± 0.0 | 0.250 ± 0.000 | '
         f'{float(costs["step_ratio"]):.2f} | {float(costs["step_peak_ratio"]):.2f} |') in lines
@@ -383,10 +383,10 @@ def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsy
         'B, gate 0': {'model': 'test_vit_rpb', 'model_kwargs': {'top1': {1: 40, 2: 42}}}})
     assert reference(*reference.training) == 0 and reference('table') == 0
     table = capsys.readouterr().out.split('\n\n')[3]
-    found = {cells[0]: cells[4:6] for cells in (line.strip('| ').split(' | ') for line in table.splitlines()[2:])}
+    found = {cells[0]: cells[5:7] for cells in (line.strip('| ').split(' | ') for line in table.splitlines()[2:])}
     assert found['B, 4 heads'] == ['A, 4 heads', '+7.00'] and found['B, gate 0'] == ['A', '-10.00']
     assert found['A, 4 heads'] == ['A', '+4.00']
-    dunnett, = (line.split(' | ')[8] for line in table.splitlines() if line.startswith('| B, 4 heads'))
+    dunnett, = (line.split(' | ')[9] for line in table.splitlines() if line.startswith('| B, 4 heads'))
     assert not dunnett.strip()  # Dunnett's comparisons have one control
 
 
@@ -433,7 +433,7 @@ def test_position_shap_of_earlier_versions(lab, reference, tmp_path, capsys):
         assert reference('table', output=output) == 0
         *_, above, table, _ = capsys.readouterr().out.strip().split('\n\n')
         assert '0.75' not in table and 'pshap' not in (output / 'plan.csv').read_text()
-        return [line.split(' | ')[13] for line in table.splitlines()[2:]], 'Rows with – were' in above
+        return [line.split(' | ')[14] for line in table.splitlines()[2:]], 'Rows with – were' in above
 
     assert shown() == (['–', '–'], True)
     (lab.output / 'A' / 'seed2' / 'last.pth.tar').unlink()
