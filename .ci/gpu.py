@@ -143,7 +143,7 @@ def main():
             print(f'{stage}: left out, set TIMM_SCRIPTS and CIFAR10')
             continue
         for step, command, expected in every[stage]:
-            seconds = end - time.monotonic()
+            seconds = end - time.monotonic()  # five minutes are worth starting what goes on in the next call
             if args.dry_run:
                 print(f'{step}: {command}')
             elif seconds < min(expected, 300) and not (out / f'{step}.ok').exists():

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import timm_sape  # noqa: E402, F401  registers the models
 from timm_sape.functional import sape2_attention  # noqa: E402
+from timm_sape.hub import described  # noqa: E402
 from timm_sape.lab.machine import about  # noqa: E402
 from timm_sape.ops import using_backend  # noqa: E402
 from timm_sape.ops.triton_limits import limits_of  # noqa: E402
@@ -52,10 +53,6 @@ def say(*words):
     print(*words, flush=True)
 
 
-def said(error):
-    return f'{type(error).__name__}: {str(error)[:120]}'.splitlines()[0]
-
-
 def make(height, width, head_dim, dtype, batch=2, heads=6, trained=None):
     """q, k, v, both tables and bias_scale, as numbers that the dtype can hold, strided as in timm."""
     generator = torch.Generator().manual_seed(0)
@@ -77,17 +74,20 @@ def attend(inputs, grid_size, mode, backend, dtype, trained=None, seed=0):
     return [out, *torch.autograd.grad(out, inputs, weight)]
 
 
-def errors_of(found, inputs, grid_size, mode, trained=None):
-    """Errors of what `attend` found, as norms relative to the reference in float64.
+def reference(inputs, grid_size, mode, trained=None):
+    """What `attend` gives in float64, and the norms that errors are compared with.
 
-    The gain's gradient is a sum whose terms cancel for some losses, so it is compared with what it is for several.
+    The gain's gradient is a sum whose terms cancel for some losses, so its norm is that of several.
     """
-    several = [
-        attend(inputs, grid_size, mode, 'reference', torch.float64, trained, seed)[-1].norm() for seed in range(1, 8)]
-    exact = attend(inputs, grid_size, mode, 'reference', torch.float64, trained)
-    sizes = [t.norm() for t in exact]
-    sizes[-1] = torch.stack([sizes[-1], *several]).square().mean().sqrt()
-    return [((a - b).norm() / size).item() for a, b, size in zip(found, exact, sizes)]
+    exact, *several = (
+        attend(inputs, grid_size, mode, 'reference', torch.float64, trained, seed) for seed in range(8))
+    gains = torch.stack([each[-1].norm() for each in (exact, *several)])
+    return exact, [*(t.norm() for t in exact[:-1]), gains.square().mean().sqrt()]
+
+
+def errors_of(found, expected):
+    """Errors of what `attend` found, as norms relative to `reference`."""
+    return [((a - b).norm() / size).item() for a, b, size in zip(found, *expected)]
 
 
 def versions(args):
@@ -117,12 +117,12 @@ def contact(args):
                 cases += 1
                 try:
                     found = attend(inputs, (height, width), mode, 'triton', dtype, trained)
-                    errors = errors_of(found, inputs, (height, width), mode, trained)
+                    errors = errors_of(found, reference(inputs, (height, width), mode, trained))
                     is_bad = not max(errors) < tolerance
                     say(f'{name} {mode}', *(f'{n} {e:.1e}' for n, e in zip(NAMES, errors)), 'BAD' if is_bad else '')
                 except Exception as e:  # what one size needs too much of, others may not
                     is_bad = True
-                    say(f'{name} {mode} BAD', said(e))
+                    say(f'{name} {mode} BAD', described(e))
                 bad += [f'{name} {mode}'] * is_bad
     if bad or not cases:
         sys.exit(f'{len(bad)} of {cases} cases failed, or are off by more than {TOLERANCE}: {"; ".join(bad)}')
@@ -200,13 +200,13 @@ def tiles(args):
             return lambda: torch.autograd.grad(function(), used, grad)
 
         base = milliseconds(plain, repeats), milliseconds(both(plain, inputs[:3]), repeats)
+        expected = reference(inputs, (height, width), 'k') if height * width < 1000 else None
         for name, launches in backward.items():
             kernels.backward_launches = launches
             row = {'grid': f'{height}x{width}', 'batch': batch, 'backward': name}
             try:
-                if height * width < 1000:
-                    found = attend(inputs, (height, width), 'k', 'triton', dtype)
-                    error = max(errors_of(found, inputs, (height, width), 'k'))
+                if expected is not None:
+                    error = max(errors_of(attend(inputs, (height, width), 'k', 'triton', dtype), expected))
                     row['error'] = f'{error:.1e}'
                     bad += [f'{row["grid"]} {name}'] * (not error < TOLERANCE[dtype])
                 forward_ms, both_ms = milliseconds(ours, repeats), milliseconds(both(ours, inputs), repeats)
@@ -218,7 +218,7 @@ def tiles(args):
                     notes='',
                 )
             except Exception as e:  # a tile may need more memory or registers than there are
-                row['notes'] = said(e)
+                row['notes'] = described(e)
             finally:
                 kernels.backward_launches = as_shipped[1]
             rows.append(row)
@@ -308,7 +308,7 @@ def steps(args):
                         if not error < tolerance:
                             bad.append(f'{name} {backend} {way}: {error:.1e}')
                     except Exception as e:
-                        row['notes'] = said(e)
+                        row['notes'] = described(e)
                         bad.append(f'{name} {backend} {way}: {row["notes"]}')
                     rows.append(row)
                     say(row)

@@ -92,6 +92,12 @@ def table(head, rows):
     return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines)
 
 
+def table_of(head, rows):
+    """A table of rows that are given as a name and its cells by column."""
+    columns = list(dict.fromkeys(column for _, cells in rows for column in cells))
+    return table([head, *columns], [[name, *(cells.get(column, '') for column in columns)] for name, cells in rows])
+
+
 def rows_of_table(text):
     """The rows of a Markdown table, each by its head."""
     head, _, *rows = ([cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines())
@@ -337,8 +343,7 @@ def sape2_compiled():
         for what in ('PyTorch', 'compiled'):
             own = {column: f'{float(ratio):.2f}' for made, column, ratio in rows if made == what}
             found.append((f'{what}, [{threads}](../results/{name}.csv)', own))
-    columns = list(dict.fromkeys(column for _, own in found for column in own))
-    return table(['', *columns], [[what, *(own.get(column, '') for column in columns)] for what, own in found])
+    return table_of('', found)
 
 
 def sape2():
@@ -346,12 +351,10 @@ def sape2():
     for name, where in SAPE2_FILES:
         rows = read_csv(RESULTS / f'{name}.csv')
         for backend, what in (('torch', f'ours, {where}'), ('appendix', 'the code printed in the paper, corrected')):
-            own = {int(row['n']): f'{float(row["both_vs_plain"]):.1f}' for row in rows if row['backend'] == backend}
+            own = {f'{int(row["n"]):,}': f'{float(row["both_vs_plain"]):.1f}'
+                   for row in rows if row['backend'] == backend}
             found.append((what, own))
-    columns = sorted({n for _, own in found for n in own})
-    return table(
-        ['patches', *(f'{n:,}' for n in columns)],
-        [[what, *(own.get(n, '') for n in columns)] for what, own in found])
+    return table_of('patches', found)
 
 
 def sape2_models():
@@ -361,10 +364,7 @@ def sape2_models():
         own = {row['setting']: f'{float(row["step_ratio"]):.2f}' for row in rows
                if row['pos_enc'] == 'ape+sape2_k' and row['backend'] == 'torch'}
         found.append((where.replace('.csv', '-models.csv'), own))
-    columns = list(dict.fromkeys(setting for _, own in found for setting in own))
-    return table(
-        ['image size / patch size', *columns],
-        [[where, *(own.get(setting, '') for setting in columns)] for where, own in found])
+    return table_of('image size / patch size', found)
 
 
 def kernels():

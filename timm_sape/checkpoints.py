@@ -76,7 +76,7 @@ def filter_state_dict(
         raise ValueError(
             f'The checkpoint has an entry that cannot be adapted to the model ({e}). Create the model with the '
             'arguments that the checkpoint was trained with.') from e
-    for path, encoding in _encodings_with_grids(model):
+    for path, encoding in _encodings_that_save_grids(model):
         grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size, kernel)
         if grid is not None:
             encoding.adapt(grid, state_dict, path)
@@ -126,11 +126,11 @@ def module_names(entry: Union[None, str, Sequence[str]]) -> Sequence[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _encodings_with_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncoding, ResizedEncoding]]]:
+def _encodings_that_save_grids(model: nn.Module) -> List[Tuple[str, Union[ReferenceGridEncoding, ResizedEncoding]]]:
     """The encodings that save the grid of their parameters, by their path in the model."""
     return [
-        (path, encoding) for path, encoding in model.position_encodings().items()
-        if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding)) and encoding.saved_grid_size() is not None]
+        (path, encoding) for path, encoding in model.encodings_with_grids().items()
+        if encoding.saved_grid_size() is not None]
 
 
 def _trained_grid(
@@ -235,7 +235,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
     report, of_other_grids = misfit(given, expected), {}
-    for path, encoding in _encodings_with_grids(model):
+    for path, encoding in _encodings_that_save_grids(model):
         saved = encoding.read_extra_state(given[path + GRID]) if path + GRID in given else None
         if saved not in (None, encoding.saved_grid_size()):
             report = report or f'it was trained on grid {saved} instead of {encoding.saved_grid_size()}'
@@ -339,7 +339,7 @@ def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) 
     else:
         saved |= silent
 
-    changed, with_grids = {}, {path.rpartition('.')[2] for path, _ in _encodings_with_grids(model)}
+    changed, with_grids = {}, {path.rpartition('.')[2] for path, _ in _encodings_that_save_grids(model)}
     for name in sorted(saved):
         own = model.pos_enc_kwargs.get(name, {})
         has_grid = any(k.endswith(f'encodings.{name}{GRID}') for k in entries)

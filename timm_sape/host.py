@@ -127,7 +127,7 @@ class PosEncModel(nn.Module):
                 self._modules[name] = self._modules.pop(name)
         # If only parameters are on the meta device, accelerate sets the entries of a checkpoint one by one later.
         if any(p.is_meta for p in self.parameters()) and not torch.empty(0, device=device).is_meta:
-            for encoding in self._encodings_with_grids():
+            for encoding in self.encodings_with_grids().values():
                 encoding.expect_grid()
 
     def reset_classifier(self, *args, **kwargs) -> None:
@@ -173,7 +173,7 @@ class PosEncModel(nn.Module):
                     f'modules_to_save={closed}.')
         # A library may have set the entries of a checkpoint one by one, the grids among them.
         if not any(p.is_meta for p in self.parameters()):
-            for encoding in self._encodings_with_grids():
+            for encoding in self.encodings_with_grids().values():
                 encoding.take_grid()
         return super().train(mode)
 
@@ -185,11 +185,11 @@ class PosEncModel(nn.Module):
         """All encodings of the model by their path in it."""
         return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
 
-    def _encodings_with_grids(self) -> List[Union[ReferenceGridEncoding, ResizedEncoding]]:
-        """The encodings whose parameters may belong to a grid, which they then save."""
-        return [
-            encoding for encoding in self.position_encodings().values()
-            if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding))]
+    def encodings_with_grids(self) -> Dict[str, Union[ReferenceGridEncoding, ResizedEncoding]]:
+        """By their path, the encodings whose parameters may belong to a grid, which they then save."""
+        return {
+            path: encoding for path, encoding in self.position_encodings().items()
+            if isinstance(encoding, (ReferenceGridEncoding, ResizedEncoding))}
 
     @property
     def ref_grid_size(self) -> Optional[Tuple[int, int]]:

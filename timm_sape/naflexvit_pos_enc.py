@@ -213,7 +213,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
         tokens = tokens.to(torch.promote_types(tokens.dtype, x.dtype))  # see SharedEncodings.embed
         sequence = Grid(1, x.shape[1], self.num_prefix_tokens, device=x.device)
-        if keep_indices is None and isinstance(self.patch_drop, PatchDropoutWithIndices):
+        if keep_indices is None and isinstance(self.patch_drop, PatchDropoutWithIndices) and self.patch_drop.training:
             keep_indices = self._draw_patches(patch_valid)
         tokens, sequence = keep_patches(self.patch_drop, tokens, sequence, keep_indices)
         kept = sequence.keep_indices

@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform, resolve_model_data_config
-from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.dataset_factory import _search_split
 from timm.data.loader import adapt_to_chs
+from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.readers.class_map import load_class_map
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.layers import to_2tuple
