@@ -8,7 +8,7 @@
 |---|---|
 | `contact` | versions, a compiler; attention in bfloat16 at 14 x 14 against float64, then other dtypes and shapes |
 | `tests` | the tests of the operators with compiled kernels |
-| `operator` | the benchmark of the operator, `timm-sape bench sape2`: CSV files and a picture |
+| `operator` | the operator in CUDA graphs, by kernels; its benchmark `timm-sape bench sape2`: CSV files, a picture |
 | `steps` | training steps: eager, compiled, CUDA graphs, checkpointed, two streams, without waiting; a profile |
 | `sanitizer` | memcheck and racecheck on small inputs |
 | `models`, `naflex` | the other benchmarks of `timm-sape bench`: CSV files |
@@ -36,6 +36,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
+JOBS = min(14, os.cpu_count())  # contact and tests spend their time in compiling kernels, on the CPU
 TRAINED = 'vit_small_ape', 'vit_small_sape2_k_ape'
 CHECKS = f'{PYTHON} .ci/gpu_checks.py'
 COMMAND = f'{PYTHON} -m timm_sape'
@@ -55,7 +56,8 @@ TESTS = {
 def stages(out):
     """The steps of each stage: name, command, and the seconds that it is expected to take."""
     tests = [
-        (f'tests-{name}', f'{PYTHON} -m pytest -q -n 8 --maxfail=20 {files}', 120) for name, files in TESTS.items()]
+        (f'tests-{name}', f'{PYTHON} -m pytest -q -n {JOBS} --maxfail=20 {files}', 120)
+        for name, files in TESTS.items()]
     bench = f'--device cuda --amp --batch-size 128 --repeats 9 --force --output {out}'
     train = (
         f'{PYTHON} .ci/gpu_checks.py busy -- {COMMAND} run {os.environ.get("TIMM_SCRIPTS", "")}/train.py '
@@ -80,10 +82,11 @@ def stages(out):
         'contact': [
             ('versions', f'{CHECKS} versions', 20),
             ('first', f'CUDA_LAUNCH_BLOCKING=1 {CHECKS} contact --only bfloat16-14x14', 40),
-            ('contact', f'{CHECKS} contact', 120),
+            ('contact', f'{CHECKS} contact --jobs {JOBS}', 150),
         ],
         'tests': tests,
-        'operator': [('operator', operator, 200)],
+        'operator': [
+            ('graphs', f'{CHECKS} graphs --output {out}/sape2_gpu_graphs.csv', 100), ('operator', operator, 200)],
         'steps': [steps[0], ('profile', f'{CHECKS} profile', 60), *steps[1:]],
         'sanitizer': sanitizer,
         'models': [*models, ('timm', f'{COMMAND} bench timm {bench}/timm_gpu.csv', 100)],

@@ -1,6 +1,7 @@
 """Single checks on a GPU, for .ci/gpu.py. With --device cpu they run small, in Triton's interpreter, as in a test."""
 import argparse
 import csv
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 CPU = '--device=cpu' in sys.argv or '--device cpu' in ' '.join(sys.argv)
 if CPU:
@@ -101,31 +103,44 @@ def versions(args):
 
 
 def contact(args):
-    """Triton against the reference in float64, for each dtype, shape and mode; the first is the most usual one."""
-    bad, cases = [], 0
-    for dtype, tolerance in TOLERANCE.items():
+    """Triton against the reference in float64, for each dtype, shape and mode; the first is the most usual one.
+
+    Nearly all of the time goes into compiling kernels, so --jobs processes do it at a time.
+    """
+    cases = []
+    for dtype in TOLERANCE:
         for shape, (height, width, head_dim, trained) in SHAPES.items():
             name = f'{str(dtype).removeprefix("torch.")}-{shape}'
             if args.only not in (None, name) or CPU and dtype == torch.bfloat16:
                 continue
             most = limits_of(dtype)
             code = max(height, width, *(trained or ()))
-            inputs = make(height, width, head_dim, dtype, 1 if CPU else 2, 1 if CPU else 6, trained)
-            for mode in ('k',) if CPU else ('k', 'q', 'qk'):
-                if head_dim > most.head_dim or code * len(mode) > most.code:
-                    continue
-                cases += 1
-                try:
-                    found = attend(inputs, (height, width), mode, 'triton', dtype, trained)
-                    errors = errors_of(found, reference(inputs, (height, width), mode, trained))
-                    is_bad = not max(errors) < tolerance
-                    say(f'{name} {mode}', *(f'{n} {e:.1e}' for n, e in zip(NAMES, errors)), 'BAD' if is_bad else '')
-                except Exception as e:  # what one size needs too much of, others may not
-                    is_bad = True
-                    say(f'{name} {mode} BAD', described(e))
-                bad += [f'{name} {mode}'] * is_bad
+            cases += [
+                (name, dtype, shape, mode) for mode in (('k',) if CPU else ('k', 'q', 'qk'))
+                if head_dim <= most.head_dim and code * len(mode) <= most.code]
+    if args.jobs > 1:
+        with multiprocessing.get_context('spawn').Pool(args.jobs) as pool:
+            bad = list(filter(None, pool.imap_unordered(contact_case, cases, chunksize=1)))
+    else:
+        bad = list(filter(None, map(contact_case, cases)))
     if bad or not cases:
-        sys.exit(f'{len(bad)} of {cases} cases failed, or are off by more than {TOLERANCE}: {"; ".join(bad)}')
+        sys.exit(f'{len(bad)} of {len(cases)} cases failed, or are off by more than {TOLERANCE}: {"; ".join(bad)}')
+
+
+def contact_case(case):
+    """One case of `contact`: its name if it failed, else None."""
+    name, dtype, shape, mode = case
+    height, width, head_dim, trained = SHAPES[shape]
+    inputs = make(height, width, head_dim, dtype, 1 if CPU else 2, 1 if CPU else 6, trained)
+    try:
+        found = attend(inputs, (height, width), mode, 'triton', dtype, trained)
+        errors = errors_of(found, reference(inputs, (height, width), mode, trained))
+        is_bad = not max(errors) < TOLERANCE[dtype]
+        say(f'{name} {mode}', *(f'{n} {e:.1e}' for n, e in zip(NAMES, errors)), 'BAD' if is_bad else '')
+    except Exception as e:  # what one size needs too much of, others may not
+        is_bad = True
+        say(f'{name} {mode} BAD', described(e))
+    return f'{name} {mode}' if is_bad else None
 
 
 def small(args):
@@ -226,6 +241,61 @@ def tiles(args):
             write(rows, args.output)
     if bad:
         sys.exit(f'off by more than {TOLERANCE[dtype]}: {"; ".join(bad)}')
+
+
+def graphs(args):
+    """The operator over N in CUDA graphs, so without the time of launching: ms, ratios to plain attention, kernels."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    rows, repeats = [], 2 if CPU else 20
+    for side, batch in ((4, 1),) if CPU else ((8, 1024), (14, 256), (24, 64), (32, 32), (64, 4)):
+        inputs = [t.requires_grad_() for t in make(side, side, 16 if CPU else 64, HALF, batch, 1 if CPU else 6)]
+        grad = torch.randn_like(inputs[0])
+
+        def attention(backend):
+            if backend == 'plain':
+                return F.scaled_dot_product_attention(*inputs[:3])
+            return sape2_attention(
+                *inputs[:5], grid_size=(side, side), mode='k', bias_scale=inputs[5], num_prefix_tokens=1,
+                backend=backend)
+
+        def forward(backend):
+            with torch.no_grad():
+                attention(backend)
+
+        def both(backend):
+            torch.autograd.grad(attention(backend), inputs[:3] if backend == 'plain' else inputs, grad)
+
+        base = {}
+        for backend in ('plain', 'triton'):
+            row = {'grid': f'{side}x{side}', 'batch': batch, 'backend': backend, 'notes': ''}
+            for what, function in (('forward', forward), ('both', both)):
+                call = partial(function, backend)
+                ms = milliseconds(call if CPU else captured(call), repeats)
+                base.setdefault(what, ms)  # of plain attention, the first
+                row.update({f'{what}_ms': round(ms, 4), f'{what}_vs_plain': round(ms / base[what], 3)})
+            rows.append(row)
+            say(row)
+            write(rows, args.output)
+            with record(activities=[ProfilerActivity.CPU if CPU else ProfilerActivity.CUDA]) as found:
+                both(backend)
+            say(found.key_averages().table(
+                sort_by=f'self_{"cpu" if CPU else "cuda"}_time_total', row_limit=25, max_name_column_width=70))
+
+
+def captured(function):
+    """A function that replays what a call launches, as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 class Training:
@@ -411,15 +481,16 @@ def busy(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for function in (versions, contact, small, tiles, steps, profile, busy):
+    for function in (versions, contact, small, tiles, graphs, steps, profile, busy):
         command = commands.add_parser(function.__name__, description=function.__doc__)
         command.set_defaults(run=function)
         command.add_argument('--device', choices=('cuda', 'cpu'), default='cuda')
         if function is contact:
             command.add_argument('--only', metavar='DTYPE-SHAPE')
+            command.add_argument('--jobs', type=int, default=1)
         elif function is small:
             command.add_argument('--dtype', choices=('bfloat16', 'float16', 'float32'), default='bfloat16')
-        elif function in (tiles, steps):
+        elif function in (tiles, graphs, steps):
             command.add_argument('--output', metavar='FILE')
             if function is steps:
                 command.add_argument('--models', nargs='+', default=MODELS[1:], help='beside APE, which comes first')
