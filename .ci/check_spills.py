@@ -87,7 +87,7 @@ def launch_all(dtype, head_dim, width, height, trained, num_prefix_tokens, mode)
     num_tokens = num_prefix_tokens + height * width
     q, k, v = torch.zeros(BATCH_SIZE, num_tokens, 3, NUM_HEADS, head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     tables = tuple(torch.zeros(size + 1, head_dim) for size in trained or (width, height))
-    inputs = q[:, :, num_prefix_tokens:], k[:, :, num_prefix_tokens:], *tables
+    inputs = q, k, *tables
     options = height, width, mode, 0.1, *((0.7, 0.7) if trained else (1.0, 1.0))  # shrunk to the trained grid
     codes = triton_axis_codes._init_fn(*inputs, *options)
     triton_axis_codes_backward._init_fn(*codes, *inputs, *options)

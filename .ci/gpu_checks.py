@@ -51,6 +51,9 @@ SHAPES = {
 MODELS = ('vit_small_ape', 'vit_small_rope2d', 'vit_small_rpb', 'vit_small_sape2_k_ape', 'vit_small_sape2sq_k_ape')
 
 
+WAYS = ('float32', 'eager', 'compiled', 'reduce-overhead', 'graph', 'checkpointed', 'two streams')
+
+
 def say(*words):
     print(*words, flush=True)
 
@@ -181,66 +184,138 @@ def write(rows, path):
             writer.writerows({**row, 'notes': row['notes'] or about(DEVICE)} for row in rows)
 
 
+# Grid, head dim, and images that fill a GPU.
+TILED = [(8, 64, 1024), (14, 64, 256), (24, 64, 64), (64, 64, 4)]
+# Own, visit, warps, stages and registers, as in `triton_tiles`; for the codes warps and registers.
+FORWARD = [(64, 32, 4, 1, None), (64, 16, 4, 1, None), (64, 64, 4, 1, None), (128, 32, 8, 1, None), (64, 32, 4, 1, 128)]
+BACKWARD = [
+    (64, 32, 4, 1, None), (64, 16, 4, 1, None), (64, 32, 4, 1, 168), (64, 16, 4, 1, 168), (64, 16, 4, 1, 128),
+    (128, 16, 8, 1, None), (128, 32, 8, 1, None)]
+SEPARATE = [(64, 32, 4, 1, None), (128, 32, 8, 1, None)]
+CODES = {
+    16: [(1, None), (1, 168), (1, 128), (2, None), (2, 96)],
+    32: [(2, None), (2, 128), (4, None), (4, 128)],
+    64: [(4, None), (4, 128), (8, None), (8, 128)],
+}
+
+
 def tiles(args):
-    """The kernels with other tiles: forward and backward in ms, as ratios to plain attention."""
-    from timm_sape.ops import triton_distances as kernels
+    """Each kernel with other tiles, in a CUDA graph: ms. Compiled by --jobs processes before one of them measures."""
+    from timm_sape.ops.triton_common import padded
 
-    Tiles, BackwardLaunch = kernels.Tiles, kernels.BackwardLaunch
-    as_shipped = kernels.forward_tiles, kernels.backward_launches
-
-    def one_launch(tiles):
-        outputs = dict.fromkeys(kernels.ALL, True)
-        return lambda *_: [BackwardLaunch(tiles, key_pass=p, **outputs) for p in (False, True)]
-
-    backward = {'shipped': as_shipped[1]}
-    for tile in ((64, 32, 4, 1), (64, 32, 4, 2), (128, 32, 8, 1), (128, 32, 8, 2), (64, 16, 4, 1)):
-        backward['one launch a pass, {} x {}, {} warps, {} stages'.format(*tile)] = one_launch(Tiles(*tile))
-    rows, bad = [], []
-    dtype, repeats = HALF, 2 if CPU else 20
-    for height, width, head_dim in ((4, 4, 16),) if CPU else ((14, 14, 64), (24, 24, 64), (64, 64, 64)):
-        batch, heads = (1, 1) if CPU else (max(1, 50_000 // (height * width) // 6), 6)
-        inputs = [t.requires_grad_() for t in make(height, width, head_dim, dtype, batch, heads)]
-
-        def ours():
-            return sape2_attention(
-                *inputs[:5], grid_size=(height, width), mode='k', bias_scale=inputs[5], num_prefix_tokens=1,
-                backend='triton')
-
-        def plain():
-            return F.scaled_dot_product_attention(*inputs[:3])
-
-        grad = torch.randn_like(inputs[0])
-
-        def both(function, used):
-            return lambda: torch.autograd.grad(function(), used, grad)
-
-        base = milliseconds(plain, repeats), milliseconds(both(plain, inputs[:3]), repeats)
-        expected = reference(inputs, (height, width), 'k') if height * width < 1000 else None
-        for name, launches in backward.items():
-            kernels.backward_launches = launches
-            row = {'grid': f'{height}x{width}', 'batch': batch, 'backward': name}
-            try:
-                if expected is not None:
-                    error = max(errors_of(attend(inputs, (height, width), 'k', 'triton', dtype), expected))
-                    row['error'] = f'{error:.1e}'
-                    bad += [f'{row["grid"]} {name}'] * (not error < TOLERANCE[dtype])
-                forward_ms, both_ms = milliseconds(ours, repeats), milliseconds(both(ours, inputs), repeats)
-                row.update(
-                    forward_ms=round(forward_ms, 4),
-                    both_ms=round(both_ms, 4),
-                    forward_vs_plain=round(forward_ms / base[0], 3),
-                    both_vs_plain=round(both_ms / base[1], 3),
-                    notes='',
-                )
-            except Exception as e:  # a tile may need more memory or registers than there are
-                row['notes'] = described(e)
-            finally:
-                kernels.backward_launches = as_shipped[1]
-            rows.append(row)
-            say(row)
-            write(rows, args.output)
+    chosen = []
+    for side, head_dim, batch in [(4, 16, 1)] if CPU else TILED:
+        candidates = {'forward': FORWARD, 'queries': BACKWARD, 'keys': BACKWARD, 'codes': CODES[padded(side)]}
+        if side > 32:
+            candidates.update({f'{p}, {part}': SEPARATE for p in ('queries', 'keys') for part in ('tokens', 'codes')})
+        chosen += [
+            (side, head_dim, batch, what, c) for what, some in candidates.items() for c in some[:1 if CPU else None]]
+    if args.jobs > 1:
+        with multiprocessing.get_context('spawn').Pool(args.jobs) as pool:
+            keys = [(padded(side), *others) for side, head_dim, batch, *others in chosen]  # of one binary
+            different = dict(zip(keys, chosen))
+            able = dict(zip(different, pool.map(tiles_compile, different.values(), chunksize=1)))
+        chosen = [case for key, case in zip(keys, chosen) if able[key]]
+    rows = []
+    for side, head_dim, batch, what, candidate in chosen:
+        try:
+            ms, error = tiles_time(side, head_dim, batch, what, candidate)
+            notes = ''
+        except Exception as e:  # a tile may need more memory or registers than there are
+            ms, error, notes = None, None, described(e)
+        names = ('warps', 'registers') if what == 'codes' else ('own', 'visit', 'warps', 'stages', 'registers')
+        rows.append({
+            'grid': f'{side}x{side}', 'head_dim': head_dim, 'batch': batch, 'what': what,
+            'launch': ', '.join(f'{n} {value}' for n, value in zip(names, candidate)),
+            'ms': ms and round(ms, 4), 'error': error and f'{error:.1e}', 'notes': notes})
+        say(*rows[-1].values())
+        write(rows, args.output)
+    bad = [row for row in rows if row['error'] and not float(row['error']) < TOLERANCE[HALF]]
     if bad:
-        sys.exit(f'off by more than {TOLERANCE[dtype]}: {"; ".join(bad)}')
+        sys.exit(f'off by more than {TOLERANCE[HALF]}: {bad}')
+
+
+def tiles_compile(case):
+    """Whether a kernel compiles and starts."""
+    side, head_dim, batch, what, candidate = case
+    try:
+        tiles_call(side, head_dim, 1, what, candidate)()
+    except Exception as e:
+        say(*case, described(e)[:100])
+        return False
+    return True
+
+
+def tiles_time(side, head_dim, batch, what, candidate):
+    """ms, and the difference to what the kernel computes as shipped."""
+    call = tiles_call(side, head_dim, batch, what, candidate)
+    found, expected = call(), tiles_call(side, head_dim, batch, what, None)()
+    error = max([((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)] or [0])
+    return milliseconds(call if CPU else captured(call), 10), error
+
+
+def tiles_call(side, head_dim, batch, what, candidate):
+    """A function that launches a kernel, and returns what it wrote."""
+    from timm_sape.ops import triton_codes as codes
+    from timm_sape.ops import triton_distances as kernels
+    from timm_sape.ops import triton_tiles as sizes
+
+    heads = 1 if CPU else 6
+    q, k, v, table_x, table_y, gain = make(side, side, head_dim, HALF, batch, heads)
+    table_x, table_y = table_x.float(), table_y.float()
+    gain = gain.float()
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    grads = torch.randn(2, batch, heads, side * side, side, device=DEVICE, generator=generator)
+    options = side, side, 'k', 0.125, 1.0, 1.0
+    if what == 'codes':
+        def call():
+            before = codes.codes_options
+            if candidate is not None:
+                codes.codes_options = lambda *_: dict(zip(('num_warps', 'maxnreg'), candidate))
+            try:
+                found = codes.triton_axis_codes(q, k, table_x, table_y, *options)
+                return *found, *codes.triton_axis_codes_backward(*grads, q, k, table_x, table_y, *options)
+            finally:
+                codes.codes_options = before
+
+        return call
+    both = codes.triton_axis_codes(q, k, table_x, table_y, *options)
+    inputs = q, k, v, *both, gain
+    if what == 'forward':
+        def call():
+            before = kernels.forward_tiles
+            if candidate is not None:
+                kernels.forward_tiles = lambda *_: sizes.Tiles(*candidate)
+            try:
+                return kernels.triton_distance_attention_forward(*inputs, 0.125)
+            finally:
+                kernels.forward_tiles = before
+
+        return call
+    out = kernels.triton_distance_attention_forward(*inputs, 0.125)
+    grad = torch.randn(q.shape, device=DEVICE, generator=generator).to(HALF)
+    is_key, outputs = what.startswith('keys'), sizes.ALL
+    if ',' in what:
+        outputs = {'tokens': sizes.TOKENS, 'codes': sizes.CODES}[what.split(', ')[1]]
+
+    def call():
+        before = kernels.backward_launches
+
+        def launches(*widths):
+            if candidate is None:
+                return before(*widths)
+            flags = dict.fromkeys(outputs, True)
+            return [sizes.BackwardLaunch(sizes.Tiles(*candidate), key_pass=is_key, **flags)]
+
+        kernels.backward_launches = launches
+        try:
+            found = kernels.triton_distance_attention_backward(grad, *out, *inputs, 0.125)
+        finally:
+            kernels.backward_launches = before
+        # of one pass, the gradient of the codes is a part, and in the key pass DELTA is missing
+        return found[:1] if not is_key and 'codes' not in what else found[2:3] if 'codes' not in what else ()
+
+    return call
 
 
 def graphs(args):
@@ -340,7 +415,7 @@ def steps(args):
     batch, repeats = (2, 1) if CPU else (128, 10)
     names = ('test_vit_ape', 'test_vit_sape2_k_ape') if CPU else (MODELS[0], *args.models)
     for name in names:
-        for backend in ('torch', 'triton') if 'sape2_' in name else (None,):
+        for backend in args.backends if 'sape2_' in name else (None,):
             with using_backend(backend):
                 def training():
                     return Training(name, batch, **TINY)
@@ -349,7 +424,7 @@ def steps(args):
                 plain.amp = False
                 exact, usual = plain.gradients(), training().gradients()
                 tolerance = 4 * ((usual - exact).norm() / exact.norm()).item() + 1e-3  # that of bfloat16 itself
-                for way in ('float32', 'eager', 'compiled', 'reduce-overhead', 'graph', 'checkpointed', 'two streams'):
+                for way in args.ways:
                     if CPU and way not in ('float32', 'eager', 'checkpointed'):
                         continue
                     torch.compiler.reset()
@@ -485,15 +560,18 @@ def main():
         command = commands.add_parser(function.__name__, description=function.__doc__)
         command.set_defaults(run=function)
         command.add_argument('--device', choices=('cuda', 'cpu'), default='cuda')
+        if function in (contact, tiles):
+            command.add_argument('--jobs', type=int, default=1)
         if function is contact:
             command.add_argument('--only', metavar='DTYPE-SHAPE')
-            command.add_argument('--jobs', type=int, default=1)
         elif function is small:
             command.add_argument('--dtype', choices=('bfloat16', 'float16', 'float32'), default='bfloat16')
         elif function in (tiles, graphs, steps):
             command.add_argument('--output', metavar='FILE')
             if function is steps:
                 command.add_argument('--models', nargs='+', default=MODELS[1:], help='beside APE, which comes first')
+                command.add_argument('--backends', nargs='+', default=('torch', 'triton'), help='of SaPE2')
+                command.add_argument('--ways', nargs='+', default=WAYS)
         elif function is busy:
             command.add_argument('command', nargs='+')
     args = parser.parse_args()

@@ -9,19 +9,20 @@ import triton.language as tl
 from operators import DEVICE
 from timm_sape.ops.distances import distance_attention
 from timm_sape.ops.triton_common import padded
-from timm_sape.ops.triton_distances import _add_sums, backward_launches, forward_tiles, triton_distance_attention
+from timm_sape.ops.triton_distances import _add_sums, triton_distance_attention
 from timm_sape.ops.triton_limits import limits_of
 from timm_sape.ops.triton_prepare import PreparedCodes
+from timm_sape.ops.triton_tiles import backward_launches, forward_tiles
 
 
 @triton.jit
-def _sums(R, W, LOW, ROW_SUM, RW, N: tl.constexpr):
-    at = tl.arange(0, N)
-    pairs = at[:, None] * N + at[None, :]
-    row_sum, rw = tl.zeros((N, 8), tl.float32), tl.zeros((N, N), tl.float32)
-    row_sum, rw = _add_sums(tl.load(R + pairs), tl.load(W + pairs), tl.load(LOW + pairs), row_sum, rw, True)
+def _sums(R, W, ROW_SUM, RW, N: tl.constexpr):
+    at, columns = tl.arange(0, N), tl.arange(0, 2 * N)
+    both = at[:, None] * 2 * N + columns[None, :]
+    row_sum, rw = tl.zeros((N, 8), tl.float32), tl.zeros((N, 2 * N), tl.float32)
+    row_sum, rw = _add_sums(tl.load(R + at[:, None] * N + at[None, :]), tl.load(W + both), row_sum, rw, True)
     tl.store(ROW_SUM + at, tl.sum(row_sum, 1))
-    tl.store(RW + pairs, rw)
+    tl.store(RW + both, rw)
 
 
 @pytest.mark.parametrize('where, bits', [
@@ -33,8 +34,9 @@ def test_nan_survives_rounding_to_tf32(where, bits):
     (r if where == 'r' else w)[3, 5] = torch.tensor(bits, dtype=torch.uint32).view(torch.float32)
     high = w.half()
     low = (w - high).half()
-    row_sum, rw = torch.zeros(16, device=DEVICE), torch.zeros(16, 16, device=DEVICE)
-    _sums[(1,)](r, high, low, row_sum, rw, 16)
+    row_sum, rw = torch.zeros(16, device=DEVICE), torch.zeros(16, 32, device=DEVICE)
+    _sums[(1,)](r, torch.cat([high, low], dim=1), row_sum, rw, 16)
+    rw = rw[:, :16] + rw[:, 16:]
     expected = r @ w
     assert torch.equal(row_sum.isnan(), r.sum(1).isnan()) and torch.equal(rw.isnan(), expected.isnan())
     finite = ~expected.isnan()
@@ -57,9 +59,10 @@ def test_prepared_codes_have_22_bits():
     found = PreparedCodes.of(*codes, 47, torch.float16)
     mantissa, _ = torch.frexp(found.unit)
     assert (mantissa == 0.5).all()
-    largest = torch.stack([w.abs().amax((1, 2)) for w in (found.wx, found.wy)]).amax(0)
+    highs, lows = zip(*(w.chunk(2, dim=-1) for w in (found.wx, found.wy)))
+    largest = torch.stack([w.abs().amax((1, 2)) for w in highs]).amax(0)
     assert (largest >= 2 ** 13).all() and (largest <= 2 ** 14).all()
-    for c, high, low, s in zip(codes, (found.wx, found.wy), (found.wx_low, found.wy_low), (found.sx, found.sy)):
+    for c, high, low, s in zip(codes, highs, lows, (found.sx, found.sy)):
         w = (high.double() + low.double()) * found.unit.double()[:, None, None]
         exact = c[0].double() - c[0].double().mean(1, keepdim=True)
         error = (w[:, 2:, :c.shape[-1]] - exact).abs()

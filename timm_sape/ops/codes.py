@@ -1,6 +1,6 @@
 """What the operators for SaPE2's codes, in PyTorch, C++ and Triton, share: arguments, shapes, autograd, FLOP counts."""
 from functools import partial
-from typing import Callable, Tuple
+from typing import Callable, List, Tuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -9,7 +9,7 @@ from ..grid import Grid
 from .double_backward import differentiable_gradients
 from .reference import axis_codes
 
-__all__ = ['empty_codes', 'register_codes', 'sources_of']
+__all__ = ['empty_codes', 'patches_of', 'register_codes', 'sources_of']
 
 
 def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -17,21 +17,27 @@ def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tenso
     return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
 
 
+def patches_of(height: int, width: int, *tensors: torch.Tensor) -> List[torch.Tensor]:
+    """What belongs to the patches, which come last."""
+    return [t[:, :, t.shape[2] - height * width:] for t in tensors]
+
+
 def empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[torch.Tensor, torch.Tensor]:
     """Memory for the codes along x and along y, `[B, h, H*W, Cx]` and `[B, h, H*W, Cy]`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    shape, n = q.shape[:-1], len(mode)
+    shape, n = (*q.shape[:2], height * width), len(mode)
     return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
 
 
 def _flops(q_shape, table_x_shape, table_y_shape, height: int, width: int, mode: str) -> Tuple[int, int]:
     """FLOPs of the gates, and of the products of the sources with the tables."""
-    batch, num_heads, num_patches, dim = q_shape
-    once = 2 * batch * num_heads * num_patches * dim
+    batch, num_heads, _, dim = q_shape
+    once = 2 * batch * num_heads * height * width * dim
     return once * (height + width), once * len(mode) * (table_x_shape[0] + table_y_shape[0])
 
 
 def _reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_x, table_y):
+    q, k = patches_of(height, width, q, k)
     ref_grid_size = round(shrink_y * height), round(shrink_x * width)
     return axis_codes(
         q, k, table_x, table_y, Grid(height, width), mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
@@ -40,8 +46,8 @@ def _reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_
 def register_codes(forward: Callable, backward: Callable) -> None:
     """Register shapes, autograd and FLOP counts of two operators for the codes: the forward and the backward pass.
 
-    Both get q and k of the patches, `[B, h, H*W, d]`, the tables, and then height, width, mode, gate_scale, shrink_x
-    and shrink_y. Only the tensors are kept for the backward pass.
+    Both get q and k, `[B, h, N, d]`, prefix tokens first if there are any, the tables, and then height, width, mode,
+    gate_scale, shrink_x and shrink_y. Only the tensors are kept for the backward pass.
     """
     @forward.register_fake
     def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):

@@ -8,7 +8,7 @@ from typing import Tuple
 import torch
 import torch.nn.functional as F
 
-from .codes import empty_codes, register_codes
+from .codes import empty_codes, patches_of, register_codes
 from .cpp_build import find_cpp
 from .distances import register_attention
 from .precision import wide
@@ -51,7 +51,8 @@ def cpp_axis_codes(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     codes = empty_codes(q, height, width, mode)
     _kernels().codes(
-        *_rows(q, k, table_x, table_y), height, width, mode, gate_scale, shrink_x, shrink_y, *codes)
+        *_rows(*patches_of(height, width, q, k), table_x, table_y), height, width, mode, gate_scale, shrink_x, shrink_y,
+        *codes)
     return codes
 
 
@@ -70,13 +71,15 @@ def cpp_axis_codes_backward(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = _rows(q, k, table_x, table_y)
+    rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rows[:2]]
     heads = q.shape[0] * q.shape[1]
     grads += [t.new_empty(heads, *t.shape) for t in rows[2:]]
     _kernels().codes_backward(
         *wide(grad_x, grad_y), *rows, height, width, mode, gate_scale, shrink_x, shrink_y, *grads)
     grads[2:] = (g.sum(0) for g in grads[2:])
+    prefix = q.shape[2] - height * width
+    grads[:2] = (F.pad(g, (0, 0, prefix, 0)) if prefix else g for g in grads[:2])  # prefix tokens have no codes
     return tuple(_like(t, g) for t, g in zip((q, k, table_x, table_y), grads))
 
 

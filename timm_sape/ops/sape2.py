@@ -169,10 +169,10 @@ def axis_codes(
         operator = cpp_axis_codes
     else:
         operator = torch_axis_codes
-    p, (height, width) = grid.num_prefix_tokens, grid.size
+    height, width = grid.size
     ref_height, ref_width = ref_grid_size or grid.size
     return operator(
-        q[:, :, p:], k[:, :, p:], table_x, table_y, height, width, mode, gate_scale,
+        q, k, table_x, table_y, height, width, mode, gate_scale,
         ref_width / width, ref_height / height)
 
 

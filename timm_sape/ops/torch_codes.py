@@ -8,7 +8,7 @@ from typing import List, Tuple
 import torch
 
 from .chunks import chunks
-from .codes import empty_codes, register_codes, sources_of
+from .codes import empty_codes, patches_of, register_codes, sources_of
 from .counting import cells, gates_of, suffix_sum
 from .precision import wide, without_autocast
 
@@ -89,6 +89,7 @@ def torch_axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
+    q, k = patches_of(height, width, q, k)
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     codes_x, codes_y = empty_codes(q, height, width, mode)
     for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3], q.device):
@@ -116,7 +117,10 @@ def torch_axis_codes_backward(
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
-    grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k)]
+    for grad in grads:
+        grad[:, :, :q.shape[2] - height * width] = 0  # prefix tokens have no codes
+    q, k, grad_q, grad_k = patches_of(height, width, q, k, *grads)
     grad_tables = torch.zeros_like(tables)
     for chunk in chunks(*q.shape[:2], q.shape[2] * q.shape[3], q.device):
         q_, k_, grad_x_, grad_y_ = wide(q[chunk], k[chunk], grad_x[chunk], grad_y[chunk])
@@ -133,7 +137,7 @@ def torch_axis_codes_backward(
             grad_tables.addmm_(grad_values.T, source.flatten(0, -2))
         grad_q[chunk], grad_k[chunk] = part_q, part_k
     parts = zip(grad_tables.split(sizes), (table_x, table_y))
-    return grad_q, grad_k, *(grad.to(table.dtype, copy=True) for grad, table in parts)
+    return *grads, *(grad.to(table.dtype, copy=True) for grad, table in parts)
 
 
 register_codes(torch_axis_codes, torch_axis_codes_backward)

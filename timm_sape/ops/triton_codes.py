@@ -1,45 +1,47 @@
-"""`torch_codes` as Triton kernels: a program computes gates, suffix sums and look-ups of one line of patches.
+"""`torch_codes` as Triton kernels: gates, suffix sums and look-ups of a line of patches in registers.
 
-A line is a row of the grid, for the codes along x, or a column, for those along y. Its C x C gates, positions and
-weights stay in registers; the backward pass computes them again. Only there are the positions stored: a second kernel
-sums from them the gradients of the values at integer positions, for some patches at a time. The values, `[N, npos]` per
-head, are products of the sources with the tables, and plain matrix products outside the kernels. No two programs share
-a patch, so nothing is added atomically.
+A line is a row of the grid, for the codes along x, or a column, for those along y. Forward, a program owns one line.
+Backward, it owns some lines of one head, one after another, computes gates, positions and values again, and sums its
+part of the gradient of the table; what programs found is summed outside. No two programs share a patch, so nothing is
+added atomically. The columns run second, and add to the gradients of q and k that the rows have stored.
+
+The values at integer positions, source times table, are kept as two products: with the rows m of the table, and with
+the steps from m to m+1. So a tile has as many columns as there are cells between positions, 16 for 16 patches.
 """
-from typing import Dict, List, Tuple
+from typing import Dict, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .codes import empty_codes, register_codes, sources_of
+from .codes import empty_codes, patches_of, register_codes
 from .precision import wide, without_autocast
-from .triton_common import dense_rows, dtype_of, padded
+from .triton_common import dense_rows, dtype_of, padded, to_tf32
+from .triton_tiles import codes_options
 
 __all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
 
-# New values of these do not compile a kernel anew. For Z that costs little: its rows are seldom a multiple of 16 bytes,
-# so it could hardly be loaded in vectors anyway.
-SIZES = ['num_heads', 'num_patches', 'lines', 'line_step', 'step', 'length', 'z_row', 'z_source', 'Z']
-# Whether q has more than 16 bits: precision of products, and dtype of the sums of gates. Distances between the codes of
-# neighbours multiply what is lost here.
+# New values of these do not compile a kernel anew.
+SIZES = ['num_heads', 'num_tokens', 'num_patches', 'lines', 'line_step', 'step', 'length', 'one']
+# Whether q has more than 16 bits: dtype of the sums of gates, and precision of products for gradients. For the former
+# tensor cores multiply 16 bits, and tf32 is finer than that.
 PRECISIONS = {
-    False: {'PRECISION': 'tf32x3', 'SUM': tl.float32},
-    True: {'PRECISION': 'ieee', 'SUM': tl.float64},
+    False: {'SUM': tl.float32, 'GRADIENT_PRECISION': 'tf32'},
+    True: {'SUM': tl.float64, 'GRADIENT_PRECISION': 'ieee'},
 }
-
-ROWS = 32
+LINES = 4  # of a program of `_backward`
+PART = 32  # channels at a time
 
 # The parameters of the kernels, by groups. A name with D in front is the gradient of what follows.
 #
 # Tensors:
-#   Q, K                    [B, h, H*W, d], with any strides but that of the channels, which is 1
-#   Z, DZ                   values at integer positions, one block for each source, [S, B*h, H*W, NPOS]
-#   OUT, DOUT               codes, [B*h, H*W, S*length], contiguous
-#   DQ, DK                  [B*h, H*W, d], contiguous
-#   POS                     positions, [B*h, H*W, length], contiguous
-# Strides: sq_b, sq_h, sq_n, sk_b, sk_h, sk_n of q and k along batch, heads and patches; z_row and z_source of Z
-# Sizes: num_heads h, num_patches H*W; num_rows B*h*H*W, of which a program of `_backward_values` takes ROWS
+#   Q, K                    of the patches, [B, h, H*W, d], with any strides but that of the channels, which is 1
+#   TABLE                   [NPOS, d], contiguous
+#   OUT, DOUT               codes, [B*h, H*W, SOURCES*length], contiguous
+#   DQ, DK                  of all tokens, [B*h, N, d], contiguous
+#   DTABLE                  a part from each program, [programs, NPOS, d], contiguous
+# Strides: sq_b, sq_h, sq_n, sk_b, sk_h, sk_n of q and k along batch, heads and patches
+# Sizes: num_heads h, num_tokens N, num_patches H*W
 # Lines, see `_axes`:
 #   lines                   how many there are in a head
 #   line_step               from the first patch of a line to that of the next one
@@ -49,139 +51,224 @@ ROWS = 32
 #   HEAD_DIM, D             d, and padded
 #   C                       length, padded
 #   NPOS, M                 integer positions, and the cells between them, padded
-#   SOURCES                 1, or 2 for mode 'qk'
+#   PART                    channels at a time, since registers do not suffice for more
+# USES_Q, USES_K            which of q and k are multiplied with the table; q comes first in the codes
+# LINES                     lines of a program of `_backward`
 # ADD                       whether gradients are added to what is in DQ and DK
-# Precision: PRECISION and GRADIENT_PRECISION of products, SUM is the dtype of sums of gates, DTYPE that of the rest
+# Precision: see PRECISIONS; DTYPE is that of what is not a sum of gates
+
+
+@triton.jit
+def _load_part(X, at, stride, inside, part, HEAD_DIM: tl.constexpr, PART: tl.constexpr):
+    """PART channels of rows of q, k or the table, `[rows, PART]`, 0 where there is nothing."""
+    d = part + tl.arange(0, PART)
+    return tl.load(X + at[:, None] * stride + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
 def _gates_and_positions(
-        Q, K, q_line, k_line, sq_n, sk_n, step, length, gate_scale, shrink,
-        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr,
-        PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
+        Q, K, row, in_line, sq_n, sk_n, gate_scale, shrink,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, NPOS: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """q and k of a line, `[C, D]`, and `[C, C]`: gates, positions, their cells, and how far in the cell they are."""
-    t, d = tl.arange(0, C), tl.arange(0, D)
-    mask = (t[:, None] < length) & (d[None, :] < HEAD_DIM)
-    q = tl.load(Q + q_line + t[:, None] * step * sq_n + d[None, :], mask=mask, other=0.0)
-    k = tl.load(K + k_line + t[:, None] * step * sk_n + d[None, :], mask=mask, other=0.0)
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=DTYPE) * gate_scale
-    gates = tl.where(t[None, :] < length, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
+    """Gates of a line, positions, their cells, and how far in the cell they are, `[C, C]`."""
+    q = _load_part(Q, row, sq_n, in_line, 0, HEAD_DIM, D)
+    k = _load_part(K, row, sk_n, in_line, 0, HEAD_DIM, D)
+    logits = tl.dot(q, tl.trans(k), input_precision='ieee', out_dtype=DTYPE) * gate_scale
+    gates = tl.where(in_line[None, :], 1.0 / (1.0 + tl.exp(-logits)), 0.0)
     pos = tl.cumsum(gates.to(SUM), axis=1, reverse=True) * shrink
     cell = tl.maximum(tl.minimum(pos.to(tl.int32), NPOS - 2), 0)
     weight = (tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL) - cell).to(DTYPE)
-    return q, k, gates, pos, cell, weight
+    return gates, pos, cell, weight
+
+
+@triton.jit
+def _add_values(values, source, rows, DTYPE: tl.constexpr):
+    """Add source times rows. 16 bits fit into tf32; the rows of the table are the sum of two such numbers."""
+    if source.dtype.primitive_bitwidth <= 16:
+        source = source.to(tl.float32)
+        high = to_tf32(rows)
+        values = tl.dot(source, tl.trans(rows - high), acc=values, input_precision='tf32')
+        return tl.dot(source, tl.trans(high), acc=values, input_precision='tf32')
+    return values + tl.dot(source, tl.trans(rows), input_precision='ieee', out_dtype=DTYPE)
+
+
+@triton.jit
+def _look_up(
+        SOURCE, row, in_line, stride, TABLE, cell, weight, OUT, at, inside, root,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
+        PART: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Store the codes that one source contributes."""
+    m = tl.arange(0, M)
+    low = tl.zeros([C, M], DTYPE)
+    step = tl.zeros([C, M], DTYPE)
+    for part in tl.static_range(0, D, PART):
+        source = _load_part(SOURCE, row, stride, in_line, part, HEAD_DIM, PART)
+        rows = _load_part(TABLE, m, HEAD_DIM, m < NPOS - 1, part, HEAD_DIM, PART)
+        steps = _load_part(TABLE, m + 1, HEAD_DIM, m < NPOS - 1, part, HEAD_DIM, PART) - rows
+        low = _add_values(low, source, rows, DTYPE)
+        step = _add_values(step, source, steps, DTYPE)
+    tl.store(OUT + at, (tl.gather(low, cell, 1) + weight * tl.gather(step, cell, 1)) * root, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward(
-        Q, K, Z, OUT,
+        Q, K, TABLE, OUT,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
+        num_heads, num_tokens, num_patches, lines, line_step, step, length, gate_scale, shrink, root,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
-        SOURCES: tl.constexpr, PRECISION: tl.constexpr, SUM: tl.constexpr, DTYPE: tl.constexpr,
+        PART: tl.constexpr, USES_Q: tl.constexpr, USES_K: tl.constexpr,
+        SUM: tl.constexpr, GRADIENT_PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """The codes of one line."""
     line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    first = line * line_step
-    _, _, _, _, cell, weight = _gates_and_positions(
-        Q, K, b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n, sq_n, sk_n, step, length,
-        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, SUM, DTYPE)
-    t, m = tl.arange(0, C), tl.arange(0, M)
-    patch = head * num_patches + first + t * step
-    inside = (t[:, None] < length) & (t[None, :] < length)
-    in_z = (t[:, None] < length) & (m[None, :] < NPOS - 1)
-    for source in tl.static_range(SOURCES):
-        at = Z + source * z_source + patch[:, None] * z_row + m[None, :]
-        low = tl.gather(tl.load(at, mask=in_z, other=0.0), cell, 1)
-        high = tl.gather(tl.load(at + 1, mask=in_z, other=0.0), cell, 1)
-        code = (low + weight * (high - low)) * root
-        tl.store(
-            OUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], code, mask=inside)
+    q_head, k_head = Q + b * sq_b + h * sq_h, K + b * sk_b + h * sk_h
+    t = tl.arange(0, C)
+    row, in_line = line * line_step + t * step, t < length
+    _, _, cell, weight = _gates_and_positions(
+        q_head, k_head, row, in_line, sq_n, sk_n, gate_scale, shrink, HEAD_DIM, D, NPOS, SUM, DTYPE)
+    inside = in_line[:, None] & in_line[None, :]
+    width = length * (2 if USES_Q and USES_K else 1)
+    at = (head * num_patches + row)[:, None] * width + t[None, :]
+    if USES_Q:
+        _look_up(
+            q_head, row, in_line, sq_n, TABLE, cell, weight, OUT, at, inside, root,
+            HEAD_DIM, D, C, NPOS, M, PART, DTYPE)
+    if USES_K:
+        _look_up(
+            k_head, row, in_line, sk_n, TABLE, cell, weight, OUT, at + (length if USES_Q else 0), inside, root,
+            HEAD_DIM, D, C, NPOS, M, PART, DTYPE)
+
+
+@triton.jit
+def _value_gradients(
+        SOURCE, row, in_line, stride, TABLE, DOUT, at, at_transposed, inside, pos, cell, root,
+        HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
+        PART: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """For one source: gradients of the positions, `[C, C]`, of the values at positions below M, `[M, C]`, and at M.
+
+    Each value receives the gradients of the codes that were looked up near it.
+    """
+    m = tl.arange(0, M)
+    slopes = tl.zeros([C, M], DTYPE)
+    for part in tl.static_range(0, D, PART):
+        source = _load_part(SOURCE, row, stride, in_line, part, HEAD_DIM, PART).to(DTYPE)
+        steps = _load_part(TABLE, m + 1, HEAD_DIM, m < NPOS - 1, part, HEAD_DIM, PART)
+        steps -= _load_part(TABLE, m, HEAD_DIM, m < NPOS - 1, part, HEAD_DIM, PART)
+        slopes += tl.dot(source.to(DTYPE), tl.trans(steps), input_precision=PRECISION, out_dtype=DTYPE)
+    dpos = tl.load(DOUT + at, mask=inside, other=0.0) * root * tl.gather(slopes, cell, 1)
+    # Transposed, with the patches of the line along the lanes of a warp. Then sums over codes stay within a lane.
+    dcode = tl.load(DOUT + at_transposed, mask=inside, other=0.0) * root
+    pos = tl.trans(tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL))
+    dz = tl.zeros([M, C], DTYPE)
+    for n in range(min(NPOS, M)):
+        share = tl.maximum((1.0 - tl.abs(pos - n)).to(DTYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        dz += tl.where(m[:, None] == n, tl.sum(dcode * share, 0)[None, :], 0.0)
+    share = tl.maximum((pos - (M - 1)).to(DTYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return dpos, dz, tl.sum(dcode * share, 0)
+
+
+@triton.jit
+def _store_gradients(
+        DX, dx, source, row, mask, dz, dz_last, TABLE, DTABLE, part, before,
+        HEAD_DIM: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr, PART: tl.constexpr,
+        IS_SOURCE: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Store, or add to what is stored, for PART channels: the gradient of q or k, and of the table if they are used.
+
+    dx is the gradient through the gates. No other program uses this part of DTABLE, which is empty if `before` is 0.
+    """
+    m, d = tl.arange(0, M), part + tl.arange(0, PART)
+    if IS_SOURCE:
+        rows = _load_part(TABLE, m, HEAD_DIM, m < NPOS, part, HEAD_DIM, PART)
+        dx += tl.dot(tl.trans(dz), rows, input_precision=PRECISION, out_dtype=DTYPE)
+        to = DTABLE + m[:, None] * HEAD_DIM + d[None, :]
+        in_table = (m < NPOS)[:, None] & (d < HEAD_DIM)[None, :]
+        dtable = tl.load(to, mask=in_table & (m < before * M)[:, None], other=0.0)
+        dtable += tl.dot(dz, source, input_precision=PRECISION, out_dtype=DTYPE)
+        tl.store(to, dtable, mask=in_table)
+        if NPOS > M:
+            last = tl.load(TABLE + M * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+            dx += dz_last[:, None] * last[None, :]
+            to_last = DTABLE + M * HEAD_DIM + d
+            dlast = tl.load(to_last, mask=(d < HEAD_DIM) & (d < before * HEAD_DIM), other=0.0)
+            tl.store(to_last, dlast + tl.sum(dz_last[:, None] * source, 0), mask=d < HEAD_DIM)
+    at = DX + row[:, None] * HEAD_DIM + d[None, :]
+    if ADD:
+        dx += tl.load(at, mask=mask, other=0.0).to(DTYPE)
+    tl.store(at, dx.to(DX.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _backward_tokens(
-        Q, K, Z, DOUT, DQ, DK, POS,
+def _backward(
+        Q, K, TABLE, DOUT, DQ, DK, DTABLE,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_patches, lines, line_step, step, length, gate_scale, shrink, root, z_row, z_source,
+        num_heads, num_tokens, num_patches, lines, line_step, step, length, gate_scale, shrink, root, one,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
-        SOURCES: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_PRECISION: tl.constexpr,
-        SUM: tl.constexpr, DTYPE: tl.constexpr,
+        PART: tl.constexpr, USES_Q: tl.constexpr, USES_K: tl.constexpr, LINES: tl.constexpr, ADD: tl.constexpr,
+        SUM: tl.constexpr, GRADIENT_PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Gradients of q and k through the gates, and the positions, for `_backward_values`."""
-    line, head = tl.program_id(0) % lines, (tl.program_id(0) // lines).to(tl.int64)
+    """Gradients of q and k for some lines of one head, and their part of the gradient of the table."""
+    groups = tl.cdiv(lines, LINES)
+    group, head = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
     b, h = head // num_heads, head % num_heads
-    first = line * line_step
-    q_line, k_line = b * sq_b + h * sq_h + first * sq_n, b * sk_b + h * sk_h + first * sk_n
-    _, _, gates, pos, cell, _ = _gates_and_positions(
-        Q, K, q_line, k_line, sq_n, sk_n, step, length,
-        gate_scale, shrink, HEAD_DIM, D, C, NPOS, PRECISION, SUM, DTYPE)
-    PART: tl.constexpr = min(D, 64)
-    t, m = tl.arange(0, C), tl.arange(0, M)
-    patch = head * num_patches + first + t * step
-    inside = (t[:, None] < length) & (t[None, :] < length)
-    in_z = (t[:, None] < length) & (m[None, :] < NPOS - 1)
-    tl.store(POS + patch[:, None] * length + t[None, :], pos, mask=inside)
-    dpos = tl.zeros([C, C], DTYPE)
-    for source in tl.static_range(SOURCES):
-        dcode = tl.load(
-            DOUT + patch[:, None] * (SOURCES * length) + source * length + t[None, :], mask=inside, other=0.0)
-        at = Z + source * z_source + patch[:, None] * z_row + m[None, :]
-        slopes = tl.load(at + 1, mask=in_z, other=0.0) - tl.load(at, mask=in_z, other=0.0)
-        dpos += dcode * tl.gather(slopes, cell, 1)
-    dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos * root)
-    dgates = tl.cumsum(dpos, axis=1) * shrink  # the gate of patch j is part of all positions up to j
-    dlogits = dgates * gates * (1.0 - gates) * gate_scale
-    for part in tl.static_range(0, D, PART):  # registers do not suffice for all channels of a long head at once
-        d = part + tl.arange(0, PART)
-        at = patch[:, None] * HEAD_DIM + d[None, :]
-        mask = (t[:, None] < length) & (d[None, :] < HEAD_DIM)
-        k = tl.load(K + k_line + t[:, None] * step * sk_n + d[None, :], mask=mask, other=0.0).to(DTYPE)
-        dq = tl.dot(dlogits, k, input_precision=GRADIENT_PRECISION, out_dtype=DTYPE)
-        if ADD:
-            dq += tl.load(DQ + at, mask=mask, other=0.0)
-        tl.store(DQ + at, dq, mask=mask)
-        q = tl.load(Q + q_line + t[:, None] * step * sq_n + d[None, :], mask=mask, other=0.0).to(DTYPE)
-        dk = tl.dot(tl.trans(dlogits), q, input_precision=GRADIENT_PRECISION, out_dtype=DTYPE)
-        if ADD:
-            dk += tl.load(DK + at, mask=mask, other=0.0)
-        tl.store(DK + at, dk, mask=mask)
-
-
-@triton.jit(do_not_specialize=['num_rows', 'length', 'z_row', 'z_source', 'DZ'])
-def _backward_values(
-        POS, DOUT, DZ, num_rows, length, root, z_row, z_source,
-        ROWS: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """Gradient of Z for some patches: each position receives the gradients of the codes that were looked up there."""
-    row, m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, M)
-    inside = row < num_rows
-    for source in tl.static_range(SOURCES):
-        dz = tl.zeros([ROWS, M], DTYPE)
-        last = tl.zeros([ROWS], DTYPE)  # of position NPOS - 1, for which the tile may have no column
-        for t in range(length):
-            pos = tl.load(POS + row * length + t, mask=inside, other=0.0)
-            pos = tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL)
-            dcode = tl.load(
-                DOUT + row * (SOURCES * length) + source * length + t, mask=inside, other=0.0) * root
-            share = 1.0 - tl.abs(pos[:, None] - m[None, :]).to(DTYPE)
-            dz += dcode[:, None] * tl.maximum(share, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            last += dcode * tl.maximum((pos - (NPOS - 2)).to(DTYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        at = DZ + source * z_source + row * z_row
-        tl.store(at[:, None] + m[None, :], dz, mask=inside[:, None] & (m[None, :] < NPOS - 1))
-        tl.store(at + NPOS - 1, last, mask=inside)
+    q_head, k_head = Q + b * sq_b + h * sq_h, K + b * sk_b + h * sk_h
+    prefix = num_tokens - num_patches
+    t = tl.arange(0, C)
+    if not ADD:
+        if group == 0:  # prefix tokens have no codes
+            channels = tl.arange(0, D)
+            for n in range(prefix):
+                zero_at = (head * num_tokens + n) * HEAD_DIM + channels
+                tl.store(DQ + zero_at, tl.zeros([D], DQ.dtype.element_ty), mask=channels < HEAD_DIM)
+                tl.store(DK + zero_at, tl.zeros([D], DK.dtype.element_ty), mask=channels < HEAD_DIM)
+    in_line = t < length
+    inside = in_line[:, None] & in_line[None, :]
+    width = length * (2 if USES_Q and USES_K else 1)
+    dtable = DTABLE + tl.program_id(0).to(tl.int64) * NPOS * HEAD_DIM
+    for line in range(group * LINES, tl.minimum(group * LINES + LINES, lines)):
+        row = line * line_step + t * step
+        gates, pos, cell, _ = _gates_and_positions(
+            q_head, k_head, row, in_line, sq_n, sk_n, gate_scale, shrink, HEAD_DIM, D, NPOS, SUM, DTYPE)
+        row_at = (head * num_patches + row) * width
+        at, at_transposed = row_at[:, None] + t[None, :], row_at[None, :] + (t * one)[:, None]
+        dpos = tl.zeros([C, C], DTYPE)
+        if USES_Q:
+            dpos_q, dz_q, last_q = _value_gradients(
+                q_head, row, in_line, sq_n, TABLE, DOUT, at, at_transposed, inside, pos, cell, root,
+                HEAD_DIM, D, C, NPOS, M, PART, GRADIENT_PRECISION, DTYPE)
+            dpos += dpos_q
+        if USES_K:
+            dpos_k, dz_k, last_k = _value_gradients(
+                k_head, row, in_line, sk_n, TABLE, DOUT + (length if USES_Q else 0), at, at_transposed, inside, pos,
+                cell, root,
+                HEAD_DIM, D, C, NPOS, M, PART, GRADIENT_PRECISION, DTYPE)
+            dpos += dpos_k
+        dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos)
+        dgates = tl.cumsum(dpos, axis=1) * shrink  # the gate of patch j is part of all positions up to j
+        dlogits = dgates * gates * (1.0 - gates) * gate_scale
+        to_row = head * num_tokens + prefix + row
+        before = line - group * LINES
+        for part in tl.static_range(0, D, PART):  # registers do not suffice for all channels of a long head at once
+            mask = in_line[:, None] & (part + tl.arange(0, PART) < HEAD_DIM)[None, :]
+            q = _load_part(q_head, row, sq_n, in_line, part, HEAD_DIM, PART).to(DTYPE)
+            k = _load_part(k_head, row, sk_n, in_line, part, HEAD_DIM, PART).to(DTYPE)
+            dq = tl.dot(dlogits, k, input_precision=GRADIENT_PRECISION, out_dtype=DTYPE)
+            _store_gradients(
+                DQ, dq, q, to_row, mask, dz_q if USES_Q else dpos, last_q if USES_Q else t, TABLE, dtable, part,
+                before, HEAD_DIM, NPOS, M, PART, USES_Q, ADD, GRADIENT_PRECISION, DTYPE)
+            dk = tl.dot(tl.trans(dlogits), q, input_precision=GRADIENT_PRECISION, out_dtype=DTYPE)
+            _store_gradients(
+                DK, dk, k, to_row, mask, dz_k if USES_K else dpos, last_k if USES_K else t, TABLE, dtable, part,
+                before + (1 if USES_Q else 0), HEAD_DIM, NPOS, M, PART, USES_K, ADD, GRADIENT_PRECISION, DTYPE)
 
 
 def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
-    """Padded sizes: channels of a head, patches of a line, cells. D is at least C; with a smaller D kernels spill."""
-    return {'D': max(padded(head_dim), padded(length)), 'C': padded(length), 'M': padded(npos - 1)}
-
-
-def warps_for(length: int, itemsize: int) -> int:
-    """Warps of a program, by the patches of a line and the bytes of a number of q."""
-    return {16: 1, 32: 2 if itemsize <= 2 else 8, 64: 4}[padded(length)]
+    """Padded sizes: channels of a head, patches of a line, cells; and channels at a time."""
+    d = padded(head_dim)
+    return {'D': d, 'C': padded(length), 'M': padded(npos - 1), 'PART': min(d, PART)}
 
 
 def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Dict[str, object], Dict[str, object]]:
@@ -192,21 +279,16 @@ def _axes(height: int, width: int, shrink_x: float, shrink_y: float) -> Tuple[Di
     )
 
 
-def _values(sources: List[torch.Tensor], tables: torch.Tensor) -> torch.Tensor:
-    """The values at integer positions along x, then y, for each source, `[S, B, h, H*W, npos_x + npos_y]`."""
-    return torch.stack([source.to(tables.dtype) @ tables.T for source in sources])
-
-
-def _launch(kernel, axis, tensors, z, q, k, npos, gate_scale, **constants) -> None:
-    batch, num_heads, _, head_dim = q.shape
+def _launch(kernel, lines, axis, q, k, tensors, table, num_tokens, mode, gate_scale, **constants) -> None:
+    """For so many lines of all heads, of q and k without prefix tokens."""
+    batch, num_heads, num_patches, head_dim = q.shape
     with torch.cuda.device_of(q):
-        kernel[(axis['lines'] * batch * num_heads,)](
-            q, k, *tensors, *(t.stride(n) for t in (q, k) for n in range(3)),
-            num_heads, q.shape[2], **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
-            z_row=z.shape[-1], z_source=z[0].numel(),
-            HEAD_DIM=head_dim, NPOS=npos, **tiles_for(head_dim, axis['length'], npos), SOURCES=len(z),
-            DTYPE=dtype_of(z), **PRECISIONS[q.element_size() > 2],
-            num_warps=warps_for(axis['length'], q.element_size()), **constants)
+        kernel[(lines * batch * num_heads,)](
+            q, k, table, *tensors, *(t.stride(n) for t in (q, k) for n in range(3)),
+            num_heads, num_tokens, num_patches, **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
+            HEAD_DIM=head_dim, NPOS=table.shape[0], **tiles_for(head_dim, axis['length'], table.shape[0]),
+            USES_Q='q' in mode, USES_K='k' in mode, DTYPE=dtype_of(table), **PRECISIONS[q.element_size() > 2],
+            **codes_options(axis['length'], q.element_size(), 'ADD' in constants), **constants)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
@@ -223,13 +305,12 @@ def triton_axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    q, k = dense_rows(q, k)
+    num_tokens = q.shape[2]
+    q, k = patches_of(height, width, *dense_rows(q, k))
     codes = empty_codes(q, height, width, mode)
-    tables = torch.cat(wide(table_x, table_y)).to(codes[0].dtype)
-    z = _values(sources_of(mode, q, k), tables)
-    starts = 0, table_x.shape[0]
-    for out, table, start, axis in zip(codes, (table_x, table_y), starts, _axes(height, width, shrink_x, shrink_y)):
-        _launch(_forward, axis, (z[..., start:], out), z, q, k, table.shape[0], gate_scale)
+    tables = (t.to(codes[0].dtype) for t in wide(table_x, table_y))
+    for out, table, axis in zip(codes, tables, _axes(height, width, shrink_x, shrink_y)):
+        _launch(_forward, axis['lines'], axis, q, k, (out,), table, num_tokens, mode, gate_scale)
     return codes
 
 
@@ -249,33 +330,20 @@ def triton_axis_codes_backward(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dense_q, dense_k = dense_rows(q, k)
-    tables = torch.cat(wide(table_x, table_y)).to(grad_x.dtype)
-    sources = sources_of(mode, dense_q, dense_k)
-    z = _values(sources, tables)
-    grad_z = torch.empty_like(z)
-    grad_q, grad_k = (torch.empty(t.shape, dtype=z.dtype, device=z.device) for t in (q, k))
-    npos = table_x.shape[0], table_y.shape[0]
+    num_tokens = q.shape[2]
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k)]
+    patches = patches_of(height, width, *dense_rows(q, k))
     axes = _axes(height, width, shrink_x, shrink_y)
-    for add, (grad, n, start, axis) in enumerate(zip((grad_x, grad_y), npos, (0, npos[0]), axes)):
-        grad, length = grad.contiguous(), axis['length']
-        pos = grad.new_empty(*q.shape[:3], length, dtype=torch.float64 if q.element_size() > 2 else torch.float32)
-        tensors = z[..., start:], grad, grad_q, grad_k, pos
+    tables = (t.to(grad_x.dtype) for t in wide(table_x, table_y))
+    for add, (grad, table, axis) in enumerate(zip((grad_x, grad_y), tables, axes)):
+        groups = triton.cdiv(axis['lines'], LINES)
+        parts = grad.new_empty(groups * q.shape[0] * q.shape[1], *table.shape)
+        tensors = grad.contiguous(), *grads[:2], parts
         _launch(
-            _backward_tokens, axis, tensors, z, dense_q, dense_k, n, gate_scale,
-            ADD=bool(add), GRADIENT_PRECISION='ieee' if q.element_size() > 2 else 'tf32')  # tf32 is finer than 16 bits
-        num_rows = pos[..., 0].numel()
-        with torch.cuda.device_of(q):
-            _backward_values[(triton.cdiv(num_rows, ROWS),)](
-                pos, grad, grad_z[..., start:], num_rows, length, axis['shrink'] ** 0.5, z.shape[-1], z[0].numel(),
-                ROWS=ROWS, NPOS=n, M=padded(n - 1), SOURCES=len(z), DTYPE=dtype_of(z), num_warps=1)
-    grad_tables = torch.zeros_like(tables)
-    for grad_source, source, g in zip(sources_of(mode, grad_q, grad_k), sources, grad_z):
-        grad_source += g @ tables
-        grad_tables += g.flatten(0, -2).T @ source.to(g.dtype).flatten(0, -2)
-    grads = grad_q, grad_k, *grad_tables.split(npos)
-    return tuple(g.to(t.dtype, memory_format=torch.contiguous_format, copy=True) for g, t in zip(
-        grads, (q, k, table_x, table_y)))
+            _backward, groups, axis, *patches, tensors, table, num_tokens, mode, gate_scale, one=1, LINES=LINES,
+            ADD=bool(add))
+        grads.append(parts.sum(0))
+    return tuple(g.to(t.dtype) for g, t in zip(grads, (q, k, table_x, table_y)))
 
 
 register_codes(triton_axis_codes, triton_axis_codes_backward)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ['dense_rows', 'dtype_of', 'padded']
+__all__ = ['dense_rows', 'dtype_of', 'padded', 'to_tf32']
 
 
 def padded(width: int) -> int:
@@ -22,3 +22,9 @@ def dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
 def dtype_of(codes: torch.Tensor) -> tl.dtype:
     """The dtype in which kernels compute what belongs to codes, or to their gradients."""
     return tl.float64 if codes.dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def to_tf32(x):
+    """Cut off the digits that tf32 does not have, as tensor cores do it."""
+    return (x.to(tl.uint32, bitcast=True) & 0xffffe000).to(tl.float32, bitcast=True)

@@ -6,14 +6,15 @@ pass it owns keys and visits queries, for the gradients of k and v. The gradient
 part from R^T w (see `torch_distances`); each pass computes one of them.
 
 Squared distances are s_i + s_j - 2 w_i.w_j with s = |w|^2. If q has 16 bits, the codes are centred and each is the sum
-of two fp16 numbers, 22 bits together, so that tensor cores multiply them as three products. If q is float32, the
-product is computed in float64. A squared distance below TOLERANCE * (s_i + s_j) is rounding error and counts as 0.
+of two fp16 numbers, 22 bits together. They are stored side by side, [high, low], and tensor cores multiply them as two
+products: the rows of i as they are and with both halves swapped, each with the rows of j. If q is float32, the product
+is computed in float64. A squared distance below TOLERANCE * (s_i + s_j) is rounding error and counts as 0.
 
 If q is float32, q.k and grad.v are summed in float64 too, and then rounded. The passes compute them in tiles of other
 shapes. If they differed in the last digit of a logit of 10^4, the probabilities of a row would not sum to 1.
 """
 from functools import partial
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, Tuple
 
 import torch
 import triton
@@ -21,112 +22,43 @@ import triton.language as tl
 
 from .distances import distance_attention, register_flops
 from .double_backward import differentiable_gradients
-from .triton_common import dense_rows, dtype_of, padded
+from .triton_common import dense_rows, dtype_of, padded, to_tf32
 from .triton_prepare import PreparedCodes
+from .triton_tiles import Tiles, backward_launches, forward_tiles
 
 __all__ = ['triton_distance_attention', 'triton_distance_attention_backward', 'triton_distance_attention_forward']
 
 
-class Tiles(NamedTuple):
-    """How a kernel is launched."""
-    own: int  # tokens that a program owns
-    visit: int  # tokens that it visits at a time
-    warps: int
-    stages: int  # of the software pipeline; 1 for none
-
-
-TILES_128X32_2_STAGES = Tiles(own=128, visit=32, warps=8, stages=2)
-TILES_128X32 = Tiles(own=128, visit=32, warps=8, stages=1)
-TILES_64X32_2_STAGES = Tiles(own=64, visit=32, warps=4, stages=2)
-TILES_64X16_8_WARPS = Tiles(own=64, visit=16, warps=8, stages=1)
-TILES_64X16 = Tiles(own=64, visit=16, warps=4, stages=1)
-TILES_32X32 = Tiles(own=32, visit=32, warps=4, stages=1)
-TILES_32X16 = Tiles(own=32, visit=16, warps=4, stages=1)
-
-
-class BackwardLaunch(NamedTuple):
-    """One launch of `_backward`: its tiles, its pass, and which gradients it computes."""
-    tiles: Tiles
-    key_pass: bool
-    delta_only: bool = False
-    tokens: bool = False
-    codes_x: bool = False
-    codes_y: bool = False
-
-    def constants(self) -> Dict[str, object]:
-        return {
-            'KEY_PASS': self.key_pass,
-            'DELTA_ONLY': self.delta_only,
-            'GRAD_TOKENS': self.tokens,
-            'GRAD_X': self.codes_x,
-            'GRAD_Y': self.codes_y,
-        }
-
-
-ALL, TOKENS, CODES = ('tokens', 'codes_x', 'codes_y'), ('tokens',), ('codes_x', 'codes_y')
-# The launches of a pass: what each computes, and its tiles. By padded head dim and padded codes, or by padded codes.
-# Chosen by the instructions that `.ci/check_spills.py` counts, and pipelined where that costs no more than a tenth. No
-# GPU has been asked yet.
-PASSES_16_BITS = {
-    (64, 16): [(ALL, TILES_64X32_2_STAGES)],
-    (64, 32): [(ALL, TILES_128X32_2_STAGES)],
-    (64, 64): [(TOKENS, TILES_128X32_2_STAGES), (CODES, TILES_128X32_2_STAGES)],
-    (128, 16): [(ALL, TILES_128X32)],
-    (128, 32): [(TOKENS, TILES_64X32_2_STAGES), (CODES, TILES_64X32_2_STAGES)],
-    (128, 64): [(TOKENS, TILES_128X32), (CODES, TILES_128X32)],
-}
-PASSES_32_BITS = {
-    16: [(ALL, TILES_64X16_8_WARPS)],
-    32: [(TOKENS, TILES_32X32), (CODES, TILES_32X16)],
-}
-
-SIZES = ['num_heads', 'num_tokens']  # new values of these do not compile a kernel anew
+# New values of these do not compile a kernel anew.
+SIZES = ['num_heads', 'num_tokens', 'num_prefix', 'width_x', 'width_y']
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SHORT_CODE = 4  # codes of so few channels are subtracted channel by channel
-
-
-def forward_tiles(head_dim: int, code: int, itemsize: int) -> Tiles:
-    """For a padded head dim, the wider of the padded codes, and the bytes of a number of q."""
-    if itemsize > 2:
-        return TILES_64X16
-    return TILES_128X32 if head_dim > 64 and code > 32 else TILES_64X32_2_STAGES
-
-
-def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardLaunch]:
-    """In their order. Arguments as for `forward_tiles`."""
-    if itemsize > 2:
-        launches, of_pass = [BackwardLaunch(TILES_64X16, key_pass=False, delta_only=True)], PASSES_32_BITS[code]
-    else:
-        launches, of_pass = [], PASSES_16_BITS[max(64, head_dim), code]
-    for key_pass in (False, True):
-        launches += [BackwardLaunch(tiles, key_pass, **dict.fromkeys(outputs, True)) for outputs, tiles in of_pass]
-    return launches
-
 
 # The parameters of `_forward` and `_backward`, by groups. Names with _i belong to the tokens that a program owns, names
 # with _j to those that it visits. A name with D in front is the gradient of what follows.
 #
 # Tensors of all heads, one row for each token:
 #   Q, K, V                 [B, h, N, d], with any strides but that of the channels, which is 1
-#   OUT, DOUT               [B, h, N, d], contiguous, as are all that follow
-#   WX, WY                  codes along x and along y in units of UNIT, [B*h, N, CX] and [B*h, N, CY]
-#   WX_LOW, WY_LOW          with SPLIT, what rounding to the dtype of WX and WY leaves of them; else not read
+#   OUT, DOUT               [B, h, N, d], likewise; all that follow are contiguous
+#   WX, WY                  codes along x and along y in units of UNIT, [B*h, N, CX] and [B*h, N, CY]; with SPLIT both
+#                           parts side by side
 #   SX, SY                  squared norms of the codes, [B*h, N], in the dtype in which products are summed; NO_CODE for
 #                           prefix tokens
-#   DWX, DWY                gradients of the codes, not in units, [B*h, N, CX] and [B*h, N, CY]
+#   DWX, DWY                gradients of the codes, not in units, [B*h, N-P, width_x] and [B*h, N-P, width_y]
 #   UNIT                    a power of two with SPLIT, else 1, [B*h]
-#   GAIN                    factor of the distances, [h]
+#   GAIN                    factor of the distances, [h] with gain_step 1, [1] with gain_step 0
 #   ROW_MAX, ROW_SUM        of the softmax: largest logit of each query (to base 2), and sum over it, [B, h, N]. With
 #                           SPLIT the logarithm of the sum is added to the first, and the second is not read
-#   DELTA                   sum over keys of p * dp for each query, [B, h, N]
+#   DELTA                   sum over keys of p * dp for each query, [B, h, N], written in the query pass
 #   DQK                     gradient of q in the query pass, of k in the key pass, [B, h, N, d]
 #   DV                      written in the key pass
 #   DGAIN                   one part of the gain's gradient for each query, [B, h, N], written in the query pass
-# Strides of q, k and v along batch, heads and tokens: sq_b, sq_h, sq_n, sk_b, ..., sv_n
-# Sizes: num_heads h, num_tokens N; scale is the factor of q.k
+# Strides of q, k, v, OUT and DOUT along batch, heads and tokens: sq_b, sq_h, sq_n, sk_b, ..., sv_n, so_b, ..., sd_n
+# Sizes: num_heads h, num_tokens N, num_prefix P, and width_x, width_y, the channels of the codes
+# scale is the factor of q.k
 # Widths, all but HEAD_DIM padded to powers of two:
 #   HEAD_DIM, D             d, and padded
-#   CX, CY                  channels of the codes
+#   CX, CY                  channels of the codes; with SPLIT twice as many, for both parts
 #   SHORT_X, SHORT_Y        channels of the codes if these are so few that they are subtracted, else 0
 # Tiles: OWN, VISIT          tokens, see `Tiles`
 # What one launch of `_backward` does, see there: KEY_PASS, DELTA_ONLY, GRAD_TOKENS, GRAD_X, GRAD_Y
@@ -138,25 +70,42 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
 
 
 @triton.jit
-def _load_codes(W, W_LOW, S, row, mask, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
-    """The codes of a tile, `[tile, WIDTH]`, with SPLIT both parts, else the same twice; and their squared norms."""
-    at = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    w = tl.load(W + at, mask=mask[:, None], other=0.0)
-    low = tl.load(W_LOW + at, mask=mask[:, None], other=0.0) if SPLIT else w
-    return w, low, tl.load(S + row, mask=mask, other=0.0)
+def _load_rows(X, row, stride, inside, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    """Rows of q, k, v, OUT or DOUT, `[tile, D]`, 0 where there is no token or channel."""
+    d = tl.arange(0, D)
+    mask = inside[:, None]
+    if HEAD_DIM < D:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    return tl.load(X + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_codes(W, S, row, inside, WIDTH: tl.constexpr):
+    """The codes of a tile, `[tile, WIDTH]`, and their squared norms."""
+    w = tl.load(W + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0.0)
+    return w, tl.load(S + row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _factors(W, row, inside, w, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """What the codes of owned tokens are multiplied with the visited ones as: -2 w, with SPLIT also halves swapped."""
+    if SPLIT:
+        swapped = (tl.arange(0, WIDTH) + WIDTH // 2) % WIDTH
+        return -2.0 * w, -2.0 * tl.load(W + row[:, None] * WIDTH + swapped[None, :], mask=inside[:, None], other=0.0)
+    return w, w
 
 
 @triton.jit
 def _distance(
-        W, W_LOW, S, row_i, row_j, in_i, in_j, w_i, low_i, s_i,
+        W, S, row_i, row_j, in_i, in_j, factor_i, swapped_i, s_i,
         SHORT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TOLERANCE: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Distances along one axis from the owned codes to the visited ones, their inverses, and both parts of the latter.
+    """Distances along one axis from the owned codes to the visited ones, their inverses, and the latter.
 
     Distance and inverse are 0 where the distance is no larger than its rounding error, and where one of the tokens has
     no code, unless the other's is NaN.
     """
-    w_j, low_j, s_j = _load_codes(W, W_LOW, S, row_j, in_j, WIDTH, SPLIT)
+    w_j, s_j = _load_codes(W, S, row_j, in_j, WIDTH)
     if (SHORT > 0) & (s_i.dtype == DTYPE):  # a product of such short codes is not precise enough
         square = tl.minimum(s_i, 0.0)[:, None] + tl.minimum(s_j, 0.0)[None, :]
         floor = tl.maximum(s_i, 0.0)[:, None] + tl.maximum(s_j, 0.0)[None, :]
@@ -165,27 +114,26 @@ def _distance(
             x_i = tl.load(W + row_i * WIDTH + c, mask=in_i, other=0.0).to(DTYPE)
             x_j = tl.load(W + row_j * WIDTH + c, mask=in_j, other=0.0).to(DTYPE)
             if SPLIT:
-                x_i += tl.load(W_LOW + row_i * WIDTH + c, mask=in_i, other=0.0).to(DTYPE)
-                x_j += tl.load(W_LOW + row_j * WIDTH + c, mask=in_j, other=0.0).to(DTYPE)
+                x_i += tl.load(W + row_i * WIDTH + WIDTH // 2 + c, mask=in_i, other=0.0).to(DTYPE)
+                x_j += tl.load(W + row_j * WIDTH + WIDTH // 2 + c, mask=in_j, other=0.0).to(DTYPE)
             difference = x_i[:, None] - x_j[None, :]
             square += difference * difference
     else:
         floor = TOLERANCE * s_i[:, None] + TOLERANCE * s_j[None, :]
         square = s_i[:, None] + s_j[None, :]
         if SPLIT:
-            square = tl.dot(-2.0 * w_i, tl.trans(w_j), acc=square)
-            square = tl.dot(-2.0 * low_i, tl.trans(w_j), acc=square)
-            square = tl.dot(-2.0 * w_i, tl.trans(low_j), acc=square)
+            square = tl.dot(factor_i, tl.trans(w_j), acc=square)
+            square = tl.dot(swapped_i, tl.trans(w_j), acc=square)
         else:
             square -= 2 * tl.dot(
-                w_i.to(s_i.dtype), tl.trans(w_j.to(s_i.dtype)), input_precision='ieee', out_dtype=s_i.dtype)
+                factor_i.to(s_i.dtype), tl.trans(w_j.to(s_i.dtype)), input_precision='ieee', out_dtype=s_i.dtype)
     is_zero = square <= floor  # NaN stays NaN
     square = square.to(DTYPE)
     if not SPLIT:
         is_zero |= square < 1.2e-38  # about the smallest float32 that a GPU does not take for 0
         square = tl.where(is_zero, 0.0, square)  # it may be -infinity
     inverse = tl.rsqrt(tl.where(is_zero, float('inf'), square))
-    return square * inverse, inverse, w_j, low_j
+    return square * inverse, inverse, w_j
 
 
 @triton.jit
@@ -195,25 +143,38 @@ def _partial_sums(x):
 
 
 @triton.jit
-def _to_tf32(x):
-    """Cut off the digits that tf32 does not have, as tensor cores do it."""
-    return (x.to(tl.uint32, bitcast=True) & 0xffffe000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _add_sums(r, w, low, row_sum, rw, SPLIT: tl.constexpr):
-    """Add rowsum(R) to `row_sum` and R w to `rw`.
+def _add_sums(r, w, row_sum, rw, SPLIT: tl.constexpr):
+    """Add rowsum(R) to `row_sum` and R w to `rw`, with SPLIT for each part of w.
 
     The gradient is the difference of the two. So both must use the same R, which may be rounded, and all digits of w.
     """
     if SPLIT:
-        r = _to_tf32(r)  # 16 bits fit into tf32
-        rw = tl.dot(r, low.to(tl.float32), acc=rw, input_precision='tf32')
+        r = to_tf32(r)  # 16 bits fit into tf32
         rw = tl.dot(r, w.to(tl.float32), acc=rw, input_precision='tf32')
     else:
         r = r.to(rw.dtype)
         rw += tl.dot(r, w.to(rw.dtype), input_precision='ieee', out_dtype=rw.dtype)
     return row_sum + _partial_sums(r), rw
+
+
+@triton.jit
+def _store_code_gradient(
+        DW, W, row, at, inside, width, gain, row_sum, rw,
+        ADD: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Store, or add to what is stored: gain * (rowsum(R) w - R w), for the rows `at` of DW."""
+    C: tl.constexpr = WIDTH // 2 if SPLIT else WIDTH
+    c = tl.arange(0, C)
+    w = tl.load(W + row[:, None] * WIDTH + c[None, :], mask=inside[:, None], other=0.0).to(rw.dtype)
+    if SPLIT:
+        w += tl.load(W + row[:, None] * WIDTH + C + c[None, :], mask=inside[:, None], other=0.0).to(rw.dtype)
+        rw = tl.sum(tl.reshape(rw, [rw.shape[0], 2, C]), 1)
+    gradient = gain * (tl.sum(row_sum, 1)[:, None] * w - rw).to(DTYPE)
+    to = DW + at[:, None] * width + c[None, :]
+    mask = inside[:, None] & (c < width)[None, :]
+    if ADD:
+        gradient += tl.load(to, mask=mask, other=0.0)
+    tl.store(to, gradient, mask=mask)
 
 
 @triton.jit
@@ -238,9 +199,9 @@ def _logits(
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward(
-        Q, K, V, WX, WX_LOW, WY, WY_LOW, SX, SY, UNIT, GAIN, OUT, ROW_MAX, ROW_SUM,
-        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-        num_heads, num_tokens, scale,
+        Q, K, V, OUT, WX, WY, SX, SY, UNIT, GAIN, ROW_MAX, ROW_SUM,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n,
+        num_heads, num_tokens, scale, gain_step,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
         SHORT_X: tl.constexpr, SHORT_Y: tl.constexpr,
         OWN: tl.constexpr, VISIT: tl.constexpr,
@@ -251,31 +212,29 @@ def _forward(
     head = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     i = tl.program_id(0) % tiles * OWN + tl.arange(0, OWN)
-    d = tl.arange(0, D)
-    in_i, in_d = i < num_tokens, d < HEAD_DIM
-    q = tl.load(
-        Q + b * sq_b + h * sq_h + i[:, None] * sq_n + d[None, :], mask=in_i[:, None] & in_d[None, :], other=0.0)
+    in_i = i < num_tokens
+    q = _load_rows(Q + b * sq_b + h * sq_h, i, sq_n, in_i, HEAD_DIM, D)
+    k_head, v_head = K + b * sk_b + h * sk_h, V + b * sv_b + h * sv_h
     row_i = head * num_tokens + i
-    wx_i, low_x_i, sx_i = _load_codes(WX, WX_LOW, SX, row_i, in_i, CX, SPLIT)
-    wy_i, low_y_i, sy_i = _load_codes(WY, WY_LOW, SY, row_i, in_i, CY, SPLIT)
+    wx_i, sx_i = _load_codes(WX, SX, row_i, in_i, CX)
+    wy_i, sy_i = _load_codes(WY, SY, row_i, in_i, CY)
+    factor_x, swapped_x = _factors(WX, row_i, in_i, wx_i, CX, SPLIT)
+    factor_y, swapped_y = _factors(WY, row_i, in_i, wy_i, CY, SPLIT)
     unit = tl.load(UNIT + head)
-    gain, scale_2 = tl.load(GAIN + h) * unit * LOG2E, scale * LOG2E
+    gain, scale_2 = tl.load(GAIN + h * gain_step) * unit * LOG2E, scale * LOG2E
     row_max = tl.full([OWN], float('-inf'), DTYPE)
     row_sum = tl.zeros([OWN, 8], DTYPE)
     out = tl.zeros([OWN, D], DTYPE)
     for start in range(0, num_tokens, VISIT):
         j = start + tl.arange(0, VISIT)
         in_j = j < num_tokens
-        mask_j = in_j[:, None] & in_d[None, :]
-        k = tl.load(K + b * sk_b + h * sk_h + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
-        v = tl.load(V + b * sv_b + h * sv_h + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
+        k = _load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
+        v = _load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
         row_j = head * num_tokens + j
-        distance_x, _, _, _ = _distance(
-            WX, WX_LOW, SX, row_i, row_j, in_i, in_j, wx_i, low_x_i, sx_i,
-            SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
-        distance_y, _, _, _ = _distance(
-            WY, WY_LOW, SY, row_i, row_j, in_i, in_j, wy_i, low_y_i, sy_i,
-            SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
+        distance_x, _, _ = _distance(
+            WX, SX, row_i, row_j, in_i, in_j, factor_x, swapped_x, sx_i, SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
+        distance_y, _, _ = _distance(
+            WY, SY, row_i, row_j, in_i, in_j, factor_y, swapped_y, sy_i, SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
         logits = _logits(q, k, distance_x + distance_y, in_j, scale_2, gain, True, sx_i.dtype, PRECISION, DTYPE)
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         p = tl.exp2(logits - new_max[:, None])
@@ -284,9 +243,10 @@ def _forward(
         out = out * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION, out_dtype=DTYPE)
         row_max = new_max
     row_sum = tl.sum(row_sum, 1)
+    d = tl.arange(0, D)
     tl.store(
-        OUT + row_i[:, None] * HEAD_DIM + d[None, :], (out / row_sum[:, None]).to(OUT.dtype.element_ty),
-        mask=in_i[:, None] & in_d[None, :])
+        OUT + b * so_b + h * so_h + i[:, None] * so_n + d[None, :], (out / row_sum[:, None]).to(OUT.dtype.element_ty),
+        mask=in_i[:, None] & (d < HEAD_DIM)[None, :])
     if SPLIT:
         row_max += tl.log2(row_sum)
         row_sum = tl.full([OWN], 1.0, DTYPE)
@@ -296,9 +256,9 @@ def _forward(
 
 @triton.jit(do_not_specialize=SIZES)
 def _backward(
-        Q, K, V, DOUT, WX, WX_LOW, WY, WY_LOW, SX, SY, UNIT, GAIN, ROW_MAX, ROW_SUM, DELTA, DQK, DV, DWX, DWY, DGAIN,
-        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
-        num_heads, num_tokens, scale,
+        Q, K, V, OUT, DOUT, WX, WY, SX, SY, UNIT, GAIN, ROW_MAX, ROW_SUM, DELTA, DQK, DV, DWX, DWY, DGAIN,
+        sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, so_b, so_h, so_n, sd_b, sd_h, sd_n,
+        num_heads, num_tokens, num_prefix, width_x, width_y, scale, gain_step,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CX: tl.constexpr, CY: tl.constexpr,
         SHORT_X: tl.constexpr, SHORT_Y: tl.constexpr,
         OWN: tl.constexpr, VISIT: tl.constexpr,
@@ -325,28 +285,35 @@ def _backward(
     head = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = head // num_heads, head % num_heads
     i = tl.program_id(0) % tiles * OWN + tl.arange(0, OWN)
-    d, cx, cy = tl.arange(0, D), tl.arange(0, CX), tl.arange(0, CY)
-    in_i, in_d = i < num_tokens, d < HEAD_DIM
-    mask_i = in_i[:, None] & in_d[None, :]
+    in_i = i < num_tokens
     row_i = head * num_tokens + i
     q_head, k_head, v_head = Q + b * sq_b + h * sq_h, K + b * sk_b + h * sk_h, V + b * sv_b + h * sv_h
-    dout_head = DOUT + head * num_tokens * HEAD_DIM
+    dout_head = DOUT + b * sd_b + h * sd_h
     if KEY_PASS:
-        qk_i = tl.load(k_head + i[:, None] * sk_n + d[None, :], mask=mask_i, other=0.0)
-        gv_i = tl.load(v_head + i[:, None] * sv_n + d[None, :], mask=mask_i, other=0.0)
+        qk_i = _load_rows(k_head, i, sk_n, in_i, HEAD_DIM, D)
+        gv_i = _load_rows(v_head, i, sv_n, in_i, HEAD_DIM, D)
     else:
-        qk_i = tl.load(q_head + i[:, None] * sq_n + d[None, :], mask=mask_i, other=0.0)
-        gv_i = tl.load(dout_head + i[:, None] * HEAD_DIM + d[None, :], mask=mask_i, other=0.0)
-        max_i = tl.load(ROW_MAX + row_i, mask=in_i, other=0.0)
-        if not SPLIT:
+        qk_i = _load_rows(q_head, i, sq_n, in_i, HEAD_DIM, D)
+        gv_i = _load_rows(dout_head, i, sd_n, in_i, HEAD_DIM, D)
+        max_i = tl.load(ROW_MAX + row_i, mask=in_i, other=float('inf'))  # makes p 0
+        if SPLIT:
+            # The sum of p * dp over keys is the sum of DOUT * OUT over channels. If a query attends to one key alone,
+            # gradients depend on its last digits, so for float32 a launch of its own sums p * dp.
+            out = _load_rows(OUT + b * so_b + h * so_h, i, so_n, in_i, HEAD_DIM, D)
+            delta_i = tl.sum(gv_i.to(DTYPE) * out.to(DTYPE), 1)
+            tl.store(DELTA + row_i, delta_i, mask=in_i)
+        else:
             inverse_sum_i = 1.0 / tl.load(ROW_SUM + row_i, mask=in_i, other=1.0)
-        if not DELTA_ONLY:
-            delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
-    wx_i, low_x_i, sx_i = _load_codes(WX, WX_LOW, SX, row_i, in_i, CX, SPLIT)
-    wy_i, low_y_i, sy_i = _load_codes(WY, WY_LOW, SY, row_i, in_i, CY, SPLIT)
+            if not DELTA_ONLY:
+                delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
+    wx_i, sx_i = _load_codes(WX, SX, row_i, in_i, CX)
+    wy_i, sy_i = _load_codes(WY, SY, row_i, in_i, CY)
+    factor_x, swapped_x = _factors(WX, row_i, in_i, wx_i, CX, SPLIT)
+    factor_y, swapped_y = _factors(WY, row_i, in_i, wy_i, CY, SPLIT)
     unit = tl.load(UNIT + head)
     # computed as in `_forward`, so the same to the last digit
-    gain, scale_2 = tl.load(GAIN + h) * unit * LOG2E, scale * LOG2E
+    plain_gain = tl.load(GAIN + h * gain_step)
+    gain, scale_2 = plain_gain * unit * LOG2E, scale * LOG2E
     dqk = tl.zeros([OWN, D], DTYPE)
     dv = tl.zeros([OWN, D], DTYPE)
     dwx = tl.zeros([OWN, CX], sx_i.dtype)
@@ -359,20 +326,17 @@ def _backward(
     for start in range(0, num_tokens, VISIT):
         j = start + tl.arange(0, VISIT)
         in_j = j < num_tokens
-        mask_j = in_j[:, None] & in_d[None, :]
         row_j = head * num_tokens + j
         if KEY_PASS:
-            qk_j = tl.load(q_head + j[:, None] * sq_n + d[None, :], mask=mask_j, other=0.0)
-            gv_j = tl.load(dout_head + j[:, None] * HEAD_DIM + d[None, :], mask=mask_j, other=0.0)
+            qk_j = _load_rows(q_head, j, sq_n, in_j, HEAD_DIM, D)
+            gv_j = _load_rows(dout_head, j, sd_n, in_j, HEAD_DIM, D)
         else:
-            qk_j = tl.load(k_head + j[:, None] * sk_n + d[None, :], mask=mask_j, other=0.0)
-            gv_j = tl.load(v_head + j[:, None] * sv_n + d[None, :], mask=mask_j, other=0.0)
-        distance_x, inverse_x, wx_j, low_x_j = _distance(
-            WX, WX_LOW, SX, row_i, row_j, in_i, in_j, wx_i, low_x_i, sx_i,
-            SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
-        distance_y, inverse_y, wy_j, low_y_j = _distance(
-            WY, WY_LOW, SY, row_i, row_j, in_i, in_j, wy_i, low_y_i, sy_i,
-            SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
+            qk_j = _load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
+            gv_j = _load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
+        distance_x, inverse_x, wx_j = _distance(
+            WX, SX, row_i, row_j, in_i, in_j, factor_x, swapped_x, sx_i, SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
+        distance_y, inverse_y, wy_j = _distance(
+            WY, SY, row_i, row_j, in_i, in_j, factor_y, swapped_y, sy_i, SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
         distance = distance_x + distance_y
         logits = _logits(qk_i, qk_j, distance, in_j, scale_2, gain, not KEY_PASS, sx_i.dtype, PRECISION, DTYPE)
         if KEY_PASS:
@@ -401,35 +365,29 @@ def _backward(
                 mean_distance += _partial_sums(p * distance)
                 delta += _partial_sums(dlogits)
         if GRAD_X:
-            r_sum_x, dwx = _add_sums(dlogits * inverse_x, wx_j, low_x_j, r_sum_x, dwx, SPLIT)
+            r_sum_x, dwx = _add_sums(dlogits * inverse_x, wx_j, r_sum_x, dwx, SPLIT)
         if GRAD_Y:
-            r_sum_y, dwy = _add_sums(dlogits * inverse_y, wy_j, low_y_j, r_sum_y, dwy, SPLIT)
+            r_sum_y, dwy = _add_sums(dlogits * inverse_y, wy_j, r_sum_y, dwy, SPLIT)
     if DELTA_ONLY:
         tl.store(DELTA + row_i, tl.sum(delta, 1), mask=in_i)
     if GRAD_TOKENS:
-        at = row_i[:, None] * HEAD_DIM + d[None, :]
-        tl.store(DQK + at, (dqk * scale).to(DQK.dtype.element_ty), mask=mask_i)
+        d = tl.arange(0, D)
+        at, mask = row_i[:, None] * HEAD_DIM + d[None, :], in_i[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(DQK + at, (dqk * scale).to(DQK.dtype.element_ty), mask=mask)
         if KEY_PASS:
-            tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask_i)
+            tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=mask)
         else:
             # dlogits should sum to 0 over each row. If DELTA was rounded to 16 bits they do not, and the rest would be
             # multiplied with the mean distance, so that is taken out.
             tl.store(DGAIN + row_i, (tl.sum(dgain, 1) - tl.sum(delta, 1) * tl.sum(mean_distance, 1)) * unit, mask=in_i)
     # The key pass runs second and adds to the stored query-pass gradient.
+    at, has_code = head * (num_tokens - num_prefix) + i - num_prefix, in_i & (i >= num_prefix)
     if GRAD_X:
-        at = row_i[:, None] * CX + cx[None, :]
-        w_i = wx_i.to(dwx.dtype) + low_x_i.to(dwx.dtype) if SPLIT else wx_i
-        dwx = tl.load(GAIN + h) * (tl.sum(r_sum_x, 1)[:, None] * w_i - dwx).to(DTYPE)
-        if KEY_PASS:
-            dwx += tl.load(DWX + at, mask=in_i[:, None], other=0.0)
-        tl.store(DWX + at, dwx, mask=in_i[:, None])
+        _store_code_gradient(
+            DWX, WX, row_i, at, has_code, width_x, plain_gain, r_sum_x, dwx, KEY_PASS, CX, SPLIT, DTYPE)
     if GRAD_Y:
-        at = row_i[:, None] * CY + cy[None, :]
-        w_i = wy_i.to(dwy.dtype) + low_y_i.to(dwy.dtype) if SPLIT else wy_i
-        dwy = tl.load(GAIN + h) * (tl.sum(r_sum_y, 1)[:, None] * w_i - dwy).to(DTYPE)
-        if KEY_PASS:
-            dwy += tl.load(DWY + at, mask=in_i[:, None], other=0.0)
-        tl.store(DWY + at, dwy, mask=in_i[:, None])
+        _store_code_gradient(
+            DWY, WY, row_i, at, has_code, width_y, plain_gain, r_sum_y, dwy, KEY_PASS, CY, SPLIT, DTYPE)
 
 
 def _constants(
@@ -457,13 +415,24 @@ def _constants(
     }
 
 
-def _launch(kernel, tiles: Tiles, tensors, scale: float, constants) -> None:
-    q, k, v = tensors[:3]
-    batch, num_heads, num_tokens, _ = q.shape
-    with torch.cuda.device_of(q):
+def _code_width(constants: Dict[str, object]) -> int:
+    """Padded channels of the wider codes."""
+    return max(constants['CX'], constants['CY']) // (2 if constants['SPLIT'] else 1)
+
+
+def _launch(kernel, tiles: Tiles, tokens, others, sizes, constants) -> None:
+    """`tokens` are q, k, v, the output and, in the backward pass, its gradient."""
+    batch, num_heads, num_tokens, _ = tokens[0].shape
+    with torch.cuda.device_of(tokens[0]):
         kernel[(triton.cdiv(num_tokens, tiles.own) * batch * num_heads,)](
-            *tensors, *(t.stride(n) for t in (q, k, v) for n in range(3)), num_heads, num_tokens, scale,
-            **constants, OWN=tiles.own, VISIT=tiles.visit, num_warps=tiles.warps, num_stages=tiles.stages)
+            *tokens, *others, *(t.stride(n) for t in tokens for n in range(3)), num_heads, num_tokens, *sizes,
+            **constants, OWN=tiles.own, VISIT=tiles.visit, **tiles.options())
+
+
+def _empty_out(v: torch.Tensor) -> torch.Tensor:
+    """`[B, h, N, d]` in the order of memory in which models merge the heads, so that they need not copy it."""
+    batch, num_heads, num_tokens, head_dim = v.shape
+    return v.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
 
 
 @torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=())
@@ -480,22 +449,22 @@ def triton_distance_attention_forward(
 
     Only for q of 16 bits are these merged into one logarithm: next to a logit of 10^4, digits of the sum are lost.
     """
-    batch, num_heads, num_tokens, _ = q.shape
     q, k, v = dense_rows(q, k, v)
-    prepared = PreparedCodes.of(codes_x, codes_y, num_tokens, q.dtype)
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    row_max, row_sum = (codes_x.new_empty(batch, num_heads, num_tokens) for _ in range(2))
+    prepared = PreparedCodes.of(codes_x, codes_y, q.shape[2], q.dtype)
+    out = _empty_out(v)
+    row_max, row_sum = (codes_x.new_empty(q.shape[:3]) for _ in range(2))
     constants = _constants(q, prepared, codes_x, codes_y)
-    tiles = forward_tiles(constants['D'], max(constants['CX'], constants['CY']), q.element_size())
-    gain = bias_scale.to(codes_x.dtype).expand(num_heads).contiguous()
-    _launch(_forward, tiles, (q, k, v, *prepared, gain, out, row_max, row_sum), scale, constants)
+    tiles = forward_tiles(constants['D'], _code_width(constants), q.element_size())
+    gain = bias_scale.to(codes_x.dtype).contiguous()
+    _launch(
+        _forward, tiles, (q, k, v, out), (*prepared, gain, row_max, row_sum), (scale, int(len(gain) > 1)), constants)
     return out, row_max, row_sum
 
 
 @triton_distance_attention_forward.register_fake
 def _(q, k, v, codes_x, codes_y, bias_scale, scale):
     rows = codes_x.new_empty(q.shape[:-1])
-    return torch.empty_like(v, memory_format=torch.contiguous_format), rows, torch.empty_like(rows)
+    return _empty_out(v), rows, torch.empty_like(rows)
 
 
 @torch.library.custom_op('timm_sape::distance_attention_triton_backward', mutates_args=())
@@ -512,30 +481,22 @@ def triton_distance_attention_backward(
         bias_scale: torch.Tensor,
         scale: float,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch, num_heads, num_tokens, _ = q.shape
-    q, k, v = dense_rows(q, k, v)
-    grad = grad.contiguous()
+    grad, out, q, k, v = dense_rows(grad, out, q, k, v)
+    num_tokens, prefix = q.shape[2], q.shape[2] - codes_x.shape[2]
     prepared = PreparedCodes.of(codes_x, codes_y, num_tokens, q.dtype)
-    has_16_bits = q.element_size() <= 2
-    # The sum of p * dp over keys is the sum of grad * out over channels. If a query attends to one key alone, gradients
-    # depend on its last digits, so for float32 a launch of its own sums p * dp.
-    delta = (grad.to(codes_x.dtype) * out).sum(dim=-1) if has_16_bits else torch.empty_like(row_max)  # [B, h, N]
-    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    grad_wx, grad_wy, grad_gain = (
-        torch.empty_like(t, dtype=delta.dtype) for t in (prepared.wx, prepared.wy, delta))
-    prefix = num_tokens - codes_x.shape[-2]
+    delta, grad_gain = torch.empty_like(row_max), torch.empty_like(row_max)
+    grad_q, grad_k, grad_v, grad_x, grad_y = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y))
     constants = _constants(q, prepared, codes_x, codes_y)
-    gain = bias_scale.to(codes_x.dtype).expand(num_heads).contiguous()
-    for launch in backward_launches(constants['D'], max(constants['CX'], constants['CY']), q.element_size()):
-        tensors = (
-            q, k, v, grad, *prepared, gain, row_max, row_sum, delta,
-            grad_k if launch.key_pass else grad_q, grad_v, grad_wx, grad_wy, grad_gain)
-        _launch(_backward, launch.tiles, tensors, scale, {**constants, **launch.constants()})
-    grad_codes = [
-        g[:, prefix:, :c.shape[-1]].reshape(c.shape) for g, c in ((grad_wx, codes_x), (grad_wy, codes_y))]
-    grad_scale = grad_gain.sum(dim=(0, 2))  # [h]
-    grad_scale = grad_scale.sum(0, keepdim=True) if bias_scale.shape[0] == 1 else grad_scale
-    return grad_q, grad_k, grad_v, *(g.contiguous() for g in grad_codes), grad_scale.to(bias_scale.dtype)
+    gain = bias_scale.to(codes_x.dtype).contiguous()
+    sizes = prefix, codes_x.shape[-1], codes_y.shape[-1], scale, int(len(gain) > 1)
+    for launch in backward_launches(constants['D'], _code_width(constants), q.element_size()):
+        others = (
+            *prepared, gain, row_max, row_sum, delta, grad_k if launch.key_pass else grad_q, grad_v, grad_x, grad_y,
+            grad_gain)
+        _launch(_backward, launch.tiles, (q, k, v, out, grad), others, sizes, {**constants, **launch.constants()})
+    grad_scale = grad_gain.sum(dim=(0, 2) if len(gain) > 1 else None).view(-1)  # [h] or [1]
+    return grad_q, grad_k, grad_v, grad_x, grad_y, grad_scale.to(bias_scale.dtype)
 
 
 @triton_distance_attention_backward.register_fake

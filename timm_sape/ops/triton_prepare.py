@@ -15,11 +15,11 @@ __all__ = ['PreparedCodes']
 SIZES = ['num_tokens', 'num_prefix_tokens', 'width_x', 'width_y']  # new values of these do not compile a kernel anew
 # In place of the squared norm of what has no code, so that no distance to it counts; for norms in float32 and float64.
 NO_CODE, NO_CODE_WIDE = tl.constexpr(-1e38), tl.constexpr(-1e300)
-TILE = 32  # patches at a time
+TILE = 8192  # codes at a time, as numbers
 
 # The parameters of the kernel:
 #   CODES_X, CODES_Y        [B*h, N-P, width], contiguous
-#   WX, WX_LOW, ..., UNIT   see `triton_distances`
+#   WX, WY, SX, SY, UNIT    see `triton_distances`
 #   num_tokens N, num_prefix_tokens P, and width_x, width_y, the channels of the codes
 #   CX, CY                  channels, padded
 #   TILE                    patches at a time, or tokens
@@ -30,7 +30,7 @@ TILE = 32  # patches at a time
 
 @triton.jit(do_not_specialize=SIZES)
 def _prepare(
-        CODES_X, CODES_Y, WX, WX_LOW, WY, WY_LOW, SX, SY, UNIT,
+        CODES_X, CODES_Y, WX, WY, SX, SY, UNIT,
         num_tokens, num_prefix_tokens, width_x, width_y,
         CX: tl.constexpr, CY: tl.constexpr, TILE: tl.constexpr,
         CENTRE: tl.constexpr, SPLIT: tl.constexpr, EPS: tl.constexpr,
@@ -55,10 +55,10 @@ def _prepare(
         tl.store(UNIT + head, (exponent << 23).to(tl.float32, bitcast=True))
         per_unit = (254 - exponent << 23).to(tl.float32, bitcast=True)  # a division would not be exact
     _write_codes(
-        codes_x, mean_x, per_unit, WX, WX_LOW, SX, head, num_tokens, num_prefix_tokens, width_x,
+        codes_x, mean_x, per_unit, WX, SX, head, num_tokens, num_prefix_tokens, width_x,
         CX, TILE, CENTRE, SPLIT, EPS)
     _write_codes(
-        codes_y, mean_y, per_unit, WY, WY_LOW, SY, head, num_tokens, num_prefix_tokens, width_y,
+        codes_y, mean_y, per_unit, WY, SY, head, num_tokens, num_prefix_tokens, width_y,
         CY, TILE, CENTRE, SPLIT, EPS)
 
 
@@ -110,22 +110,22 @@ def _largest(
 
 @triton.jit
 def _write_codes(
-        CODES, mean, per_unit, W, W_LOW, S, head, num_tokens, num_prefix_tokens, width,
+        CODES, mean, per_unit, W, S, head, num_tokens, num_prefix_tokens, width,
         C: tl.constexpr, TILE: tl.constexpr, CENTRE: tl.constexpr, SPLIT: tl.constexpr, EPS: tl.constexpr,
 ):
-    """Write W, W_LOW and S of a head, see `_prepare`."""
+    """Write W and S of a head, see `_prepare`."""
     c = tl.arange(0, C)
     for start in range(0, num_tokens, TILE):
         i = start + tl.arange(0, TILE)
         row, in_i = head * num_tokens + i, i < num_tokens
-        at = row[:, None] * C + c[None, :]
+        at = row[:, None] * (2 * C if SPLIT else C) + c[None, :]
         w = _centred(CODES, mean, i - num_prefix_tokens, num_tokens - num_prefix_tokens, width, C, CENTRE, EPS)
         if SPLIT:
             w *= per_unit
             high = w.to(tl.float16)
             low = (w - high.to(tl.float32)).to(tl.float16)
             tl.store(W + at, high, mask=in_i[:, None])
-            tl.store(W_LOW + at, low, mask=in_i[:, None])
+            tl.store(W + at + C, low, mask=in_i[:, None])
             w = high.to(tl.float32) + low.to(tl.float32)
         else:
             tl.store(W + at, w, mask=in_i[:, None])
@@ -138,9 +138,7 @@ def _write_codes(
 class PreparedCodes(NamedTuple):
     """Codes as the kernels read them, in the order of their parameters."""
     wx: torch.Tensor
-    wx_low: torch.Tensor
     wy: torch.Tensor
-    wy_low: torch.Tensor
     sx: torch.Tensor
     sy: torch.Tensor
     unit: torch.Tensor
@@ -151,16 +149,17 @@ class PreparedCodes(NamedTuple):
         rows = codes_x.shape[0] * codes_x.shape[1]
         codes = [c.contiguous() for c in (codes_x, codes_y)]
         split, wide = dtype.itemsize <= 2, dtype == torch.float32
-        w, low, s = [], [], []
-        for c in codes:
-            shape = rows, num_tokens, padded(c.shape[-1])
-            w.append(c.new_empty(shape, dtype=torch.float16 if split else None))
-            low.append(torch.empty_like(w[-1]) if split else w[-1])
-            s.append(c.new_empty(shape[:2], dtype=torch.float64 if wide else None))
-        prepared = cls(w[0], low[0], w[1], low[1], *s, codes_x.new_ones(rows))
+        widths = [padded(c.shape[-1]) for c in codes]
+        w = [
+            c.new_empty(rows, num_tokens, 2 * width if split else width, dtype=torch.float16 if split else None)
+            for c, width in zip(codes, widths)]
+        s = [c.new_empty(rows, num_tokens, dtype=torch.float64 if wide else None) for c in codes]
+        unit = codes_x.new_empty(rows) if split else codes_x.new_ones(rows)
+        prepared = cls(*w, *s, unit)
+        tile = min(TILE // max(widths), max(16, triton.next_power_of_2(num_tokens)))
         with torch.cuda.device_of(codes_x):
             _prepare[(rows,)](
                 *codes, *prepared, num_tokens, num_tokens - codes_x.shape[-2], *(c.shape[-1] for c in codes),
-                CX=w[0].shape[-1], CY=w[1].shape[-1], TILE=TILE, CENTRE=not wide, SPLIT=split,
-                EPS=torch.finfo(codes_x.dtype).eps)
+                CX=widths[0], CY=widths[1], TILE=tile, CENTRE=not wide, SPLIT=split,
+                EPS=torch.finfo(codes_x.dtype).eps, num_warps=max(1, tile * max(widths) // 1024))
         return prepared

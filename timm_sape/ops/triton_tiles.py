@@ -1,0 +1,101 @@
+"""How the Triton kernels are launched: tiles, warps and registers, by the sizes of what they compute.
+
+Measured on an H200 by `.ci/gpu tiles` for heads of 64 channels and 16 bits, the rest chosen by the instructions and the
+memory that `.ci/check_spills.py` counts.
+"""
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from .triton_common import padded
+
+__all__ = ['ALL', 'CODES', 'TOKENS', 'BackwardLaunch', 'Tiles', 'backward_launches', 'codes_options', 'forward_tiles']
+
+
+class Tiles(NamedTuple):
+    """How a kernel of `triton_distances` is launched."""
+    own: int  # tokens that a program owns
+    visit: int  # tokens that it visits at a time
+    warps: int
+    stages: int = 1  # of the software pipeline; 1 for none
+    registers: Optional[int] = None  # of a thread at most, so that more programs run at a time; None for no limit
+
+    def options(self) -> Dict[str, Optional[int]]:
+        """For Triton."""
+        return {'num_warps': self.warps, 'num_stages': self.stages, 'maxnreg': self.registers}
+
+
+class BackwardLaunch(NamedTuple):
+    """One launch of `_backward`: its tiles, its pass, and which gradients it computes."""
+    tiles: Tiles
+    key_pass: bool
+    delta_only: bool = False
+    tokens: bool = False
+    codes_x: bool = False
+    codes_y: bool = False
+
+    def constants(self) -> Dict[str, object]:
+        return {
+            'KEY_PASS': self.key_pass,
+            'DELTA_ONLY': self.delta_only,
+            'GRAD_TOKENS': self.tokens,
+            'GRAD_X': self.codes_x,
+            'GRAD_Y': self.codes_y,
+        }
+
+
+ALL, TOKENS, CODES = ('tokens', 'codes_x', 'codes_y'), ('tokens',), ('codes_x', 'codes_y')
+# By padded head dim and padded codes.
+FORWARD_16_BITS = {
+    (64, 16): Tiles(64, 32, 4),
+    (64, 32): Tiles(64, 32, 4),
+    (64, 64): Tiles(64, 32, 4),
+    (128, 16): Tiles(64, 32, 4),
+    (128, 32): Tiles(64, 32, 4),
+    (128, 64): Tiles(128, 32, 8),
+}
+# The launches of the query pass and those of the key pass: what each computes, and its tiles.
+BACKWARD_16_BITS = {
+    (64, 16): ([(ALL, Tiles(64, 32, 4))], [(ALL, Tiles(64, 32, 4))]),
+    (64, 32): ([(ALL, Tiles(64, 32, 4))], [(ALL, Tiles(64, 32, 4))]),
+    (64, 64): ([(ALL, Tiles(64, 32, 4))], [(ALL, Tiles(64, 32, 4))]),
+    (128, 16): 2 * ([(ALL, Tiles(128, 32, 8))],),
+    (128, 32): 2 * ([(TOKENS, Tiles(64, 32, 4)), (CODES, Tiles(64, 32, 4))],),
+    (128, 64): 2 * ([(TOKENS, Tiles(128, 32, 8)), (CODES, Tiles(128, 32, 8))],),
+}
+# Of the kernels of `triton_codes`, by padded codes: warps, and the registers of a thread at most, in the backward pass.
+CODES_16_BITS: Dict[int, Tuple[int, Optional[int]]] = {
+    16: (1, 128),
+    32: (4, 128),
+    64: (8, 128),
+}
+FORWARD_32_BITS = DELTA_32_BITS = Tiles(64, 16, 4)
+BACKWARD_32_BITS = {  # both passes, by padded codes
+    16: [(ALL, Tiles(64, 16, 8))],
+    32: [(TOKENS, Tiles(32, 32, 4)), (CODES, Tiles(32, 16, 4))],
+}
+CODES_32_BITS: Dict[int, Tuple[int, Optional[int]]] = {
+    16: (4, None),
+    32: (8, None),
+}
+
+
+def forward_tiles(head_dim: int, code: int, itemsize: int) -> Tiles:
+    """For a padded head dim, the wider of the padded codes, and the bytes of a number of q."""
+    return FORWARD_32_BITS if itemsize > 2 else FORWARD_16_BITS[max(64, head_dim), code]
+
+
+def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardLaunch]:
+    """In their order. Arguments as for `forward_tiles`."""
+    if itemsize > 2:
+        launches = [BackwardLaunch(DELTA_32_BITS, key_pass=False, delta_only=True)]
+        passes = 2 * [BACKWARD_32_BITS[code]]
+    else:
+        launches, passes = [], BACKWARD_16_BITS[max(64, head_dim), code]
+    for key_pass, of_pass in zip((False, True), passes):
+        launches += [BackwardLaunch(tiles, key_pass, **dict.fromkeys(outputs, True)) for outputs, tiles in of_pass]
+    return launches
+
+
+def codes_options(length: int, itemsize: int, backward: bool) -> Dict[str, Optional[int]]:
+    """For Triton, by the patches of a line and the bytes of a number of q."""
+    warps, registers = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]
+    return {'num_warps': warps, 'maxnreg': registers if backward else None}
