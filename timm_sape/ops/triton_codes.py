@@ -22,7 +22,7 @@ from .triton_tiles import codes_options
 __all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
 
 # New values of these do not compile a kernel anew.
-SIZES = ['num_heads', 'num_tokens', 'num_patches', 'lines', 'line_step', 'step', 'length', 'one']
+SIZES = ['num_heads', 'num_tokens', 'num_patches', 'lines', 'line_step', 'step', 'length']
 # Whether q has more than 16 bits: dtype of the sums of gates, and precision of products for gradients. For the former
 # tensor cores multiply 16 bits, and tf32 is finer than that.
 PRECISIONS = {
@@ -143,11 +143,11 @@ def _forward(
 
 @triton.jit
 def _value_gradients(
-        SOURCE, row, in_line, stride, TABLE, DOUT, at, at_transposed, inside, pos, cell, root,
+        SOURCE, row, in_line, stride, TABLE, DOUT, at, inside, pos, cell, root,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         PART: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """For one source: gradients of the positions, `[C, C]`, of the values at positions below M, `[M, C]`, and at M.
+    """For one source: gradients of the positions, `[C, C]`, of the values at positions below M, `[C, M]`, and at M.
 
     Each value receives the gradients of the codes that were looked up near it.
     """
@@ -158,16 +158,15 @@ def _value_gradients(
         steps = _load_part(TABLE, m + 1, HEAD_DIM, m < NPOS - 1, part, HEAD_DIM, PART)
         steps -= _load_part(TABLE, m, HEAD_DIM, m < NPOS - 1, part, HEAD_DIM, PART)
         slopes += tl.dot(source.to(DTYPE), tl.trans(steps), input_precision=PRECISION, out_dtype=DTYPE)
-    dpos = tl.load(DOUT + at, mask=inside, other=0.0) * root * tl.gather(slopes, cell, 1)
-    # Transposed, with the patches of the line along the lanes of a warp. Then sums over codes stay within a lane.
-    dcode = tl.load(DOUT + at_transposed, mask=inside, other=0.0) * root
-    pos = tl.trans(tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL))
-    dz = tl.zeros([M, C], DTYPE)
+    dcode = tl.load(DOUT + at, mask=inside, other=0.0) * root
+    dpos = dcode * tl.gather(slopes, cell, 1)
+    pos = tl.minimum(pos, NPOS - 1.0, propagate_nan=tl.PropagateNan.ALL)
+    dz = tl.zeros([C, M], DTYPE)
     for n in range(min(NPOS, M)):
         share = tl.maximum((1.0 - tl.abs(pos - n)).to(DTYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        dz += tl.where(m[:, None] == n, tl.sum(dcode * share, 0)[None, :], 0.0)
+        dz += tl.where(m[None, :] == n, tl.sum(dcode * share, 1)[:, None], 0.0)
     share = tl.maximum((pos - (M - 1)).to(DTYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return dpos, dz, tl.sum(dcode * share, 0)
+    return dpos, dz, tl.sum(dcode * share, 1)
 
 
 @triton.jit
@@ -183,11 +182,11 @@ def _store_gradients(
     m, d = tl.arange(0, M), part + tl.arange(0, PART)
     if IS_SOURCE:
         rows = _load_part(TABLE, m, HEAD_DIM, m < NPOS, part, HEAD_DIM, PART)
-        dx += tl.dot(tl.trans(dz), rows, input_precision=PRECISION, out_dtype=DTYPE)
+        dx += tl.dot(dz, rows, input_precision=PRECISION, out_dtype=DTYPE)
         to = DTABLE + m[:, None] * HEAD_DIM + d[None, :]
         in_table = (m < NPOS)[:, None] & (d < HEAD_DIM)[None, :]
         dtable = tl.load(to, mask=in_table & (m < before * M)[:, None], other=0.0)
-        dtable += tl.dot(dz, source, input_precision=PRECISION, out_dtype=DTYPE)
+        dtable += tl.dot(tl.trans(dz), source, input_precision=PRECISION, out_dtype=DTYPE)
         tl.store(to, dtable, mask=in_table)
         if NPOS > M:
             last = tl.load(TABLE + M * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
@@ -205,7 +204,7 @@ def _store_gradients(
 def _backward(
         Q, K, TABLE, DOUT, DQ, DK, DTABLE,
         sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-        num_heads, num_tokens, num_patches, lines, line_step, step, length, gate_scale, shrink, root, one,
+        num_heads, num_tokens, num_patches, lines, line_step, step, length, gate_scale, shrink, root,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, C: tl.constexpr, NPOS: tl.constexpr, M: tl.constexpr,
         PART: tl.constexpr, USES_Q: tl.constexpr, USES_K: tl.constexpr, LINES: tl.constexpr, ADD: tl.constexpr,
         SUM: tl.constexpr, GRADIENT_PRECISION: tl.constexpr, DTYPE: tl.constexpr,
@@ -232,18 +231,16 @@ def _backward(
         row = line * line_step + t * step
         gates, pos, cell, _ = _gates_and_positions(
             q_head, k_head, row, in_line, sq_n, sk_n, gate_scale, shrink, HEAD_DIM, D, NPOS, SUM, DTYPE)
-        row_at = (head * num_patches + row) * width
-        at, at_transposed = row_at[:, None] + t[None, :], row_at[None, :] + (t * one)[:, None]
+        at = (head * num_patches + row)[:, None] * width + t[None, :]
         dpos = tl.zeros([C, C], DTYPE)
         if USES_Q:
             dpos_q, dz_q, last_q = _value_gradients(
-                q_head, row, in_line, sq_n, TABLE, DOUT, at, at_transposed, inside, pos, cell, root,
+                q_head, row, in_line, sq_n, TABLE, DOUT, at, inside, pos, cell, root,
                 HEAD_DIM, D, C, NPOS, M, PART, GRADIENT_PRECISION, DTYPE)
             dpos += dpos_q
         if USES_K:
             dpos_k, dz_k, last_k = _value_gradients(
-                k_head, row, in_line, sk_n, TABLE, DOUT + (length if USES_Q else 0), at, at_transposed, inside, pos,
-                cell, root,
+                k_head, row, in_line, sk_n, TABLE, DOUT, at + (length if USES_Q else 0), inside, pos, cell, root,
                 HEAD_DIM, D, C, NPOS, M, PART, GRADIENT_PRECISION, DTYPE)
             dpos += dpos_k
         dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos)
@@ -340,8 +337,7 @@ def triton_axis_codes_backward(
         parts = grad.new_empty(groups * q.shape[0] * q.shape[1], *table.shape)
         tensors = grad.contiguous(), *grads[:2], parts
         _launch(
-            _backward, groups, axis, *patches, tensors, table, num_tokens, mode, gate_scale, one=1, LINES=LINES,
-            ADD=bool(add))
+            _backward, groups, axis, *patches, tensors, table, num_tokens, mode, gate_scale, LINES=LINES, ADD=bool(add))
         grads.append(parts.sum(0))
     return tuple(g.to(t.dtype) for g, t in zip(grads, (q, k, table_x, table_y)))
 

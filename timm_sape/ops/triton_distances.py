@@ -6,9 +6,9 @@ pass it owns keys and visits queries, for the gradients of k and v. The gradient
 part from R^T w (see `torch_distances`); each pass computes one of them.
 
 Squared distances are s_i + s_j - 2 w_i.w_j with s = |w|^2. If q has 16 bits, the codes are centred and each is the sum
-of two fp16 numbers, 22 bits together. They are stored side by side, [high, low], and tensor cores multiply them as two
-products: the rows of i as they are and with both halves swapped, each with the rows of j. If q is float32, the product
-is computed in float64. A squared distance below TOLERANCE * (s_i + s_j) is rounding error and counts as 0.
+of two fp16 numbers, 22 bits together, stored side by side. Tensor cores multiply them as several products, see
+`_distance`. If q is float32, the product is computed in float64. A squared distance below TOLERANCE * (s_i + s_j) is
+rounding error and counts as 0.
 
 If q is float32, q.k and grad.v are summed in float64 too, and then rounded. The passes compute them in tiles of other
 shapes. If they differed in the last digit of a logit of 10^4, the probabilities of a row would not sum to 1.
@@ -80,32 +80,46 @@ def _load_rows(X, row, stride, inside, HEAD_DIM: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(W, S, row, inside, WIDTH: tl.constexpr):
-    """The codes of a tile, `[tile, WIDTH]`, and their squared norms."""
-    w = tl.load(W + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0.0)
-    return w, tl.load(S + row, mask=inside, other=0.0)
+def _load_codes(W, row, inside, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT columns of the codes of a tile, from column FIRST on, then again from column 0."""
+    columns = (FIRST + tl.arange(0, COUNT)) % WIDTH
+    return tl.load(W + row[:, None] * WIDTH + columns[None, :], mask=inside[:, None], other=0.0)
 
 
 @triton.jit
-def _factors(W, row, inside, w, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
-    """What the codes of owned tokens are multiplied with the visited ones as: -2 w, with SPLIT also halves swapped."""
+def _load_factors(
+        W, S, row, inside, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
+):
+    """Of the owned codes: what `_distance` multiplies with the visited ones, and the squared norms."""
+    COUNT: tl.constexpr = WIDTH // 2 if SPLIT and not TOGETHER else WIDTH
+    factor = _load_codes(W, row, inside, WIDTH, 0, COUNT)
+    low_factor = factor
     if SPLIT:
-        swapped = (tl.arange(0, WIDTH) + WIDTH // 2) % WIDTH
-        return -2.0 * w, -2.0 * tl.load(W + row[:, None] * WIDTH + swapped[None, :], mask=inside[:, None], other=0.0)
-    return w, w
+        factor = -2.0 * factor
+        low_factor = -2.0 * _load_codes(W, row, inside, WIDTH, WIDTH // 2, COUNT)
+    return factor, low_factor, tl.load(S + row, mask=inside, other=0.0)
 
 
 @triton.jit
 def _distance(
-        W, S, row_i, row_j, in_i, in_j, factor_i, swapped_i, s_i,
-        SHORT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TOLERANCE: tl.constexpr, DTYPE: tl.constexpr,
+        W, S, row_i, row_j, in_i, in_j, factor_i, low_factor_i, s_i,
+        SHORT: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr,
+        TOLERANCE: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Distances along one axis from the owned codes to the visited ones, their inverses, and the latter.
+    """Distances along one axis from the owned codes to the visited ones, their inverses, and both parts of the latter.
 
     Distance and inverse are 0 where the distance is no larger than its rounding error, and where one of the tokens has
     no code, unless the other's is NaN.
+
+    With SPLIT and TOGETHER a product has both parts: [high, low] and [low, high] of the owned codes, each with
+    [high, low] of the visited ones. This takes fewer products and more registers than high with high, low with high
+    and high with low.
     """
-    w_j, s_j = _load_codes(W, S, row_j, in_j, WIDTH)
+    s_j = tl.load(S + row_j, mask=in_j, other=0.0)
+    high_j = _load_codes(W, row_j, in_j, WIDTH, 0, WIDTH // 2 if SPLIT and not TOGETHER else WIDTH)
+    low_j = high_j
+    if SPLIT and not TOGETHER:
+        low_j = _load_codes(W, row_j, in_j, WIDTH, WIDTH // 2, WIDTH // 2)
     if (SHORT > 0) & (s_i.dtype == DTYPE):  # a product of such short codes is not precise enough
         square = tl.minimum(s_i, 0.0)[:, None] + tl.minimum(s_j, 0.0)[None, :]
         floor = tl.maximum(s_i, 0.0)[:, None] + tl.maximum(s_j, 0.0)[None, :]
@@ -122,18 +136,20 @@ def _distance(
         floor = TOLERANCE * s_i[:, None] + TOLERANCE * s_j[None, :]
         square = s_i[:, None] + s_j[None, :]
         if SPLIT:
-            square = tl.dot(factor_i, tl.trans(w_j), acc=square)
-            square = tl.dot(swapped_i, tl.trans(w_j), acc=square)
+            square = tl.dot(factor_i, tl.trans(high_j), acc=square)
+            square = tl.dot(low_factor_i, tl.trans(high_j), acc=square)
+            if not TOGETHER:
+                square = tl.dot(factor_i, tl.trans(low_j), acc=square)
         else:
             square -= 2 * tl.dot(
-                factor_i.to(s_i.dtype), tl.trans(w_j.to(s_i.dtype)), input_precision='ieee', out_dtype=s_i.dtype)
+                factor_i.to(s_i.dtype), tl.trans(high_j.to(s_i.dtype)), input_precision='ieee', out_dtype=s_i.dtype)
     is_zero = square <= floor  # NaN stays NaN
     square = square.to(DTYPE)
     if not SPLIT:
         is_zero |= square < 1.2e-38  # about the smallest float32 that a GPU does not take for 0
         square = tl.where(is_zero, 0.0, square)  # it may be -infinity
     inverse = tl.rsqrt(tl.where(is_zero, float('inf'), square))
-    return square * inverse, inverse, w_j
+    return square * inverse, inverse, high_j, low_j
 
 
 @triton.jit
@@ -143,13 +159,14 @@ def _partial_sums(x):
 
 
 @triton.jit
-def _add_sums(r, w, row_sum, rw, SPLIT: tl.constexpr):
-    """Add rowsum(R) to `row_sum` and R w to `rw`, with SPLIT for each part of w.
+def _add_sums(r, w, low, row_sum, rw, SPLIT: tl.constexpr):
+    """Add rowsum(R) to `row_sum` and R w to `rw`.
 
     The gradient is the difference of the two. So both must use the same R, which may be rounded, and all digits of w.
     """
     if SPLIT:
         r = to_tf32(r)  # 16 bits fit into tf32
+        rw = tl.dot(r, low.to(tl.float32), acc=rw, input_precision='tf32')
         rw = tl.dot(r, w.to(tl.float32), acc=rw, input_precision='tf32')
     else:
         r = r.to(rw.dtype)
@@ -165,10 +182,9 @@ def _store_code_gradient(
     """Store, or add to what is stored: gain * (rowsum(R) w - R w), for the rows `at` of DW."""
     C: tl.constexpr = WIDTH // 2 if SPLIT else WIDTH
     c = tl.arange(0, C)
-    w = tl.load(W + row[:, None] * WIDTH + c[None, :], mask=inside[:, None], other=0.0).to(rw.dtype)
+    w = _load_codes(W, row, inside, WIDTH, 0, C).to(rw.dtype)
     if SPLIT:
-        w += tl.load(W + row[:, None] * WIDTH + C + c[None, :], mask=inside[:, None], other=0.0).to(rw.dtype)
-        rw = tl.sum(tl.reshape(rw, [rw.shape[0], 2, C]), 1)
+        w += _load_codes(W, row, inside, WIDTH, C, C).to(rw.dtype)
     gradient = gain * (tl.sum(row_sum, 1)[:, None] * w - rw).to(DTYPE)
     to = DW + at[:, None] * width + c[None, :]
     mask = inside[:, None] & (c < width)[None, :]
@@ -216,10 +232,8 @@ def _forward(
     q = _load_rows(Q + b * sq_b + h * sq_h, i, sq_n, in_i, HEAD_DIM, D)
     k_head, v_head = K + b * sk_b + h * sk_h, V + b * sv_b + h * sv_h
     row_i = head * num_tokens + i
-    wx_i, sx_i = _load_codes(WX, SX, row_i, in_i, CX)
-    wy_i, sy_i = _load_codes(WY, SY, row_i, in_i, CY)
-    factor_x, swapped_x = _factors(WX, row_i, in_i, wx_i, CX, SPLIT)
-    factor_y, swapped_y = _factors(WY, row_i, in_i, wy_i, CY, SPLIT)
+    factor_x, low_factor_x, sx_i = _load_factors(WX, SX, row_i, in_i, CX, SPLIT, True)
+    factor_y, low_factor_y, sy_i = _load_factors(WY, SY, row_i, in_i, CY, SPLIT, True)
     unit = tl.load(UNIT + head)
     gain, scale_2 = tl.load(GAIN + h * gain_step) * unit * LOG2E, scale * LOG2E
     row_max = tl.full([OWN], float('-inf'), DTYPE)
@@ -231,10 +245,12 @@ def _forward(
         k = _load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
         v = _load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
         row_j = head * num_tokens + j
-        distance_x, _, _ = _distance(
-            WX, SX, row_i, row_j, in_i, in_j, factor_x, swapped_x, sx_i, SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
-        distance_y, _, _ = _distance(
-            WY, SY, row_i, row_j, in_i, in_j, factor_y, swapped_y, sy_i, SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
+        distance_x, _, _, _ = _distance(
+            WX, SX, row_i, row_j, in_i, in_j, factor_x, low_factor_x, sx_i,
+            SHORT_X, CX, SPLIT, True, TOLERANCE, DTYPE)
+        distance_y, _, _, _ = _distance(
+            WY, SY, row_i, row_j, in_i, in_j, factor_y, low_factor_y, sy_i,
+            SHORT_Y, CY, SPLIT, True, TOLERANCE, DTYPE)
         logits = _logits(q, k, distance_x + distance_y, in_j, scale_2, gain, True, sx_i.dtype, PRECISION, DTYPE)
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         p = tl.exp2(logits - new_max[:, None])
@@ -306,18 +322,16 @@ def _backward(
             inverse_sum_i = 1.0 / tl.load(ROW_SUM + row_i, mask=in_i, other=1.0)
             if not DELTA_ONLY:
                 delta_i = tl.load(DELTA + row_i, mask=in_i, other=0.0)
-    wx_i, sx_i = _load_codes(WX, SX, row_i, in_i, CX)
-    wy_i, sy_i = _load_codes(WY, SY, row_i, in_i, CY)
-    factor_x, swapped_x = _factors(WX, row_i, in_i, wx_i, CX, SPLIT)
-    factor_y, swapped_y = _factors(WY, row_i, in_i, wy_i, CY, SPLIT)
+    factor_x, low_factor_x, sx_i = _load_factors(WX, SX, row_i, in_i, CX, SPLIT, False)
+    factor_y, low_factor_y, sy_i = _load_factors(WY, SY, row_i, in_i, CY, SPLIT, False)
     unit = tl.load(UNIT + head)
     # computed as in `_forward`, so the same to the last digit
     plain_gain = tl.load(GAIN + h * gain_step)
     gain, scale_2 = plain_gain * unit * LOG2E, scale * LOG2E
     dqk = tl.zeros([OWN, D], DTYPE)
     dv = tl.zeros([OWN, D], DTYPE)
-    dwx = tl.zeros([OWN, CX], sx_i.dtype)
-    dwy = tl.zeros([OWN, CY], sy_i.dtype)
+    dwx = tl.zeros([OWN, CX // 2 if SPLIT else CX], sx_i.dtype)
+    dwy = tl.zeros([OWN, CY // 2 if SPLIT else CY], sy_i.dtype)
     r_sum_x = tl.zeros([OWN, 8], sx_i.dtype)
     r_sum_y = tl.zeros([OWN, 8], sy_i.dtype)
     dgain = tl.zeros([OWN, 8], DTYPE)
@@ -333,10 +347,12 @@ def _backward(
         else:
             qk_j = _load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
             gv_j = _load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
-        distance_x, inverse_x, wx_j = _distance(
-            WX, SX, row_i, row_j, in_i, in_j, factor_x, swapped_x, sx_i, SHORT_X, CX, SPLIT, TOLERANCE, DTYPE)
-        distance_y, inverse_y, wy_j = _distance(
-            WY, SY, row_i, row_j, in_i, in_j, factor_y, swapped_y, sy_i, SHORT_Y, CY, SPLIT, TOLERANCE, DTYPE)
+        distance_x, inverse_x, wx_j, low_x_j = _distance(
+            WX, SX, row_i, row_j, in_i, in_j, factor_x, low_factor_x, sx_i,
+            SHORT_X, CX, SPLIT, False, TOLERANCE, DTYPE)
+        distance_y, inverse_y, wy_j, low_y_j = _distance(
+            WY, SY, row_i, row_j, in_i, in_j, factor_y, low_factor_y, sy_i,
+            SHORT_Y, CY, SPLIT, False, TOLERANCE, DTYPE)
         distance = distance_x + distance_y
         logits = _logits(qk_i, qk_j, distance, in_j, scale_2, gain, not KEY_PASS, sx_i.dtype, PRECISION, DTYPE)
         if KEY_PASS:
@@ -365,9 +381,9 @@ def _backward(
                 mean_distance += _partial_sums(p * distance)
                 delta += _partial_sums(dlogits)
         if GRAD_X:
-            r_sum_x, dwx = _add_sums(dlogits * inverse_x, wx_j, r_sum_x, dwx, SPLIT)
+            r_sum_x, dwx = _add_sums(dlogits * inverse_x, wx_j, low_x_j, r_sum_x, dwx, SPLIT)
         if GRAD_Y:
-            r_sum_y, dwy = _add_sums(dlogits * inverse_y, wy_j, r_sum_y, dwy, SPLIT)
+            r_sum_y, dwy = _add_sums(dlogits * inverse_y, wy_j, low_y_j, r_sum_y, dwy, SPLIT)
     if DELTA_ONLY:
         tl.store(DELTA + row_i, tl.sum(delta, 1), mask=in_i)
     if GRAD_TOKENS:

@@ -45,30 +45,30 @@ class BackwardLaunch(NamedTuple):
 ALL, TOKENS, CODES = ('tokens', 'codes_x', 'codes_y'), ('tokens',), ('codes_x', 'codes_y')
 # By padded head dim and padded codes.
 FORWARD_16_BITS = {
-    (64, 16): Tiles(64, 32, 4),
+    (64, 16): Tiles(64, 32, 4, registers=128),
     (64, 32): Tiles(64, 32, 4),
     (64, 64): Tiles(64, 32, 4),
     (128, 16): Tiles(64, 32, 4),
     (128, 32): Tiles(64, 32, 4),
-    (128, 64): Tiles(128, 32, 8),
+    (128, 64): Tiles(64, 32, 4),
 }
-# The launches of the query pass and those of the key pass: what each computes, and its tiles.
+# The launches of a pass: what each computes, and its tiles.
 BACKWARD_16_BITS = {
-    (64, 16): ([(ALL, Tiles(64, 32, 4))], [(ALL, Tiles(64, 32, 4))]),
-    (64, 32): ([(ALL, Tiles(64, 32, 4))], [(ALL, Tiles(64, 32, 4))]),
-    (64, 64): ([(ALL, Tiles(64, 32, 4))], [(ALL, Tiles(64, 32, 4))]),
-    (128, 16): 2 * ([(ALL, Tiles(128, 32, 8))],),
-    (128, 32): 2 * ([(TOKENS, Tiles(64, 32, 4)), (CODES, Tiles(64, 32, 4))],),
-    (128, 64): 2 * ([(TOKENS, Tiles(128, 32, 8)), (CODES, Tiles(128, 32, 8))],),
+    (64, 16): [(ALL, Tiles(64, 32, 4, stages=2))],
+    (64, 32): [(ALL, Tiles(128, 32, 8, stages=2))],
+    (64, 64): [(ALL, Tiles(128, 32, 8, stages=2))],
+    (128, 16): [(ALL, Tiles(128, 32, 8))],
+    (128, 32): [(TOKENS, Tiles(64, 32, 4, stages=2)), (CODES, Tiles(64, 32, 4, stages=2))],
+    (128, 64): [(TOKENS, Tiles(128, 32, 8)), (CODES, Tiles(128, 32, 8))],
 }
 # Of the kernels of `triton_codes`, by padded codes: warps, and the registers of a thread at most, in the backward pass.
 CODES_16_BITS: Dict[int, Tuple[int, Optional[int]]] = {
-    16: (1, 128),
-    32: (4, 128),
-    64: (8, 128),
+    16: (1, 168),
+    32: (2, None),
+    64: (8, None),
 }
 FORWARD_32_BITS = DELTA_32_BITS = Tiles(64, 16, 4)
-BACKWARD_32_BITS = {  # both passes, by padded codes
+BACKWARD_32_BITS = {  # by padded codes
     16: [(ALL, Tiles(64, 16, 8))],
     32: [(TOKENS, Tiles(32, 32, 4)), (CODES, Tiles(32, 16, 4))],
 }
@@ -86,11 +86,10 @@ def forward_tiles(head_dim: int, code: int, itemsize: int) -> Tiles:
 def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardLaunch]:
     """In their order. Arguments as for `forward_tiles`."""
     if itemsize > 2:
-        launches = [BackwardLaunch(DELTA_32_BITS, key_pass=False, delta_only=True)]
-        passes = 2 * [BACKWARD_32_BITS[code]]
+        launches, of_pass = [BackwardLaunch(DELTA_32_BITS, key_pass=False, delta_only=True)], BACKWARD_32_BITS[code]
     else:
-        launches, passes = [], BACKWARD_16_BITS[max(64, head_dim), code]
-    for key_pass, of_pass in zip((False, True), passes):
+        launches, of_pass = [], BACKWARD_16_BITS[max(64, head_dim), code]
+    for key_pass in (False, True):
         launches += [BackwardLaunch(tiles, key_pass, **dict.fromkeys(outputs, True)) for outputs, tiles in of_pass]
     return launches
 
