@@ -2,7 +2,7 @@
 
     python .ci/check_spills.py [--quick] [--arch 90] [--output FILE.csv]
 
-For an H100/H200 (90) it fails on a kernel that spills more than 160 bytes a thread, and everywhere on more shared
+For an H100/H200 (90) it fails on a kernel that spills more than MAX_SPILL bytes a thread, and everywhere on more shared
 memory than `timm_sape.ops.triton_limits` says that a shape needs. The table also has the instructions of the largest
 loop, in which a kernel of attention visits its tokens, divided by the logits that the loop computes; and the time that
 issuing them takes at least, on the 132 multiprocessors of an H200 at 1.755 GHz with four instructions of 32 threads a
@@ -30,7 +30,8 @@ from timm_sape.ops.triton_limits import limits_of, shared_memory
 NUM_HEADS, BATCH_SIZE = 6, 2
 # Bytes of registers that a thread may spill. Storing and loading them are instructions of the loop. For some shapes
 # there are fewer of them all the same than with smaller tiles, or in several launches. Triton 3.6 spills more in some.
-MAX_SPILL = 160
+# The kernels of the codes are short of registers only with long heads, many patches a line, or two sources.
+MAX_SPILL = {'triton_distances': 160, 'triton_codes': 640, 'triton_prepare': 160}
 # Head dim, patches along x and y: every size after padding, and some in between. Last, with tables of another grid.
 SHAPES = [
     (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 32), (64, 14, 64), (64, 64, 1),
@@ -110,11 +111,12 @@ def main():
         compiled = run(self, *tensors, grid=grid, warmup=True, **options)
         registers, stack = used(compiled.asm['cubin'])
         shared = compiled.metadata.shared / 1024
-        bad = stack > MAX_SPILL and args.arch == 90 or shared > allowed
+        module = self.fn.__module__.split('.')[-1]
+        bad = stack > MAX_SPILL[module] and args.arch == 90 or shared > allowed
         names = 'KEY_PASS', 'DELTA_ONLY', 'GRAD_TOKENS', 'GRAD_X', 'GRAD_Y', 'ADD'
         flags = [name for name in names if options.get(name)]
         counts.update(kernels=1, bad=bad, spilling=stack > 0)
-        name = f'{self.fn.__module__.split(".")[-1]}.{self.fn.__name__}'
+        name = f'{module}.{self.fn.__name__}'
         print(
             *label.values(), name, *flags,
             f'{registers} registers, stack {stack}, shared {shared:.1f} KiB{"  <- BAD" if bad else ""}', flush=True)
@@ -152,7 +154,7 @@ def main():
             notes = f'sm_{args.arch}, Triton {triton.__version__}, torch {torch.__version__}'
             writer.writerows({**row, 'notes': notes} for row in rows)
     if counts['bad']:
-        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill more than {MAX_SPILL} bytes or need too much '
+        sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill more bytes than {MAX_SPILL} or need too much '
                  f'shared memory with Triton {triton.__version__}')
     print(f'{counts["kernels"]} kernels, {counts["spilling"] or "none"} of which spill, none more than {MAX_SPILL} '
           f'bytes, with Triton {triton.__version__}')

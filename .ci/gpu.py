@@ -91,7 +91,7 @@ def stages(out):
         'sanitizer': sanitizer,
         'models': [*models, ('timm', f'{COMMAND} bench timm {bench}/timm_gpu.csv', 100)],
         'naflex': [('naflex', naflex, 60)],
-        'tiles': [('tiles', f'{CHECKS} tiles --jobs {JOBS} --output {out}/tiles_gpu.csv', 120)],
+        'tiles': [('tiles', f'{CHECKS} tiles --jobs {JOBS} --output {out}/tiles_gpu.csv', 200)],
         'epoch': [(f'epoch-{model}', train.format(model=model), 100) for model in TRAINED],
         'plans': [
             (f'plan-{name}', plan.format(name=name), 24 * 60 * 60) for name in ('repository', 'plan', 'paper')],
@@ -124,10 +124,10 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out', type=Path, help='folder of the results')
-    parser.add_argument('stages', nargs='*', metavar='STAGE', help='before the options')
+    parser.add_argument('stages', nargs='*', metavar='STAGE')
     parser.add_argument('--minutes', type=float, default=24 * 60, help='stop after so many (default: a day)')
     parser.add_argument('--dry-run', action='store_true', help='print the commands')
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     out = args.out.resolve()
     every = stages(shlex.quote(str(out)))
     unknown = set(args.stages) - every.keys()

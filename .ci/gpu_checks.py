@@ -209,7 +209,7 @@ def tiles(args):
         if side > 32:
             candidates.update({f'{p}, {part}': SEPARATE for p in ('queries', 'keys') for part in ('tokens', 'codes')})
         chosen += [
-            (side, head_dim, batch, what, c) for what, some in candidates.items() for c in some[:1 if CPU else None]]
+            (side, head_dim, batch, what, c) for what, some in candidates.items() for c in some[:2 if CPU else None]]
     if args.jobs > 1:
         with multiprocessing.get_context('spawn').Pool(args.jobs) as pool:
             keys = [(padded(side), *others) for side, head_dim, batch, *others in chosen]  # of one binary

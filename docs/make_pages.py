@@ -390,6 +390,19 @@ def kernels():
     return table(['dtype, head dim', 'grid', *(f'{v[0]}.{v[1]}: {w}' for v in versions for w in what)], found)
 
 
+def gpu():
+    """The operator in CUDA graphs on an H200 beside plain attention, by what was measured."""
+    rows = read_csv(RESULTS / 'h200' / 'graphs.csv')
+    versions = {'40a17af': 'first kernels', 'between': 'codes in one kernel', '16c4e44': 'other tiles'}
+    found = []
+    for grid in dict.fromkeys(row['grid'] for row in rows):
+        own = {row['commit']: row for row in rows if row['grid'] == grid and row['backend'] == 'triton'}
+        found.append([grid, own['40a17af']['batch'], *(
+            f'{float(own[version][f"{what}_vs_plain"]):.1f}' for what in ('forward', 'both') for version in versions)])
+    head = [f'{what}: {name}' for what in ('forward', 'both') for name in versions.values()]
+    return table(['grid', 'images', *head], found)
+
+
 def timms():
     rows = read_csv(RESULTS / 'timm_cpu.csv')
     head = ["timm's model", 'ours', 'forward', 'step', 'memory']

@@ -35,7 +35,7 @@ def test_commands(gpu, tmp_path, monkeypatch, capsys):
     """Files that the commands name exist, and `timm-sape` knows the options."""
     assert not call(gpu, monkeypatch, tmp_path / 'out', '--dry-run')
     commands = capsys.readouterr().out.splitlines()
-    assert len(commands) == 25
+    assert len(commands) == 26
     for command in commands:
         for file in re.findall(r'(?:tests|train_configs|\.ci)/[\w./]+', command):
             assert (ROOT / file).is_file(), command
@@ -50,7 +50,7 @@ def test_goes_on_where_it_stopped(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, 'stages', lambda out: {
         'contact': [('versions', 'echo once', 1)],
         'tests': [('broken', f'echo why; ls {repaired}', 1), ('slow', 'sleep 60', 1), ('later', 'true', 30)]})
-    assert call(gpu, monkeypatch, out, '--minutes', '0.05') == 'Failed: broken, slow'
+    assert call(gpu, monkeypatch, out, 'contact', '--minutes', '0.05', 'tests') == 'Failed: broken, slow'
     printed = capsys.readouterr().out
     assert re.search('versions +ok', printed) and re.search(r'broken +FAILED \(2\)', printed) and 'why' in printed
     assert re.search(r'slow +FAILED \(out of time\)', printed) and 'Left for the next call: later' in printed
@@ -78,13 +78,14 @@ def test_nothing_more_where_the_first_kernel_fails(gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('check', [
-    'versions', *(pytest.param(name, marks=pytest.mark.full) for name in ('contact', 'tiles', 'steps', 'profile'))])
+    'versions', *(pytest.param(name, marks=pytest.mark.full) for name in ('contact', 'graphs', 'tiles', 'steps', 'profile'))])
 def test_checks(check, tmp_path):
     """On a CPU the kernels are interpreted, and what wants a GPU is left out."""
-    path = [] if check not in ('tiles', 'steps') else ['--output', str(tmp_path / 'rows.csv')]
+    path = [] if check not in ('graphs', 'tiles', 'steps') else ['--output', str(tmp_path / 'rows.csv')]
     done = subprocess.run(
         [sys.executable, '.ci/gpu_checks.py', check, '--device', 'cpu', *path],
         capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not path or len((tmp_path / 'rows.csv').read_text().splitlines()) > 6
+    rows = {'graphs': 2, 'tiles': 8, 'steps': 9}
+    assert not path or len((tmp_path / 'rows.csv').read_text().splitlines()) == 1 + rows[check]

@@ -44,12 +44,32 @@ def test_codes_stay_wide_under_autocast(backend):
 def test_opcheck(backend, codes_operator, attention_operator):
     device, dtype, _ = strictest(backend)
     q, k, v, table_x, table_y, bias_scale = (t.to(device, dtype) for t in make_inputs((3, 4)))
-    patches = [t[:, :, 1:].clone().requires_grad_() for t in (q, k)]
-    tables = [t.requires_grad_() for t in (table_x, table_y)]
-    torch.library.opcheck(codes_operator, (*patches, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
-    codes = [c.detach().requires_grad_() for c in codes_operator(*patches, *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
     tensors = [t.clone().requires_grad_() for t in (q, k, v)]
+    tables = [t.requires_grad_() for t in (table_x, table_y)]
+    for prefix in (0, 1):  # left out, or not
+        tokens = [t[:, :, 1 - prefix:].detach().clone().requires_grad_() for t in tensors[:2]]
+        torch.library.opcheck(codes_operator, (*tokens, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
+    codes = [c.detach().requires_grad_() for c in codes_operator(*tensors[:2], *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
     torch.library.opcheck(attention_operator, (*tensors, *codes, bias_scale.requires_grad_(), 0.3))
+
+
+@pytest.mark.parametrize('operator, backend', [
+    (torch_axis_codes, 'torch'), (cpp_axis_codes, 'cpp'), (triton_axis_codes, 'triton')])
+def test_codes_of_patches_after_prefix_tokens(operator, backend):
+    """Prefix tokens change nothing, and their gradients are 0, also if memory held something else before."""
+    device, dtype, _ = strictest(backend)
+    q, k, _, table_x, table_y, _ = (t.to(device, dtype) for t in make_inputs((3, 4)))
+    found = []
+    for first in (0, 1):
+        inputs = [t.detach().clone().requires_grad_() for t in (q[:, :, first:], k[:, :, first:], table_x, table_y)]
+        codes = operator(*inputs, 3, 4, 'k', 0.3, 1.0, 1.0)
+        torch.full(q.shape, torch.nan, dtype=dtype, device=device)  # freed, and likely used again for the gradients
+        grads = torch.autograd.grad(sum((c * c).sum() for c in codes), inputs)
+        found.append([*codes, *(g[:, :, 1 - first:] for g in grads[:2]), *grads[2:]])
+        if first == 0:
+            assert not any(g[:, :, :1].any() or g.isnan().any() for g in grads[:2])
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize('backend', FAST)

@@ -115,6 +115,20 @@ def test_extreme_codes(dtype, width, centre, spread):
         assert error < (2e-2 if dtype == torch.float16 else 2e-4), error
 
 
+def test_memory_of_output_and_its_gradient():
+    """Heads can be merged without a copy. The gradient may have any strides; 0 where it is a broadcast sum."""
+    q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
+    inputs = [t.requires_grad_() for t in (q, k, v, _codes(0, 9), _codes(1, 9), torch.ones(1, device=DEVICE))]
+    out = triton_distance_attention(*inputs, 0.3)
+    assert out.transpose(1, 2).is_contiguous()
+    weights = torch.randn(1, 47, 2, 8, generator=torch.Generator().manual_seed(3)).half().to(DEVICE).transpose(1, 2)
+    grads = [torch.autograd.grad(out, inputs, w, retain_graph=True) for w in (weights, weights.contiguous())]
+    assert all(map(torch.equal, *grads))
+    ones = torch.ones(1, 1, 1, 1, device=DEVICE, dtype=out.dtype).expand(out.shape)
+    grads = [torch.autograd.grad(out, inputs, w, retain_graph=True) for w in (ones, ones.contiguous())]
+    assert all(map(torch.equal, *grads))
+
+
 def test_short_codes_that_differ_by_rounding_alone():
     """They count as equal. Otherwise gradients would have the direction of noise."""
     q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
