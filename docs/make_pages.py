@@ -551,7 +551,7 @@ TABLES = {
     f.__name__: f
     for f in (
         results, choosing, reference, longer, encodings, rules, sizes, finetune, position_bias, cost, cost_liere, timms,
-        naflex, sape2, sape2_models, sape2_compiled, kernels)}
+        naflex, sape2, sape2_models, sape2_compiled, gpu, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 

@@ -333,7 +333,7 @@ def triton_axis_codes_backward(
     axes = _axes(height, width, shrink_x, shrink_y)
     tables = (t.to(grad_x.dtype) for t in wide(table_x, table_y))
     for add, (grad, table, axis) in enumerate(zip((grad_x, grad_y), tables, axes)):
-        groups = triton.cdiv(axis['lines'], LINES)
+        groups = -(-axis['lines'] // LINES)
         parts = grad.new_empty(groups * q.shape[0] * q.shape[1], *table.shape)
         tensors = grad.contiguous(), *grads[:2], parts
         _launch(

@@ -440,7 +440,7 @@ def _launch(kernel, tiles: Tiles, tokens, others, sizes, constants) -> None:
     """`tokens` are q, k, v, the output and, in the backward pass, its gradient."""
     batch, num_heads, num_tokens, _ = tokens[0].shape
     with torch.cuda.device_of(tokens[0]):
-        kernel[(triton.cdiv(num_tokens, tiles.own) * batch * num_heads,)](
+        kernel[(-(-num_tokens // tiles.own) * batch * num_heads,)](
             *tokens, *others, *(t.stride(n) for t in tokens for n in range(3)), num_heads, num_tokens, *sizes,
             **constants, OWN=tiles.own, VISIT=tiles.visit, **tiles.options())
 

@@ -156,7 +156,7 @@ class PreparedCodes(NamedTuple):
         s = [c.new_empty(rows, num_tokens, dtype=torch.float64 if wide else None) for c in codes]
         unit = codes_x.new_empty(rows) if split else codes_x.new_ones(rows)
         prepared = cls(*w, *s, unit)
-        tile = min(TILE // max(widths), max(16, triton.next_power_of_2(num_tokens)))
+        tile = min(TILE // max(widths), padded(num_tokens))
         with torch.cuda.device_of(codes_x):
             _prepare[(rows,)](
                 *codes, *prepared, num_tokens, num_tokens - codes_x.shape[-2], *(c.shape[-1] for c in codes),
