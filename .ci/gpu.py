@@ -21,7 +21,8 @@ Environment: `PYTHON`; `WHEELS`, a folder of wheels that are missing, say timm's
 train.py, and `CIFAR10`, the folder with `cifar-10-batches-py` in it, for `epoch` and `plans`, left out without them.
 
 A step may take at most three times as long as it is expected to, so that one that hangs does not use up all the time.
-To go on on another machine, copy OUT there.
+To go on on another machine, copy OUT there. What is not timed may run side by side, which takes half as long:
+`.ci/gpu OUT contact && (.ci/gpu OUT tests & .ci/gpu OUT sanitizer & wait)`.
 
 After `contact`, `tests` and `sanitizer` have passed, enter the GPU in `TRITON_TESTED_ON` of timm_sape/ops/backend.py.
 """

@@ -599,12 +599,28 @@ def test_advice_is_that_of_the_results():
         for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
     text = 'of `rope2d` takes [{} % longer](docs/cost.md), of `sape2_k` {} %, of `liere` {} %'
     assert text.format(*(more[name] for name in ('rope2d', 'sape2_k', 'liere'))) in README.read_text()
-    assert f'A training step of ViT-S takes {more["sape2_k"]} % longer with `sape2_k` than with `ape`' in prose(README)
+    assert f'On a CPU a training step of ViT-S takes {more["sape2_k"]} % longer with `sape2_k` than with `ape`' in prose(README)
     compiled = {
         f'{float(row["step_ratio"]):.2f}' for end in ('', '_1thread')
         for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')
         if (row['setting'], row['pos_enc'], row['backend']) == ('224/16', 'ape+sape2_k', 'cpp')}
-    assert compiled == {'1.03'} and '`ape+sape2_k` takes 3 % longer.' in prose(README)
+    assert compiled == {'1.03'} and '`ape+sape2_k` takes 3 % longer, on an H200 [40 %](' in prose(README)
+    steps = {
+        (row['model'], row['way']): f'{float(row["to_ape"]):.2f}'
+        for row in read_csv(RESULTS / 'h200' / 'steps.csv')}
+    found = [steps['vit_small_sape2_k_ape', way] for way in ('graph', 'eager')]
+    assert found == ['1.40', '2.84']
+    assert '[1.40 times](../results/h200/steps.csv)' in prose(DOCS / 'cost.md')
+    assert 'Without a graph the step took 2.8 times as long' in prose(DOCS / 'cost.md')
+    total = {row['model']: float(row['us']) for row in read_csv(RESULTS / 'h200' / 'step_kernels.csv')
+             if row['kernel'] == 'all'}
+    assert 'With the first kernels it was {:.2f} times'.format(
+        total['vit_small_sape2_k_ape'] / total['vit_small_ape']) in prose(DOCS / 'cost.md')
+    waits = {row['kernel']: row for row in read_csv(RESULTS / 'h200' / 'stalls.csv')}
+    own = [waits[f'attention, {what}'] for what in ('forward', 'backward, query pass', 'backward, key pass')]
+    for column, low, high in (('issue_slots_busy_percent', 32, 43), ('barrier_percent', 13, 16)):
+        assert [round(f([float(row[column]) for row in own])) for f in (min, max)] == [low, high]
+    assert 'use 32 to 43 % of the cycles' in prose(DOCS / 'cost.md') and 'in 13 to 16 % for' in prose(DOCS / 'cost.md')
     rows = read_csv(RESULTS / 'resolutions_cpu.csv')
     top1 = [
         statistics.mean(

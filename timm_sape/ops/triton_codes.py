@@ -185,6 +185,7 @@ def _store_gradients(
         dx += tl.dot(dz, rows, input_precision=PRECISION, out_dtype=DTYPE)
         to = DTABLE + m[:, None] * HEAD_DIM + d[None, :]
         in_table = (m < NPOS)[:, None] & (d < HEAD_DIM)[None, :]
+        tl.debug_barrier()  # a thread may read what another one stored
         dtable = tl.load(to, mask=in_table & (m < before * M)[:, None], other=0.0)
         dtable += tl.dot(tl.trans(dz), source, input_precision=PRECISION, out_dtype=DTYPE)
         tl.store(to, dtable, mask=in_table)
