@@ -30,8 +30,9 @@ from timm_sape.ops.triton_limits import limits_of, shared_memory
 NUM_HEADS, BATCH_SIZE = 6, 2
 # Bytes of registers that a thread may spill. Storing and loading them are instructions of the loop. For some shapes
 # there are fewer of them all the same than with smaller tiles, or in several launches. Triton 3.6 spills more in some.
-# The kernels of the codes are short of registers only with long heads, many patches a line, or two sources.
-MAX_SPILL = {'triton_distances': 160, 'triton_codes': 640, 'triton_prepare': 160}
+# The kernels of attention do so for codes of 64 entries and, forward, of less than 5; those of the codes with long heads
+# and many patches a line.
+MAX_SPILL = {'triton_distances': 512, 'triton_codes': 720, 'triton_prepare': 160}
 # Head dim, patches along x and y: every size after padding, and some in between. Last, with tables of another grid.
 SHAPES = [
     (64, 8, 8), (64, 14, 14), (64, 24, 24), (64, 64, 64), (64, 32, 14), (64, 14, 32), (64, 14, 64), (64, 64, 1),

@@ -286,7 +286,7 @@ def _launch(kernel, lines, axis, q, k, tensors, table, num_tokens, mode, gate_sc
             num_heads, num_tokens, num_patches, **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
             HEAD_DIM=head_dim, NPOS=table.shape[0], **tiles_for(head_dim, axis['length'], table.shape[0]),
             USES_Q='q' in mode, USES_K='k' in mode, DTYPE=dtype_of(table), **PRECISIONS[q.element_size() > 2],
-            **codes_options(axis['length'], q.element_size(), 'ADD' in constants), **constants)
+            **codes_options(axis['length'], q.element_size(), len(mode), 'ADD' in constants), **constants)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
