@@ -30,8 +30,8 @@ from timm_sape.ops.triton_limits import limits_of, shared_memory
 NUM_HEADS, BATCH_SIZE = 6, 2
 # Bytes of registers that a thread may spill. Storing and loading them are instructions of the loop. For some shapes
 # there are fewer of them all the same than with smaller tiles, or in several launches. Triton 3.6 spills more in some.
-# The kernels of attention do so for codes of 64 entries and, forward, of less than 5; those of the codes with long heads
-# and many patches a line.
+# The kernels of attention do so for codes of 64 entries and, forward, of less than 5; those of the codes for long heads
+# and lines of many patches.
 MAX_SPILL = {'triton_distances': 512, 'triton_codes': 720, 'triton_prepare': 160}
 # Head dim, patches along x and y: every size after padding, and some in between. Last, with tables of another grid.
 SHAPES = [
