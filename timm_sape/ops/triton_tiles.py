@@ -95,6 +95,6 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
 
 
 def codes_options(length: int, itemsize: int, sources: int, backward: bool) -> Dict[str, Optional[int]]:
-    """For Triton, by the patches of a line, the bytes of a number of q, and how many of q and k the table multiplies."""
+    """For Triton, by the patches of a line, the bytes of a number of q, and how many of q and k a table multiplies."""
     warps, registers = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]
     return {'num_warps': sources * warps, 'maxnreg': registers if backward and sources == 1 else None}
