@@ -461,29 +461,37 @@ def losses_apart(runs):
     return [f'{gap:.2f}'.removeprefix('0') for gap in (min(gaps), max(gaps))]
 
 
-def test_the_longer_training_so_far():
-    """Who is ahead with which seed, and no verdict; the table is generated."""
+def test_the_longer_training():
+    """Who is ahead with which seeds, and which difference is shown; the table is generated."""
     runs = read_archive(RESULTS / 'cpu_long' / 'runs.jsonl')
     reference = read_archive(RESULTS / 'cpu_cifar10' / 'reference' / 'runs.jsonl')
-    top1 = {key: list(run.epochs.values())[-1]['eval_top1'] for key, run in runs.items()}
+    top1 = {}
+    for (label, seed), run in sorted(runs.items()):
+        top1.setdefault(label, {})[seed] = list(run.epochs.values())[-1]['eval_top1']
+    assert len(top1) == 6 and all(list(values) == [31, 32, 33] for values in top1.values())
+    pairs = {
+        'RoPE-2D mixed': 'APE', 'RoPE-2D, 4 heads': 'APE, 4 heads', 'SaPE2(K)+APE': 'APE', 'SaPE2(Q)+APE': 'APE'}
+    gains, shown, corrected = {}, {}, {}
+    for model, base in pairs.items():
+        gains[model] = [a - b for a, b in zip(top1[model].values(), top1[base].values())]
+        shown[model] = all(verdicts(list(top1[model].values()), list(top1[base].values())))
+        corrected[model] = [
+            low > 0 or high < 0 for low, high in corrected_intervals(top1[model], top1[base], len(pairs))[1:]]
     five, text = five_seeds(), prose(ANSWERS)
 
-    def signs(model, base):
-        gains = [value - top1[base, seed] for (label, seed), value in sorted(top1.items()) if label == model]
-        return ''.join('+' if gain > 0 else '-' for gain in gains)
+    def ahead(model):
+        return f'{statistics.mean(five[model]) - statistics.mean(five[pairs[model]]):.2f} points ahead of APE. Here '
 
-    def ahead(model, base):
-        return f'{statistics.mean(five[model]) - statistics.mean(five[base]):.2f} points ahead of APE; here '
-
-    assert 'three seeds; seed 33 is missing. ' in text and {seed for _, seed in runs} == {31, 32}
-    found = {
-        **dict.fromkeys(('+-', '-+'), 'is ahead with one seed and behind with the other'),
-        '++': 'is ahead with both seeds', '--': 'is behind with both seeds', '+': 'is ahead with the only seed so far'}
-    assert ahead('RoPE-2D mixed', 'APE') + f'it {found[signs("RoPE-2D mixed", "APE")]}. ' in text
-    four = 'RoPE-2D, 4 heads', 'APE, 4 heads'
-    assert ahead(*four) + f'RoPE-2D {found[signs(*four)]}. ' in text
-    assert 'SaPE2(K)+APE is behind APE with both seeds, and so is SaPE2(Q)+APE. Two seeds show none' in text
-    assert signs('SaPE2(K)+APE', 'APE') == signs('SaPE2(Q)+APE', 'APE') == '--'
+    assert [model for model in pairs if shown[model]] == ['SaPE2(K)+APE']
+    assert 'For SaPE2(K) it does; for the rotations it is not shown.' in text
+    assert ahead('RoPE-2D mixed') + 'it is ahead by less, with two seeds of three.' in text
+    assert sum(gain > 0 for gain in gains['RoPE-2D mixed']) == 2 and 0 < statistics.mean(gains['RoPE-2D mixed']) < 2.19
+    assert ahead('RoPE-2D, 4 heads') + 'RoPE-2D is ahead with every seed, but by less than' in text
+    assert min(gains['RoPE-2D, 4 heads']) > 0 and statistics.mean(gains['RoPE-2D, 4 heads']) < 2.34
+    assert 'SaPE2(K)+APE is behind APE, and that is shown by both intervals.' in text
+    assert corrected.pop('SaPE2(K)+APE') == [False, True] and not any(map(any, corrected.values()))
+    assert 'one of four comparisons, and corrected for these only the interval that is not paired excludes 0' in text
+    assert 'SaPE2(Q)+APE is behind APE with every seed, which is not shown.' in text and max(gains['SaPE2(Q)+APE']) < 0
     low, high = losses_apart(runs.values())
     _, most = losses_apart(run for (label, _), run in reference.items() if ', trial at ' not in label)
     assert f'ends {low} to {high} above that on training images, in the reference table at most {most}.' in text
