@@ -158,8 +158,8 @@ def choosing():
          f'top-1 minus that of `ape`, eleven seeds: {rope}; with four heads in place of two, five seeds: {more_heads}. '
          f'For `ape+sape2_k` it is {sape2}, and at half the learning rate, six seeds, {half}. `lape` minus `rope2d`, '
          f'five seeds, a comparison picked when both were known: {lape}. In a [longer '
-         'training](../results/README.md#does-the-order-hold-in-a-longer-training) `rope2d` is not shown to be ahead, and '
-         '`ape+sape2_k` is behind'],
+         'training](../results/README.md#does-the-order-hold-in-a-longer-training) `rope2d` is not shown to be ahead, '
+         'and `ape+sape2_k` is behind'],
         ['test at twice the trained size',
          '`rope2d` or `sincos2d`, by the [rule](resolutions.md#rules) that `timm-sape adapt` chooses',
          'accuracy above chance that is kept, each by a rule chosen on held-out images, minus that of `ape`, five '

@@ -607,7 +607,8 @@ def test_advice_is_that_of_the_results():
         for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
     text = 'of `rope2d` takes [{} % longer](docs/cost.md), of `sape2_k` {} %, of `liere` {} %'
     assert text.format(*(more[name] for name in ('rope2d', 'sape2_k', 'liere'))) in README.read_text()
-    assert f'On a CPU a training step of ViT-S takes {more["sape2_k"]} % longer with `sape2_k` than with `ape`' in prose(README)
+    slower = f'On a CPU a training step of ViT-S takes {more["sape2_k"]} % longer with `sape2_k` than with `ape`'
+    assert slower in prose(README)
     compiled = {
         f'{float(row["step_ratio"]):.2f}' for end in ('', '_1thread')
         for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')
