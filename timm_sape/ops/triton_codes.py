@@ -37,7 +37,7 @@ PART = 32  # channels at a time
 # Tensors:
 #   Q, K                    of the patches, [B, h, H*W, d], with any strides but that of the channels, which is 1
 #   TABLE                   [NPOS, d], contiguous
-#   OUT, DOUT               codes, [B*h, H*W, SOURCES*length], contiguous
+#   OUT, DOUT               codes, [B*h, H*W, length], or twice as wide with both sources, contiguous
 #   DQ, DK                  of all tokens, [B*h, N, d], contiguous
 #   DTABLE                  a part from each program, [programs, NPOS, d], contiguous
 # Strides: sq_b, sq_h, sq_n, sk_b, sk_h, sk_n of q and k along batch, heads and patches
