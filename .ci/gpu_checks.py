@@ -186,21 +186,24 @@ def write(rows, path):
 
 # Grid, head dim, and images that fill a GPU.
 TILED = [(8, 64, 1024), (14, 64, 256), (24, 64, 64), (64, 64, 4)]
-# Own, visit, warps, stages and registers, as in `triton_tiles`; for the codes warps and registers.
+# Own, visit, warps, stages and registers, as in `triton_tiles`; for the codes warps, stages and registers.
 FORWARD = [(64, 32, 4, 1, None), (64, 16, 4, 1, None), (64, 64, 4, 1, None), (128, 32, 8, 1, None), (64, 32, 4, 1, 128)]
 BACKWARD = [
-    (64, 32, 4, 1, None), (64, 16, 4, 1, None), (64, 32, 4, 1, 168), (64, 16, 4, 1, 168), (64, 16, 4, 1, 128),
-    (128, 16, 8, 1, None), (128, 32, 8, 1, None)]
+    (64, 32, 4, 1, None), (64, 32, 4, 2, None), (64, 16, 4, 1, 168), (64, 16, 4, 2, 168), (128, 32, 8, 1, None),
+    (128, 32, 8, 2, None)]
 SEPARATE = [(64, 32, 4, 1, None), (128, 32, 8, 1, None)]
 CODES = {
-    16: [(1, None), (1, 168), (1, 128), (2, None), (2, 96)],
-    32: [(2, None), (2, 128), (4, None), (4, 128)],
-    64: [(4, None), (4, 128), (8, None), (8, 128)],
+    16: [(1, 3, None), (1, 3, 168), (1, 3, 128), (1, 1, 168), (2, 3, None)],
+    32: [(2, 1, None), (2, 1, 128), (2, 3, None), (4, 1, None)],
+    64: [(4, 1, None), (4, 3, None), (8, 1, None)],
 }
 
 
 def tiles(args):
-    """Each kernel with other tiles, in a CUDA graph: ms. Compiled by --jobs processes before one of them measures."""
+    """Each kernel with other tiles, in a CUDA graph: ms. Compiled by --jobs processes before one of them measures.
+
+    The key pass, and what leaves q, k and v alone, is measured together with the query pass as shipped.
+    """
     from timm_sape.ops.triton_common import padded
 
     chosen = []
@@ -223,7 +226,7 @@ def tiles(args):
             notes = ''
         except Exception as e:  # a tile may need more memory or registers than there are
             ms, error, notes = None, None, described(e)
-        names = ('warps', 'registers') if what == 'codes' else ('own', 'visit', 'warps', 'stages', 'registers')
+        names = ('own', 'visit', 'warps', 'stages', 'registers')[2 if what == 'codes' else 0:]
         rows.append({
             'grid': f'{side}x{side}', 'head_dim': head_dim, 'batch': batch, 'what': what,
             'launch': ', '.join(f'{n} {value}' for n, value in zip(names, candidate)),
@@ -271,7 +274,7 @@ def tiles_call(side, head_dim, batch, what, candidate):
         def call():
             before = codes.codes_options
             if candidate is not None:
-                codes.codes_options = lambda *_: dict(zip(('num_warps', 'maxnreg'), candidate))
+                codes.codes_options = lambda *_: dict(zip(('num_warps', 'num_stages', 'maxnreg'), candidate))
             try:
                 found = codes.triton_axis_codes(q, k, table_x, table_y, *options)
                 return *found, *codes.triton_axis_codes_backward(*grads, q, k, table_x, table_y, *options)
@@ -304,16 +307,19 @@ def tiles_call(side, head_dim, batch, what, candidate):
         def launches(*widths):
             if candidate is None:
                 return before(*widths)
-            flags = dict.fromkeys(outputs, True)
-            return [sizes.BackwardLaunch(sizes.Tiles(*candidate), key_pass=is_key, **flags)]
+            launch = sizes.BackwardLaunch(sizes.Tiles(*candidate), is_key, **dict.fromkeys(outputs, True))
+            # what writes DELTA and DGAIN comes along
+            first = [other for other in before(*widths) if not other.key_pass and (is_key or not launch.tokens)]
+            return [*first, launch]
 
         kernels.backward_launches = launches
         try:
             found = kernels.triton_distance_attention_backward(grad, *out, *inputs, 0.125)
         finally:
             kernels.backward_launches = before
-        # of one pass, the gradient of the codes is a part, and in the key pass DELTA is missing
-        return found[:1] if not is_key and 'codes' not in what else found[2:3] if 'codes' not in what else ()
+        if 'codes' in what:  # a launch that leaves q, k and v alone
+            return found[3:5] if is_key else ()
+        return found[1:3] if is_key else found[:1]  # of the query pass alone, the gradient of the codes is a part
 
     return call
 

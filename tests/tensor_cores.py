@@ -28,8 +28,10 @@ def _values(block):
 def _cast(self, source, dtype):
     if source.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
         return _cast_impl(self, source, dtype)
-    bits = np.ascontiguousarray(source.data).view(np.uint32)
-    return TensorHandle(((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16), tl.bfloat16)
+    data = np.ascontiguousarray(source.data)
+    bits = data.view(np.uint32)
+    rounded = bits + 0x7fff + (bits >> 16 & 1) >> 16
+    return TensorHandle(np.where(np.isnan(data), 0x7fff, rounded).astype(np.uint16), tl.bfloat16)
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):

@@ -1,4 +1,4 @@
-"""The Triton kernels: rounding to tf32 and fp16, and launches for every size that they take."""
+"""The Triton kernels: rounding to 16 bits, and launches for every size that they take."""
 import itertools
 
 import pytest
@@ -27,7 +27,7 @@ def _sums(R, W, LOW, ROW_SUM, RW, N: tl.constexpr):
 
 @pytest.mark.parametrize('where, bits', [
     *itertools.product(('r', 'w'), (0x7fffffff, 0xffffffff, 0x7fc00000)), ('w', 0x7f800001)])
-def test_nan_survives_rounding_to_tf32(where, bits):
+def test_nan_survives_rounding(where, bits):
     """R is computed, and a GPU's own NaN has all bits set. The codes may hold any."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     r, w = torch.randn(2, 16, 16, generator=generator, device=DEVICE)
@@ -39,11 +39,11 @@ def test_nan_survives_rounding_to_tf32(where, bits):
     expected = r @ w
     assert torch.equal(row_sum.isnan(), r.sum(1).isnan()) and torch.equal(rw.isnan(), expected.isnan())
     finite = ~expected.isnan()
-    assert finite.sum() == 240 and (rw - expected)[finite].abs().max() < 2e-2
+    assert finite.sum() == 240 and (rw - expected)[finite].abs().max() < 5e-2
     if where == 'r':
         return
-    cut_off = (r.view(torch.int32) & ~0x1fff).view(torch.float32)  # rounded alike in both
-    assert (rw - cut_off @ w)[finite].abs().max() < 1e-5 and (row_sum - cut_off.sum(1)).abs().max() < 1e-5
+    rounded = r.bfloat16().float()  # alike in both
+    assert (rw - rounded @ w)[finite].abs().max() < 2e-4 and (row_sum - rounded.sum(1)).abs().max() < 1e-5
 
 
 def _codes(seed, width, num_patches=45):

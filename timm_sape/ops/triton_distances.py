@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .distances import distance_attention, register_flops
 from .double_backward import differentiable_gradients
-from .triton_common import dense_rows, dtype_of, padded, to_tf32
+from .triton_common import dense_rows, dtype_of, padded
 from .triton_prepare import PreparedCodes
 from .triton_tiles import Tiles, backward_launches, forward_tiles
 
@@ -52,7 +52,7 @@ MAX_SHORT_CODE = 4  # codes of so few channels are subtracted channel by channel
 #   DELTA                   sum over keys of p * dp for each query, [B, h, N], written in the query pass
 #   DQK                     gradient of q in the query pass, of k in the key pass, [B, h, N, d]
 #   DV                      written in the key pass
-#   DGAIN                   one part of the gain's gradient for each query, [B, h, N], written in the query pass
+#   DGAIN                   one part of the gain's gradient from each program of the query pass, [B, h, programs]
 # Strides of q, k, v, OUT and DOUT along batch, heads and tokens: sq_b, sq_h, sq_n, sk_b, ..., sv_n, so_b, ..., sd_n
 # Sizes: num_heads h, num_tokens N, num_prefix P, and width_x, width_y, the channels of the codes
 # scale is the factor of q.k
@@ -162,12 +162,17 @@ def _partial_sums(x):
 def _add_sums(r, w, low, row_sum, rw, SPLIT: tl.constexpr):
     """Add rowsum(R) to `row_sum` and R w to `rw`.
 
-    The gradient is the difference of the two. So both must use the same R, which may be rounded, and all digits of w.
+    The gradient is rowsum(R) w - R w. So both must use the same R, which may be rounded, and w needs many digits. With
+    SPLIT, R is rounded to bfloat16 and w to two such numbers, 16 bits together. These have the range of float32, and
+    threads need not exchange R to multiply it.
     """
     if SPLIT:
-        r = to_tf32(r)  # 16 bits fit into tf32
-        rw = tl.dot(r, low.to(tl.float32), acc=rw, input_precision='tf32')
-        rw = tl.dot(r, w.to(tl.float32), acc=rw, input_precision='tf32')
+        r_16 = r.to(tl.bfloat16)
+        r = r_16.to(tl.float32)
+        w = w.to(tl.float32) + low.to(tl.float32)
+        high = w.to(tl.bfloat16)
+        rw = tl.dot(r_16, (w - high.to(tl.float32)).to(tl.bfloat16), acc=rw)
+        rw = tl.dot(r_16, high, acc=rw)
     else:
         r = r.to(rw.dtype)
         rw += tl.dot(r, w.to(rw.dtype), input_precision='ieee', out_dtype=rw.dtype)
@@ -395,7 +400,8 @@ def _backward(
         else:
             # dlogits should sum to 0 over each row. If DELTA was rounded to 16 bits they do not, and the rest would be
             # multiplied with the mean distance, so that is taken out.
-            tl.store(DGAIN + row_i, (tl.sum(dgain, 1) - tl.sum(delta, 1) * tl.sum(mean_distance, 1)) * unit, mask=in_i)
+            dgain_i = tl.sum(dgain, 1) - tl.sum(delta, 1) * tl.sum(mean_distance, 1)
+            tl.store(DGAIN + tl.program_id(0), tl.sum(tl.where(in_i, dgain_i, 0.0), 0) * unit)
     # The key pass runs second and adds to the stored query-pass gradient.
     at, has_code = head * (num_tokens - num_prefix) + i - num_prefix, in_i & (i >= num_prefix)
     if GRAD_X:
@@ -500,13 +506,16 @@ def triton_distance_attention_backward(
     grad, out, q, k, v = dense_rows(grad, out, q, k, v)
     num_tokens, prefix = q.shape[2], q.shape[2] - codes_x.shape[2]
     prepared = PreparedCodes.of(codes_x, codes_y, num_tokens, q.dtype)
-    delta, grad_gain = torch.empty_like(row_max), torch.empty_like(row_max)
+    delta = torch.empty_like(row_max)
     grad_q, grad_k, grad_v, grad_x, grad_y = (
         torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y))
     constants = _constants(q, prepared, codes_x, codes_y)
     gain = bias_scale.to(codes_x.dtype).contiguous()
     sizes = prefix, codes_x.shape[-1], codes_y.shape[-1], scale, int(len(gain) > 1)
-    for launch in backward_launches(constants['D'], _code_width(constants), q.element_size()):
+    launches = backward_launches(constants['D'], _code_width(constants), q.element_size())
+    own = next(launch.tiles.own for launch in launches if launch.tokens and not launch.key_pass)
+    grad_gain = row_max.new_empty(*q.shape[:2], -(-num_tokens // own))
+    for launch in launches:
         others = (
             *prepared, gain, row_max, row_sum, delta, grad_k if launch.key_pass else grad_q, grad_v, grad_x, grad_y,
             grad_gain)

@@ -1,9 +1,9 @@
 """How the Triton kernels are launched: tiles, warps and registers, by the sizes of what they compute.
 
-For heads of 64 channels and 16 bits these were the fastest of what was tried on an H200, see `results/h200`. The rest
-was chosen by the instructions and the memory that `.ci/check_spills.py` counts.
+For heads of 64 channels and 16 bits these were the fastest of what was tried on an H200 and an H100, see `results/h200`
+and `results/h100`. The rest was chosen by the instructions and the memory that `.ci/check_spills.py` counts.
 """
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional
 
 from .triton_common import padded
 
@@ -42,39 +42,47 @@ class BackwardLaunch(NamedTuple):
         }
 
 
+class CodesLaunch(NamedTuple):
+    """How the kernels of `triton_codes` are launched. For stages and registers see `Tiles`."""
+    warps: int  # twice as many, and no limit of registers, for long heads and for both sources
+    stages: int = 1
+    forward_registers: Optional[int] = None
+    backward_registers: Optional[int] = None
+
+
 ALL, TOKENS, CODES = ('tokens', 'codes_x', 'codes_y'), ('tokens',), ('codes_x', 'codes_y')
 # By padded head dim and padded codes.
 FORWARD_16_BITS = {
     (64, 16): Tiles(64, 32, 4, registers=128),
     (64, 32): Tiles(64, 32, 4),
-    (64, 64): Tiles(64, 32, 4),
+    (64, 64): Tiles(64, 64, 4),
     (128, 16): Tiles(64, 32, 4),
     (128, 32): Tiles(64, 32, 4),
     (128, 64): Tiles(64, 32, 4),
 }
 # The launches of a pass: what each computes, and its tiles.
 BACKWARD_16_BITS = {
-    (64, 16): [(ALL, Tiles(64, 32, 4, stages=2))],
-    (64, 32): [(ALL, Tiles(128, 32, 8, stages=2))],
+    (64, 16): [(ALL, Tiles(64, 16, 4, stages=2, registers=168))],
+    (64, 32): [(ALL, Tiles(64, 32, 4, stages=2))],
     (64, 64): [(ALL, Tiles(128, 32, 8, stages=2))],
     (128, 16): [(ALL, Tiles(128, 32, 8))],
     (128, 32): [(TOKENS, Tiles(64, 32, 4, stages=2)), (CODES, Tiles(64, 32, 4, stages=2))],
     (128, 64): [(TOKENS, Tiles(128, 32, 8)), (CODES, Tiles(128, 32, 8))],
 }
-# Of the kernels of `triton_codes`, by padded codes: warps, and the registers of a thread at most, in the backward pass.
-CODES_16_BITS: Dict[int, Tuple[int, Optional[int]]] = {
-    16: (1, 168),
-    32: (2, None),
-    64: (8, None),
+# Of the kernels of `triton_codes`, by padded codes.
+CODES_16_BITS = {
+    16: CodesLaunch(1, stages=3, backward_registers=168),
+    32: CodesLaunch(2, forward_registers=128),
+    64: CodesLaunch(4),
 }
 FORWARD_32_BITS = DELTA_32_BITS = Tiles(64, 16, 4)
 BACKWARD_32_BITS = {  # by padded codes
     16: [(ALL, Tiles(64, 16, 8))],
     32: [(TOKENS, Tiles(32, 32, 4)), (CODES, Tiles(32, 16, 4))],
 }
-CODES_32_BITS: Dict[int, Tuple[int, Optional[int]]] = {
-    16: (4, None),
-    32: (8, None),
+CODES_32_BITS = {
+    16: CodesLaunch(4),
+    32: CodesLaunch(8),
 }
 
 
@@ -94,7 +102,15 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
     return launches
 
 
-def codes_options(length: int, itemsize: int, sources: int, backward: bool) -> Dict[str, Optional[int]]:
-    """For Triton, by the patches of a line, the bytes of a number of q, and how many of q and k a table multiplies."""
-    warps, registers = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]
-    return {'num_warps': sources * warps, 'maxnreg': registers if backward and sources == 1 else None}
+def codes_options(
+        head_dim: int, length: int, itemsize: int, sources: int, backward: bool,
+) -> Dict[str, Optional[int]]:
+    """For Triton, by channels, patches of a line, bytes of a number of q, and how many of q and k a table multiplies."""
+    launch = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]
+    is_wide = head_dim > 64 or sources > 1
+    registers = launch.backward_registers if backward else launch.forward_registers
+    return {
+        'num_warps': launch.warps * (2 if is_wide else 1),
+        'num_stages': launch.stages,
+        'maxnreg': None if is_wide else registers,
+    }
