@@ -32,6 +32,16 @@ def test_small_distances(num_near, many, offset, monkeypatch):
     assert ((product - exact).abs() > 1e-2 * exact).any()
 
 
+@pytest.mark.parametrize('rows', [slice(0, 41), slice(7, 19)])
+def test_squares_channel_by_channel(rows):
+    """What other devices than the CPU compute, to the digit of each distance, however small it is."""
+    w = make_near_codes(30, 1e-3, offset=3.0)
+    squares = torch.full((2, w[:, rows].shape[1], w.shape[1]), float('nan'))
+    torch_distances._sum_squares(w, rows, squares)
+    exact = torch.cdist(w[:, rows].double(), w.double(), compute_mode='donot_use_mm_for_euclid_dist').square()
+    assert exact[exact > 0].min() < 1e-4 and ((squares - exact).abs() <= 1e-6 * exact).all()
+
+
 def test_nan_stays_off_prefix_tokens():
     """Also where all distances are computed from differences, as on a GPU without Triton."""
     codes = make_near_codes(2, 1e-3)

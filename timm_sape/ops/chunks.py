@@ -6,7 +6,7 @@ import torch
 __all__ = ['chunk_size', 'chunks']
 
 CHUNK = 2 ** 18  # numbers for each thread of a CPU, 1 MB in float32
-CHUNK_ON_GPU = 2 ** 24  # a few operations on so many keep it busy; an operator has about ten such tensors at a time
+CHUNK_ON_GPU = 2 ** 25  # a few operations on so many keep it busy; an operator has about ten such tensors at a time
 
 
 def chunk_size(device: torch.device) -> int:

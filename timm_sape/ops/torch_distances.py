@@ -132,9 +132,20 @@ def _clear_unbiased(codes: _Codes, rows: slice, num_prefix_tokens: int, squares:
 
 def _squares_by_difference(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
     w, noise = codes.raw, codes.noise
-    torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
+    if w.device.type == 'cpu':
+        torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
+    else:
+        _sum_squares(w, rows, squares)
     squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
     _clear_unbiased(codes, rows, num_prefix_tokens, squares)
+
+
+def _sum_squares(w: torch.Tensor, rows: slice, squares: torch.Tensor) -> None:
+    """Squared distances, channel by channel. For each of them CUDA's cdist starts a block of threads of its own."""
+    squares.zero_()
+    for channel in w.unbind(-1):
+        difference = channel[:, rows, None] - channel[:, None]
+        squares.addcmul_(difference, difference)
 
 
 def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:

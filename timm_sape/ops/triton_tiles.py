@@ -105,7 +105,7 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
 def codes_options(
         head_dim: int, length: int, itemsize: int, sources: int, backward: bool,
 ) -> Dict[str, Optional[int]]:
-    """For Triton, by channels, patches of a line, bytes of a number of q, and how many of q and k a table multiplies."""
+    """For Triton. `sources` is how many of q and k the table is multiplied with."""
     launch = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]
     is_wide = head_dim > 64 or sources > 1
     registers = launch.backward_registers if backward else launch.forward_registers
