@@ -391,17 +391,37 @@ def kernels():
     return table(['dtype, head dim', 'grid', *(f'{v[0]}.{v[1]}: {w}' for v in versions for w in what)], found)
 
 
+GPU_COMMIT = 'f892df1'
+
+
 def gpu():
     """The operator in CUDA graphs on an H200 beside plain attention, by what was measured."""
     rows = read_csv(RESULTS / 'h200' / 'graphs.csv')
-    versions = {'40a17af': 'first kernels', 'between': 'codes in one kernel', '16c4e44': 'other tiles'}
+    versions = {'40a17af': 'first kernels', GPU_COMMIT: 'now'}
     found = []
     for grid in dict.fromkeys(row['grid'] for row in rows):
         own = {row['commit']: row for row in rows if row['grid'] == grid and row['backend'] == 'triton'}
-        found.append([grid, own['40a17af']['batch'], *(
+        found.append([grid, own[GPU_COMMIT]['batch'], *(
             f'{float(own[version][f"{what}_vs_plain"]):.1f}' for what in ('forward', 'both') for version in versions)])
     head = [f'{what}: {name}' for what in ('forward', 'both') for name in versions.values()]
     return table(['grid', 'images', *head], found)
+
+
+def gpu_steps():
+    """Training steps of ViT-S on an H200, beside APE in the same process."""
+    names = {
+        'vit_small_ape': 'ape', 'vit_small_sape2_k_ape': 'ape+sape2_k', 'vit_small_sape2sq_k_ape': 'ape+sape2sq_k',
+        'vit_small_rope2d': 'rope2d', 'vit_small_rpb': 'rpb'}
+    ways = ('eager', 'compiled', 'graph')
+    found = {}
+    for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
+        if f'commit {GPU_COMMIT}' in row['notes']:
+            found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
+    cell = '{ms:.0f} ms, {to_ape:.2f}'.format
+    return table(['encoding', 'backend', 'eager', '`torch.compile`', 'CUDA graph'], [
+        [f'`{names[model]}`', backend and f'`{backend}`', *(
+            cell(ms=float(own[way]['ms']), to_ape=float(own[way]['to_ape'])) if way in own else '' for way in ways)]
+        for (model, backend), own in found.items()])
 
 
 def timms():
@@ -552,7 +572,7 @@ TABLES = {
     f.__name__: f
     for f in (
         results, choosing, reference, longer, encodings, rules, sizes, finetune, position_bias, cost, cost_liere, timms,
-        naflex, sape2, sape2_models, sape2_compiled, gpu, kernels)}
+        naflex, sape2, sape2_models, sape2_compiled, gpu, gpu_steps, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .distances import distance_attention, register_flops
 from .double_backward import differentiable_gradients
-from .triton_common import dense_rows, dtype_of, padded
+from .triton_common import dense_rows, dtype_of, padded, to_tf32
 from .triton_prepare import PreparedCodes
 from .triton_tiles import Tiles, backward_launches, forward_tiles
 
@@ -159,20 +159,24 @@ def _partial_sums(x):
 
 
 @triton.jit
-def _add_sums(r, w, low, row_sum, rw, SPLIT: tl.constexpr):
+def _add_sums(r, w, low, row_sum, rw, SPLIT: tl.constexpr, FEW_DIGITS: tl.constexpr):
     """Add rowsum(R) to `row_sum` and R w to `rw`.
 
     The gradient is rowsum(R) w - R w. So both must use the same R, which may be rounded, and w needs many digits. With
-    SPLIT, R is rounded to bfloat16 and w to two such numbers, 16 bits together. These have the range of float32, and
-    threads need not exchange R to multiply it.
+    SPLIT, fp16 has too small a range for R. With FEW_DIGITS it is rounded to bfloat16, and w to two such numbers, 16
+    bits together: unlike tf32, threads need not exchange these to multiply them.
     """
-    if SPLIT:
+    if SPLIT and FEW_DIGITS:
         r_16 = r.to(tl.bfloat16)
         r = r_16.to(tl.float32)
         w = w.to(tl.float32) + low.to(tl.float32)
         high = w.to(tl.bfloat16)
         rw = tl.dot(r_16, (w - high.to(tl.float32)).to(tl.bfloat16), acc=rw)
         rw = tl.dot(r_16, high, acc=rw)
+    elif SPLIT:
+        r = to_tf32(r)  # 16 bits fit into tf32
+        rw = tl.dot(r, low.to(tl.float32), acc=rw, input_precision='tf32')
+        rw = tl.dot(r, w.to(tl.float32), acc=rw, input_precision='tf32')
     else:
         r = r.to(rw.dtype)
         rw += tl.dot(r, w.to(rw.dtype), input_precision='ieee', out_dtype=rw.dtype)
@@ -386,9 +390,11 @@ def _backward(
                 mean_distance += _partial_sums(p * distance)
                 delta += _partial_sums(dlogits)
         if GRAD_X:
-            r_sum_x, dwx = _add_sums(dlogits * inverse_x, wx_j, low_x_j, r_sum_x, dwx, SPLIT)
+            r_sum_x, dwx = _add_sums(
+                dlogits * inverse_x, wx_j, low_x_j, r_sum_x, dwx, SPLIT, qk_j.dtype == tl.bfloat16)
         if GRAD_Y:
-            r_sum_y, dwy = _add_sums(dlogits * inverse_y, wy_j, low_y_j, r_sum_y, dwy, SPLIT)
+            r_sum_y, dwy = _add_sums(
+                dlogits * inverse_y, wy_j, low_y_j, r_sum_y, dwy, SPLIT, qk_j.dtype == tl.bfloat16)
     if DELTA_ONLY:
         tl.store(DELTA + row_i, tl.sum(delta, 1), mask=in_i)
     if GRAD_TOKENS:
