@@ -1,6 +1,6 @@
 """How the Triton kernels are launched: tiles, warps and registers, by the sizes of what they compute.
 
-For heads of 64 channels and 16 bits these were the fastest of what was tried on an H200 and an H100, see `results/h200`.
+For heads of 64 channels and 16 bits these were the fastest of what was tried on an H200 or H100, see `results/h200`.
 The rest was chosen by the instructions and the memory that `.ci/check_spills.py` counts.
 """
 from typing import Dict, List, NamedTuple, Optional
