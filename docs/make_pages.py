@@ -409,17 +409,14 @@ def gpu():
 
 def gpu_steps():
     """Training steps of ViT-S on an H200, beside APE in the same process."""
-    names = {
-        'vit_small_ape': 'ape', 'vit_small_sape2_k_ape': 'ape+sape2_k', 'vit_small_sape2sq_k_ape': 'ape+sape2sq_k',
-        'vit_small_rope2d': 'rope2d', 'vit_small_rpb': 'rpb'}
     ways = ('eager', 'compiled', 'graph')
     found = {}
     for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
         if f'commit {GPU_COMMIT}' in row['notes']:
             found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
     cell = '{ms:.0f} ms, {to_ape:.2f}'.format
-    return table(['encoding', 'backend', 'eager', '`torch.compile`', 'CUDA graph'], [
-        [f'`{names[model]}`', backend and f'`{backend}`', *(
+    return table(['model', 'backend', 'eager', '`torch.compile`', 'CUDA graph'], [
+        [f'`{model}`', backend and f'`{backend}`', *(
             cell(ms=float(own[way]['ms']), to_ape=float(own[way]['to_ape'])) if way in own else '' for way in ways)]
         for (model, backend), own in found.items()])
 

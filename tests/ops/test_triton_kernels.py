@@ -1,4 +1,4 @@
-"""The Triton kernels: rounding to 16 bits, and launches for every size that they take."""
+"""The Triton kernels: rounding to 16 bits and to tf32, and launches for every size that they take."""
 import itertools
 
 import pytest

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .codes import empty_codes, patches_of, register_codes
 from .precision import wide, without_autocast
-from .triton_common import dense_rows, dtype_of, padded, to_tf32
+from .triton_common import dense_rows, dtype_of, load_rows, padded, to_tf32
 from .triton_tiles import codes_options
 
 __all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
@@ -52,13 +52,6 @@ PATCHES = 128  # in the lines of a program, at most, with padding
 
 
 @triton.jit
-def _load_rows(X, at, stride, inside, HEAD_DIM: tl.constexpr, D: tl.constexpr):
-    """Rows of q, k or the table, `[rows, D]`, 0 where there is nothing."""
-    d = tl.arange(0, D)
-    return tl.load(X + at[:, None] * stride + d[None, :], mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-
-
-@triton.jit
 def _sums(x, t, BACKWARDS: tl.constexpr, DTYPE_16: tl.constexpr):
     """Cumulative sums along lines, `[C, C]`, as products with a triangle of ones: threads exchange less than in a scan.
 
@@ -75,9 +68,7 @@ def _sums(x, t, BACKWARDS: tl.constexpr, DTYPE_16: tl.constexpr):
 
 
 @triton.jit
-def _gates_and_positions(
-        q, k, t, in_line, gate_scale, shrink, NPOS: tl.constexpr, DTYPE: tl.constexpr,
-):
+def _gates_and_positions(q, k, t, in_line, gate_scale, shrink, NPOS: tl.constexpr, DTYPE: tl.constexpr):
     """Gates of a line, positions, their cells, and how far in the cell they are, `[C, C]`."""
     logits = tl.dot(q, tl.trans(k), input_precision='ieee', out_dtype=DTYPE) * gate_scale
     gates = tl.where(in_line[None, :], 1.0 / (1.0 + tl.exp(-logits)), 0.0)
@@ -97,7 +88,7 @@ def _table_parts(TABLE, like, HEAD_DIM: tl.constexpr, D: tl.constexpr, NPOS: tl.
     They are three of bfloat16 or, as fp16 has too small a range, two of tf32. For more bits the first is the table.
     """
     m = tl.arange(0, M)
-    rows = tl.trans(_load_rows(TABLE, m, HEAD_DIM, m < NPOS, HEAD_DIM, D))
+    rows = tl.trans(load_rows(TABLE, m, HEAD_DIM, m < NPOS, HEAD_DIM, D))
     first, second, third = rows, rows, rows
     if like.dtype.element_ty == tl.bfloat16:
         first = rows.to(tl.bfloat16)
@@ -168,8 +159,8 @@ def _forward(
     first, second, third = _table_parts(TABLE, Q, HEAD_DIM, D, NPOS, M)
     for line in range(program * lines_each, tl.minimum(program * lines_each + lines_each, lines)):
         row = line * line_step + t * step
-        q = _load_rows(q_head, row, sq_n, in_line, HEAD_DIM, D)
-        k = _load_rows(k_head, row, sk_n, in_line, HEAD_DIM, D)
+        q = load_rows(q_head, row, sq_n, in_line, HEAD_DIM, D)
+        k = load_rows(k_head, row, sk_n, in_line, HEAD_DIM, D)
         _, _, cell, weight = _gates_and_positions(q, k, t, in_line, gate_scale, shrink, NPOS, DTYPE)
         at = (head * num_patches + row)[:, None] * width + t[None, :]
         if USES_Q:
@@ -265,15 +256,15 @@ def _backward(
     in_line = t < length
     inside = in_line[:, None] & in_line[None, :]
     width = length * (2 if USES_Q and USES_K else 1)
-    rows = _load_rows(TABLE, m, HEAD_DIM, m < NPOS, HEAD_DIM, D)
-    steps = _load_rows(TABLE, m + 1, HEAD_DIM, m < NPOS - 1, HEAD_DIM, D)
+    rows = load_rows(TABLE, m, HEAD_DIM, m < NPOS, HEAD_DIM, D)
+    steps = load_rows(TABLE, m + 1, HEAD_DIM, m < NPOS - 1, HEAD_DIM, D)
     steps = tl.trans(tl.where((m < NPOS - 1)[:, None], steps - rows, 0.0)).to(Q.dtype.element_ty)
     rows = rows.to(Q.dtype.element_ty)
     dtable, dlast = tl.zeros([M, D], DTYPE), tl.zeros([D], DTYPE)
     for line in range(program * lines_each, tl.minimum(program * lines_each + lines_each, lines)):
         row = line * line_step + t * step
-        q = _load_rows(q_head, row, sq_n, in_line, HEAD_DIM, D)
-        k = _load_rows(k_head, row, sk_n, in_line, HEAD_DIM, D)
+        q = load_rows(q_head, row, sq_n, in_line, HEAD_DIM, D)
+        k = load_rows(k_head, row, sk_n, in_line, HEAD_DIM, D)
         gates, pos, cell, _ = _gates_and_positions(q, k, t, in_line, gate_scale, shrink, NPOS, DTYPE)
         # Values above all positions of the line get no gradient. NaN counts as above all.
         reached = tl.where(pos <= NPOS - 1.0, cell, NPOS - 2)

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ['dense_rows', 'dtype_of', 'padded', 'to_tf32']
+__all__ = ['dense_rows', 'dtype_of', 'load_rows', 'padded', 'to_tf32']
 
 
 def padded(width: int) -> int:
@@ -22,6 +22,16 @@ def dense_rows(*tensors: torch.Tensor) -> List[torch.Tensor]:
 def dtype_of(codes: torch.Tensor) -> tl.dtype:
     """The dtype in which kernels compute what belongs to codes, or to their gradients."""
     return tl.float64 if codes.dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def load_rows(X, row, stride, inside, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    """Rows of d channels, `[rows, D]` with D the padded d, 0 where there is no row or channel."""
+    d = tl.arange(0, D)
+    mask = inside[:, None]
+    if HEAD_DIM < D:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    return tl.load(X + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .distances import distance_attention, register_flops
 from .double_backward import differentiable_gradients
-from .triton_common import dense_rows, dtype_of, padded, to_tf32
+from .triton_common import dense_rows, dtype_of, load_rows, padded, to_tf32
 from .triton_prepare import PreparedCodes
 from .triton_tiles import Tiles, backward_launches, forward_tiles
 
@@ -67,16 +67,6 @@ MAX_SHORT_CODE = 4  # codes of so few channels are subtracted channel by channel
 #   TOLERANCE               squared distances up to this part of s_i + s_j count as 0
 #   PRECISION               of products, unless tensor cores multiply 16 bits
 #   DTYPE                   of what is computed, unless it has the dtype of SX
-
-
-@triton.jit
-def _load_rows(X, row, stride, inside, HEAD_DIM: tl.constexpr, D: tl.constexpr):
-    """Rows of q, k, v, OUT or DOUT, `[tile, D]`, 0 where there is no token or channel."""
-    d = tl.arange(0, D)
-    mask = inside[:, None]
-    if HEAD_DIM < D:
-        mask = mask & (d < HEAD_DIM)[None, :]
-    return tl.load(X + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -238,7 +228,7 @@ def _forward(
     b, h = head // num_heads, head % num_heads
     i = tl.program_id(0) % tiles * OWN + tl.arange(0, OWN)
     in_i = i < num_tokens
-    q = _load_rows(Q + b * sq_b + h * sq_h, i, sq_n, in_i, HEAD_DIM, D)
+    q = load_rows(Q + b * sq_b + h * sq_h, i, sq_n, in_i, HEAD_DIM, D)
     k_head, v_head = K + b * sk_b + h * sk_h, V + b * sv_b + h * sv_h
     row_i = head * num_tokens + i
     factor_x, low_factor_x, sx_i = _load_factors(WX, SX, row_i, in_i, CX, SPLIT, True)
@@ -251,8 +241,8 @@ def _forward(
     for start in range(0, num_tokens, VISIT):
         j = start + tl.arange(0, VISIT)
         in_j = j < num_tokens
-        k = _load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
-        v = _load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
+        k = load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
+        v = load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
         row_j = head * num_tokens + j
         distance_x, _, _, _ = _distance(
             WX, SX, row_i, row_j, in_i, in_j, factor_x, low_factor_x, sx_i,
@@ -315,16 +305,16 @@ def _backward(
     q_head, k_head, v_head = Q + b * sq_b + h * sq_h, K + b * sk_b + h * sk_h, V + b * sv_b + h * sv_h
     dout_head = DOUT + b * sd_b + h * sd_h
     if KEY_PASS:
-        qk_i = _load_rows(k_head, i, sk_n, in_i, HEAD_DIM, D)
-        gv_i = _load_rows(v_head, i, sv_n, in_i, HEAD_DIM, D)
+        qk_i = load_rows(k_head, i, sk_n, in_i, HEAD_DIM, D)
+        gv_i = load_rows(v_head, i, sv_n, in_i, HEAD_DIM, D)
     else:
-        qk_i = _load_rows(q_head, i, sq_n, in_i, HEAD_DIM, D)
-        gv_i = _load_rows(dout_head, i, sd_n, in_i, HEAD_DIM, D)
+        qk_i = load_rows(q_head, i, sq_n, in_i, HEAD_DIM, D)
+        gv_i = load_rows(dout_head, i, sd_n, in_i, HEAD_DIM, D)
         max_i = tl.load(ROW_MAX + row_i, mask=in_i, other=float('inf'))  # makes p 0
         if SPLIT:
             # The sum of p * dp over keys is the sum of DOUT * OUT over channels. If a query attends to one key alone,
             # gradients depend on its last digits, so for float32 a launch of its own sums p * dp.
-            out = _load_rows(OUT + b * so_b + h * so_h, i, so_n, in_i, HEAD_DIM, D)
+            out = load_rows(OUT + b * so_b + h * so_h, i, so_n, in_i, HEAD_DIM, D)
             delta_i = tl.sum(gv_i.to(DTYPE) * out.to(DTYPE), 1)
             tl.store(DELTA + row_i, delta_i, mask=in_i)
         else:
@@ -351,11 +341,11 @@ def _backward(
         in_j = j < num_tokens
         row_j = head * num_tokens + j
         if KEY_PASS:
-            qk_j = _load_rows(q_head, j, sq_n, in_j, HEAD_DIM, D)
-            gv_j = _load_rows(dout_head, j, sd_n, in_j, HEAD_DIM, D)
+            qk_j = load_rows(q_head, j, sq_n, in_j, HEAD_DIM, D)
+            gv_j = load_rows(dout_head, j, sd_n, in_j, HEAD_DIM, D)
         else:
-            qk_j = _load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
-            gv_j = _load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
+            qk_j = load_rows(k_head, j, sk_n, in_j, HEAD_DIM, D)
+            gv_j = load_rows(v_head, j, sv_n, in_j, HEAD_DIM, D)
         distance_x, inverse_x, wx_j, low_x_j = _distance(
             WX, SX, row_i, row_j, in_i, in_j, factor_x, low_factor_x, sx_i,
             SHORT_X, CX, SPLIT, False, TOLERANCE, DTYPE)

@@ -102,9 +102,7 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
     return launches
 
 
-def codes_options(
-        head_dim: int, length: int, itemsize: int, sources: int, backward: bool,
-) -> Dict[str, Optional[int]]:
+def codes_options(head_dim: int, length: int, itemsize: int, sources: int, backward: bool) -> Dict[str, Optional[int]]:
     """For Triton. `sources` is how many of q and k the table is multiplied with."""
     launch = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]
     is_wide = head_dim > 64 or sources > 1
