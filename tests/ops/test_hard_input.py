@@ -10,7 +10,7 @@ from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops.cpp_operators import cpp_distance_attention
 from timm_sape.ops.distances import distance_attention
-from timm_sape.ops.reference import axis_codes
+from timm_sape.ops.reference import _distance_by_products, axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
 from timm_sape.ops.triton_distances import triton_distance_attention
@@ -226,11 +226,12 @@ def test_gains_gradient_keeps_the_digits_of_small_distances(backend, grid, kind,
 
 # --- numbers that are too large, or none ------------------------------------------------------------------------------
 
-def test_distance_that_overflows_is_not_0():
+@pytest.mark.parametrize('distance', [ops.pairwise_distance, _distance_by_products])
+def test_distance_that_overflows_is_not_0(distance):
     for large in (1e20, float('inf')):
-        distances = ops.pairwise_distance(torch.tensor([[large, 0.], [0., 0.]]))
+        distances = distance(torch.tensor([[large, 0.], [0., 0.]]))
         assert not distances[0, 1].isfinite() and not distances[1, 0].isfinite()
-    assert ops.pairwise_distance(torch.tensor([[1e18, 0.], [0., 0.]]))[0, 1] == 1e18
+    assert distance(torch.tensor([[1e18, 0.], [0., 0.]]))[0, 1] == 1e18
 
 
 @pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])

@@ -5,7 +5,7 @@ import torch
 from harness import assert_near
 from operators import make_inputs, make_near_codes, run
 from timm_sape.functional import sape2_attention
-from timm_sape.ops import torch_distances
+from timm_sape.ops import reference, torch_distances
 from timm_sape.ops.chunks import chunks
 
 ALL = slice(None), slice(None)
@@ -17,9 +17,9 @@ def test_small_distances(num_near, many, offset, monkeypatch):
     """Few small distances are computed from differences one by one, many with their whole block; both to the digit."""
     codes = make_near_codes(num_near, 1e-3, offset=offset)
     whole_blocks = []
-    original = torch_distances._squares_by_difference
+    original = torch_distances._precise_squares
     monkeypatch.setattr(
-        torch_distances, '_squares_by_difference', lambda *args: whole_blocks.append(args) or original(*args))
+        torch_distances, '_precise_squares', lambda *args: whole_blocks.append(args) or original(*args))
     prepared = torch_distances._prepare(codes[:1, None], codes[1:, None], 41).of(ALL)
     squares = torch.full((2, 41, 41), float('nan'))
     near = torch_distances._squares(prepared, slice(0, 41), 1, squares)
@@ -33,22 +33,38 @@ def test_small_distances(num_near, many, offset, monkeypatch):
 
 
 @pytest.mark.parametrize('rows', [slice(0, 41), slice(7, 19)])
-def test_squares_channel_by_channel(rows):
-    """What other devices than the CPU compute, to the digit of each distance, however small it is."""
-    w = make_near_codes(30, 1e-3, offset=3.0)
-    squares = torch.full((2, w[:, rows].shape[1], w.shape[1]), float('nan'))
-    torch_distances._sum_squares(w, rows, squares)
+@pytest.mark.parametrize('offset', [0.0, 100.0])
+def test_squares_by_products(offset, rows):
+    """What CUDA computes, to the digit of each distance, however small it is."""
+    w = make_near_codes(30, 1e-3, offset=offset)
+    squares = reference.squares_by_products(w[:, rows], w)
     exact = torch.cdist(w[:, rows].double(), w.double(), compute_mode='donot_use_mm_for_euclid_dist').square()
-    assert exact[exact > 0].min() < 1e-4 and ((squares - exact).abs() <= 1e-6 * exact).all()
+    assert exact[exact > 0].min() < 1e-4 and squares.dtype == torch.float64
+    noise = (64 * torch.finfo(torch.float32).eps * w.double().norm(dim=-1).max()) ** 2
+    assert ((squares - exact).abs() <= 1e-4 * exact.clamp(min=noise)).all()
+
+
+@pytest.mark.parametrize('offset', [0.0, 100.0])
+def test_gradient_of_distances_by_products(offset):
+    """Where a distance is small the terms of the gradient nearly cancel. One by one in float64, from differences."""
+    codes = make_near_codes(30, 1e-2, offset=offset).requires_grad_()
+    weights = torch.randn(2, 40, 40, generator=torch.Generator().manual_seed(1))
+    found, = torch.autograd.grad((weights * reference._distance_by_products(codes)).sum(), codes)
+    w = codes.detach().double()
+    difference = w.unsqueeze(-2) - w.unsqueeze(-3)
+    distance = difference.norm(dim=-1, keepdim=True)
+    direction = torch.where(distance > 0, difference / distance, 0.0)
+    exact = ((weights + weights.mT).double().unsqueeze(-1) * direction).sum(dim=-2)
+    assert_near(found, exact, 1e-6)
 
 
 def test_nan_stays_off_prefix_tokens():
-    """Also where all distances are computed from differences, as on a GPU without Triton."""
+    """Also where a whole block of distances is computed precisely, as on a GPU without Triton."""
     codes = make_near_codes(2, 1e-3)
     codes[0, 4] = float('nan')
     prepared = torch_distances._prepare(codes[:1, None], codes[1:, None], 41).of(ALL)
     squares = torch.empty(2, 41, 41)
-    torch_distances._squares_by_difference(prepared, slice(0, 41), 1, squares)
+    torch_distances._precise_squares(prepared, slice(0, 41), 1, squares)
     assert not squares[:, 0].any() and not squares[:, :, 0].any()
     assert squares[0, 5, 1:5].isnan().all() and not squares[1].isnan().any()
 

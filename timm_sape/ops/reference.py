@@ -11,7 +11,7 @@ from .counting import in_raster_order, interpolate, suffix_sum
 from .precision import no_autocast, upcast
 from .transforms import is_forward_mode
 
-__all__ = ['axis_codes', 'contextual_bias', 'pairwise_distance']
+__all__ = ['axis_codes', 'contextual_bias', 'pairwise_distance', 'squares_by_products']
 
 
 def contextual_bias(
@@ -118,10 +118,11 @@ def axis_codes(
 def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     """Euclidean distances between all codes (SaPE2, Eq. 15).
 
-    Computed from differences: products would lose the small distances between patches of one region. A distance no
-    larger than the rounding error of the codes is set to zero and has no gradient, whose direction would be random.
+    Computed from differences, or on CUDA from products in float64. Products in float32 would lose the small distances
+    between patches of one region. A distance no larger than the rounding error of the codes is set to zero and has no
+    gradient, whose direction would be random.
 
-    torch's FLOP counter counts cdist, which this is made of, as 0. The operators count their distances.
+    torch's FLOP counter counts cdist, which makes the differences, as 0. The operators count their distances.
 
     Args:
         codes: `[..., N, C]`.
@@ -132,8 +133,34 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     with no_autocast(codes):
         if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, cdist no forward mode
             distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
+        elif codes.is_cuda and codes.dtype == torch.float32:  # where cdist starts a block of threads for each distance
+            return _distance_by_products(codes)
         else:
             distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
-        limits = torch.finfo(codes.dtype)
-        noise = (64 * limits.eps * codes.detach().norm(dim=-1)).clamp(max=limits.max)  # [..., N]; inf is no noise
-        return distance.masked_fill(distance <= torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2)), 0.0)
+        return distance.masked_fill(distance <= _noise(codes, torch.finfo(codes.dtype).eps), 0.0)
+
+
+def _noise(codes: torch.Tensor, eps: float) -> torch.Tensor:
+    """Distances up to this may be rounding errors of the codes, `[..., N, N]`."""
+    noise = (64 * eps * codes.detach().norm(dim=-1)).clamp(max=torch.finfo(torch.float32).max)  # inf is no noise
+    return torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2))
+
+
+def _distance_by_products(codes: torch.Tensor) -> torch.Tensor:
+    squares = squares_by_products(codes, codes)
+    is_noise = squares <= _noise(codes.double(), torch.finfo(codes.dtype).eps).square()
+    # the root of 0 has an infinite gradient
+    return squares.masked_fill(is_noise, 1.0).to(codes.dtype).sqrt().masked_fill(is_noise, 0.0)
+
+
+def squares_by_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Squared distances between float32 vectors `[..., N, C]` and `[..., M, C]`, in float64, `[..., N, M]`.
+
+    They are products of two longer vectors, [-2 a, |a|^2, 1] and [b, 1, |b|^2]. Each is off by about 2^-52 of |a|^2 or
+    |b|^2, and if the distance is no noise, it is at least 2^-34 of both.
+    """
+    a, b = a.double(), b.double()
+    square_a, square_b = (t.square().sum(dim=-1, keepdim=True) for t in (a, b))
+    left = torch.cat([-2 * a, square_a, torch.ones_like(square_a)], dim=-1)
+    right = torch.cat([b, torch.ones_like(square_b), square_b], dim=-1)
+    return left @ right.mT

@@ -2,7 +2,8 @@
 
 The squared distance of two codes is the product of two longer vectors, [-2 w_i, s_i, 1] and [w_j, 1, s_j] with
 s = |w|^2, so one matrix product gives a block of them. Small distances, such as those between patches of one region,
-lose their digits in it. So squares below a small part of s_i are computed once more, from the difference.
+lose their digits in it. So squares below a small part of s_i are computed once more, from the difference. On CUDA all
+are computed from products in float64.
 
 The backward pass computes the blocks again. With G the gradient of a distance D and R = G / D, the gradient of the
 codes is rowsum(R + R^T) w - (R + R^T) w. Where a distance is small, R is large and the two terms nearly cancel. Such
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from .chunks import chunk_size, chunks
 from .distances import register_attention
 from .precision import upcast, without_autocast
+from .reference import squares_by_products
 
 __all__ = ['torch_distance_attention']
 
@@ -92,7 +94,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
     They are 0 where a prefix token takes part.
     """
     if codes.raw.device.type != 'cpu':  # a GPU would have to wait until the pairs are counted
-        _squares_by_difference(codes, rows, num_prefix_tokens, squares)
+        _precise_squares(codes, rows, num_prefix_tokens, squares)
         return 'many'
     torch.bmm(codes.left[:, rows], codes.right.transpose(1, 2), out=squares)
     _fill_unbiased(squares, rows, num_prefix_tokens, float('inf'))
@@ -104,7 +106,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         small = squares.view(-1, num_tokens).index_select(0, lines) <= limit[lines].unsqueeze(-1)
         line, column = small.nonzero().unbind(-1)
         if len(line) * w.shape[-1] > squares.numel():
-            _squares_by_difference(codes, rows, num_prefix_tokens, squares)
+            _precise_squares(codes, rows, num_prefix_tokens, squares)
             return 'many'
         row = lines[line]
         where, head = row * num_tokens + column, row // num_rows
@@ -130,22 +132,14 @@ def _clear_unbiased(codes: _Codes, rows: slice, num_prefix_tokens: int, squares:
     squares.diagonal(rows.start, 1, 2).copy_((0 * codes.raw[:, rows]).sum(dim=-1))
 
 
-def _squares_by_difference(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
+def _precise_squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
     w, noise = codes.raw, codes.noise
-    if w.device.type == 'cpu':
-        torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
+    if w.is_cuda and w.dtype == torch.float32:  # where cdist starts a block of threads for each distance
+        squares.copy_(squares_by_products(w[:, rows], w))
     else:
-        _sum_squares(w, rows, squares)
+        torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
     squares.masked_fill_(squares <= torch.maximum(noise[:, rows], noise.transpose(1, 2)), 0)
     _clear_unbiased(codes, rows, num_prefix_tokens, squares)
-
-
-def _sum_squares(w: torch.Tensor, rows: slice, squares: torch.Tensor) -> None:
-    """Squared distances, channel by channel. For each of them CUDA's cdist starts a block of threads of its own."""
-    squares.zero_()
-    for channel in w.unbind(-1):
-        difference = channel[:, rows, None] - channel[:, None]
-        squares.addcmul_(difference, difference)
 
 
 def _zeros_to_inf(distances: torch.Tensor, rows: slice, num_prefix_tokens: int, near: _Near) -> torch.Tensor:
