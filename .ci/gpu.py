@@ -75,6 +75,9 @@ def stages(out):
     steps = [
         (f'steps-{model}', f'{CHECKS} steps --models {model} --output {out}/steps_{model}.csv', 150)
         for model in ('vit_small_sape2_k_ape', 'vit_small_sape2sq_k_ape', 'vit_small_rope2d', 'vit_small_rpb')]
+    large = (  # so many images that the GPU does not wait for the processor
+        f'{CHECKS} steps --models vit_small_sape2_k_ape --backends triton --batch-size 512 --ways eager compiled graph '
+        f'--output {out}/steps_512.csv')
     models = [
         (f'models-{size}', f'{COMMAND} bench --settings {size}/{patch} {bench}/cost_gpu_{size}.csv', 200)
         for size, patch in ((224, 16), (32, 4))]
@@ -88,7 +91,7 @@ def stages(out):
         'tests': tests,
         'operator': [
             ('graphs', f'{CHECKS} graphs --output {out}/sape2_gpu_graphs.csv', 100), ('operator', operator, 200)],
-        'steps': [steps[0], ('profile', f'{CHECKS} profile', 60), *steps[1:]],
+        'steps': [steps[0], ('profile', f'{CHECKS} profile', 60), ('steps-512', large, 100), *steps[1:]],
         'sanitizer': sanitizer,
         'models': [*models, ('timm', f'{COMMAND} bench timm {bench}/timm_gpu.csv', 100)],
         'naflex': [('naflex', naflex, 60)],

@@ -418,7 +418,7 @@ class Training:
 def steps(args):
     """Training steps in the ways that people run them: the gradients beside those of float32, and the time."""
     rows, ape_ms, bad = [], {}, []
-    batch, repeats = (2, 1) if CPU else (128, 10)
+    batch, repeats = (2, 1) if CPU else (args.batch_size, 10)
     names = ('test_vit_ape', 'test_vit_sape2_k_ape') if CPU else (MODELS[0], *args.models)
     for name in names:
         for backend in args.backends if 'sape2_' in name else (None,):
@@ -434,7 +434,7 @@ def steps(args):
                     if CPU and way not in ('float32', 'eager', 'checkpointed'):
                         continue
                     torch.compiler.reset()
-                    row = {'model': name, 'backend': backend or '', 'way': way}
+                    row = {'model': name, 'backend': backend or '', 'batch': batch, 'way': way}
                     try:
                         now = training()
                         now.amp = way != 'float32'
@@ -578,6 +578,7 @@ def main():
                 command.add_argument('--models', nargs='+', default=MODELS[1:], help='beside APE, which comes first')
                 command.add_argument('--backends', nargs='+', default=('torch', 'triton'), help='of SaPE2')
                 command.add_argument('--ways', nargs='+', default=WAYS)
+                command.add_argument('--batch-size', type=int, default=128)
         elif function is busy:
             command.add_argument('command', nargs='+')
     args = parser.parse_args()

@@ -412,7 +412,7 @@ def gpu_steps():
     ways = ('eager', 'compiled', 'graph')
     found = {}
     for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
-        if f'commit {GPU_COMMIT}' in row['notes']:
+        if f'commit {GPU_COMMIT}' in row['notes'] and row['batch'] == '128':
             found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
     cell = '{ms:.0f} ms, {to_ape:.2f}'.format
     return table(['model', 'backend', 'eager', '`torch.compile`', 'CUDA graph'], [

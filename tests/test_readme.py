@@ -620,7 +620,9 @@ def test_advice_is_that_of_the_results():
     triton = [steps['vit_small_sape2_k_ape', 'triton', way] for way in ('graph', 'eager')]
     assert f'{float(triton[0]["to_ape"]):.2f}' == '1.28'
     slower = float(steps['vit_small_sape2_k_ape', 'torch', 'eager']['ms']) / float(triton[1]['ms'])
-    assert round(slower) == 4 and 'use `torch`, whose step takes four times as long' in prose(DOCS / 'cost.md')
+    assert round(slower) == 4 and 'use `torch`, whose step took four times as long' in prose(DOCS / 'cost.md')
+    reference = float(steps['vit_small_sape2_k_ape', 'reference', 'eager']['ms'])
+    assert f'use `reference`, whose step took {reference / 1000:.1f} s because of `cdist`' in prose(DOCS / 'cost.md')
     (other,) = [
         row for row in read_csv(RESULTS / 'h200' / 'steps.csv')
         if 'H100' in row['notes'] and row['backend'] == 'triton']
