@@ -149,7 +149,7 @@ def test_export_dynamic_size(pos_enc):
     program = torch.export.export(model, (images((4, 6)),), dynamic_shapes={'x': shapes})
     check_graph(program)
     with torch.no_grad():
-        for grid, batch in (((4, 6), 2), ((7, 3), 3), ((3, 5), 1)):
+        for grid, batch in (((4, 6), 2), ((7, 3), 3), ((3, 5), 1), ((6, 8), 2)):
             x = images(grid, batch)
             torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 

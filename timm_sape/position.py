@@ -369,11 +369,13 @@ class LayerEncodings(_Encodings):
         channels = [
             encoding(q, k, x, grid=grid, scale=scale, hook='channels') for encoding in self.acting_on('channels')]
         if channels:
-            # Products of a multiple of 8 channels take less time. Zeros change none.
-            width = rotated_q.shape[-1] + sum(a.shape[-1] for a, _ in channels)
-            zeros = rotated_q.new_zeros(()).expand(*rotated_q.shape[:-1], -width % 8)
-            rotated_q = torch.cat([rotated_q, *(a for a, _ in channels), zeros], dim=-1)  # [B, h, N, d+C]
-            rotated_k = torch.cat([rotated_k, *(b for _, b in channels), zeros], dim=-1)  # [B, h, N, d+C]
+            if not ops.is_exporting():  # an exported program would refuse sizes that need none
+                # Products of a multiple of 8 channels take less time. Zeros change none.
+                width = rotated_q.shape[-1] + sum(a.shape[-1] for a, _ in channels)
+                zeros = rotated_q.new_zeros(()).expand(*rotated_q.shape[:-1], -width % 8)
+                channels.append((zeros, zeros))
+            rotated_q = torch.cat([rotated_q, *(a for a, _ in channels)], dim=-1)  # [B, h, N, d+C]
+            rotated_k = torch.cat([rotated_k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
         mask = ops.merge_masks(self._bias(q, k, position, attending), attn_mask, is_causal, x.shape[1], x.device)
 
         if attending:
