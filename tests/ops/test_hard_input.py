@@ -249,6 +249,20 @@ def test_a_diverged_model_does_not_look_healthy(backend):
         assert not found[~expected.isfinite()].isfinite().any() and not expected.isfinite().all()
 
 
+@pytest.mark.parametrize('number', [float('inf'), float('nan')])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+def test_a_diverged_model_does_not_look_healthy_to_triton(dtype, number):
+    """The codes of two neighbours are infinite or NaN, and this is seen in all patches, as in the reference."""
+    *tensors, bias_scale = (t.to(DEVICE, torch.float32) for t in make_inputs((14, 2), dim=16))
+    tensors[3][-1, 0] = number
+    q, k, v, table_x, table_y = (*(t.to(dtype) for t in tensors[:3]), *tensors[3:])
+    for sign in (1, -1):
+        out = sape2_attention(
+            q, k, v, table_x, table_y, (14, 2), bias_scale=sign * bias_scale.abs(), num_prefix_tokens=1,
+            backend='triton')
+        assert not out[:, :, 1:].isfinite().any()
+
+
 @pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])
 def test_a_single_patch_that_is_nan(backend):
     """It has no other patch whose distance would show it."""
