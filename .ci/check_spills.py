@@ -39,7 +39,7 @@ SHAPES = [
     (64, 1, 7), (64, 3, 4), (64, 16, 16), (32, 14, 14), (32, 32, 32), (32, 64, 64), (48, 16, 16), (16, 16, 16),
     (128, 14, 14), (128, 32, 32), (128, 64, 64), (128, 64, 32), (64, 64, 3), (128, 14, 2), (128, 64, 1), (80, 24, 16),
     (128, 20, 4), (100, 60, 60), (64, 14, 14, 24, 24), (64, 24, 24, 14, 14)]
-QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 64, 64)]
+QUICK = [(64, 14, 14), (64, 24, 24), (64, 1, 7), (128, 14, 14), (128, 64, 64)]
 
 
 class Driver:
@@ -134,7 +134,7 @@ def main():
         return compiled
 
     JITFunction.run = compile_and_look
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32, *([torch.float16] if args.quick else [])):
         max_head_dim, max_code = limits_of(dtype)
         for head_dim, width, height, *trained in QUICK if args.quick else SHAPES:
             for num_prefix_tokens, mode in ((1, 'k'), (0, 'k'), (1, 'qk')):
@@ -145,7 +145,7 @@ def main():
                 label = {
                     'dtype': str(dtype).removeprefix('torch.'), 'head_dim': head_dim, 'grid': grid,
                     'prefix': num_prefix_tokens, 'mode': mode}
-                allowed = shared_memory(code)
+                allowed = shared_memory(head_dim, code, dtype.itemsize)
                 launch_all(dtype, head_dim, width, height, trained, num_prefix_tokens, mode)
     if args.output is not None:
         with open(args.output, 'w', newline='') as file:
@@ -157,8 +157,9 @@ def main():
     if counts['bad']:
         sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill more bytes than {MAX_SPILL} or need too much '
                  f'shared memory with Triton {triton.__version__}')
-    print(f'{counts["kernels"]} kernels, {counts["spilling"] or "none"} of which spill, none more than {MAX_SPILL} '
-          f'bytes, with Triton {triton.__version__}')
+    limit = f', none more than {MAX_SPILL} bytes' if args.arch == 90 else ''
+    print(f'{counts["kernels"]} kernels, {counts["spilling"] or "none"} of which spill{limit}, for sm_{args.arch} with '
+          f'Triton {triton.__version__}')
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ PYTHON = ROOT / '.venv' / 'bin' / 'python'
 STAGES = {
     'run': 'bash .ci/run',
     'long tests': f'{PYTHON} -m pytest -q -n auto --full -m full',
-    'kernels': f'{PYTHON} .ci/check_spills.py',
+    'kernels': f'{PYTHON} .ci/check_spills.py && {PYTHON} .ci/check_spills.py --quick --arch 86',
     'naflex parity': f'{PYTHON} .ci/naflex_parity.py > /dev/null',
     'naflex grafts': f'{PYTHON} .ci/naflex_grafts.py > /dev/null',
     'fuzzer': f'{PYTHON} .ci/fuzz.py --inputs 10000',

@@ -95,8 +95,9 @@ class Gpu:
 
 @pytest.mark.parametrize('capability, memory, head_dim, width, text', [
     ((7, 5), 64, 64, 14, r'Triton needs compute capability 8.0, and this GPU has 7.5'),
-    ((8, 6), 99, 64, 40, r'for codes of 40 entries its kernels need 163 KiB of shared memory, and this GPU has 99'),
-    ((8, 6), 99, 128, 32, ''),
+    ((8, 6), 99, 64, 40, 'in torch.bfloat16, for a head dim of 64 and codes of 40 entries, its kernels need 163 KiB'),
+    ((8, 9), 99, 80, 14, 'for a head dim of 80 and codes of 14 entries, .* 163 KiB .*, and this GPU has 99'),
+    ((8, 6), 99, 64, 32, ''),
     ((8, 0), 163, 128, 64, ''),
     ((10, 3), 227, 64, 14, 'on GPUs of compute capability 10.3 some versions of Triton compile them into wrong code'),
 ])
@@ -124,6 +125,16 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
     if text:
         with pytest.raises(ValueError, match=text):
             chosen('triton', q=q, widths=(width, 3))
+
+
+@pytest.mark.parametrize('width, memory', [(16, 99), (24, 163)])
+def test_float32_needs_more_memory(monkeypatch, width, memory):
+    q = Gpu(64, torch.float32)
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', memory))
+    assert chosen('triton', q=q, widths=(width, 3)) == 'triton'
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', memory - 1))
+    with pytest.raises(ValueError, match=f'in torch.float32, .* need {memory} KiB .*, and this GPU has {memory - 1}'):
+        chosen('triton', q=q, widths=(width, 3))
 
 
 @pytest.mark.parametrize('tested_on', [None, (8, 0), (9, 0)])

@@ -99,6 +99,18 @@ def test_q_k_and_v_of_different_dtypes(changed):
             run(sape2_attention, mixed, device=device_of(backend), backend=backend, **kwargs)
 
 
+@pytest.mark.parametrize('backend', FAST)
+def test_codes_of_q_and_k_of_different_dtypes(backend):
+    """By the reference, whatever is fastest."""
+    q, k, _, table_x, table_y, _ = (t.to(device_of(backend), F32) for t in make_inputs((2, 3)))
+    grid, options = timm_sape.Grid(2, 3, 1), dict(mode='k', gate_scale=0.5)
+    expected = ops.axis_codes(q, k.double(), table_x, table_y, grid, backend='reference', **options)
+    for found, wanted in zip(ops.axis_codes(q, k.double(), table_x, table_y, grid, **options), expected):
+        assert found.dtype == F64 and torch.equal(found, wanted)
+    with using_backend(backend), pytest.raises(ValueError, match='only the reference supports q and k of different'):
+        ops.axis_codes(q, k.double(), table_x, table_y, grid, **options)
+
+
 @pytest.mark.parametrize('between', [False, True])
 @pytest.mark.parametrize('dtype, other', [*PAIRS, (F32, F32)])
 def test_cope(dtype, other, between):

@@ -79,7 +79,7 @@ def _triton_on(device_type: str, index: Optional[int]) -> Tuple[str, int]:
     if device_type == 'cuda' and torch.version.hip is None:
         return _gpu(torch.cuda.current_device() if index is None else index)
     if device_type == 'cpu' and os.environ.get('TRITON_INTERPRET') == '1':
-        return '', shared_memory(LIMITS[16].code)
+        return '', shared_memory(*LIMITS[16], itemsize=2)
     return (
         'its kernels do not run on this device: they need an NVIDIA GPU, or the CPU with TRITON_INTERPRET=1 set before '
         'Python starts'), 0
@@ -123,11 +123,11 @@ def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_re
         widest = max(code_widths)
         if q.shape[-1] > head_dim or widest > code:
             return f'in {q.dtype} its kernels take a head dim of {head_dim} and codes of {code} entries at most'
-        needed = shared_memory(widest)
+        needed = shared_memory(q.shape[-1], widest, q.dtype.itemsize)
         if needed > memory:
             return (
-                f'for codes of {widest} entries its kernels need {needed} KiB of shared memory, and this GPU has '
-                f'{memory}')
+                f'in {q.dtype}, for a head dim of {q.shape[-1]} and codes of {widest} entries, its kernels need '
+                f'{needed} KiB of shared memory, and this GPU has {memory}')
     return ''
 
 

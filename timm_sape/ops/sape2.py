@@ -149,7 +149,8 @@ def axis_codes(
     """
     if backend is None:
         own_k = k if axis_keys is None else axis_keys[0]
-        backend = choose_backend(None, own_k, _widths(table_x, table_y, grid, mode))
+        backend = choose_backend(None, own_k, _widths(table_x, table_y, grid, mode), {
+            'q and k of different dtypes': axis_keys is None and q.dtype != k.dtype})
     if backend != 'reference':  # operators compute in the dtype of q, float32 at least
         table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
     if axis_keys is not None:

@@ -30,9 +30,9 @@ def limits_of(dtype: torch.dtype) -> Limits:
     return LIMITS[16 if dtype.itemsize <= 2 else 32]
 
 
-def shared_memory(code: int) -> int:
-    """KiB that a program needs at most, by the channels of the wider codes.
+def shared_memory(head_dim: int, code: int, itemsize: int) -> int:
+    """KiB that a program needs at most, by the channels of a head and of the wider codes, and the bytes of q's dtype.
 
     A GPU has 227 (H100), 163 (A100) or 99 (others).
     """
-    return 99 if code <= 32 else 163
+    return 99 if head_dim <= 64 and code <= (32 if itemsize <= 2 else 16) else 163
