@@ -61,7 +61,7 @@ def _addresses(tensor):
 
 @contextmanager
 def watched_memory():
-    """Yields the names of the kernels that are launched, and a set of the problems that are found.
+    """Yields the launches, each with the `name` of its kernel, and a set of the problems that are found.
 
     Within one launch no element may be written twice, read after it was written, or written after another program has
     read it. New tensors are filled with NaN. A kernel that touches what is no element of an argument raises an error.
@@ -77,19 +77,19 @@ def watched_memory():
         launched.append(_Launch(self.fn.__name__, tensors, problems))
         return found
 
-    def program(builder):
+    def touched(builder, pointers, mask):
+        """The program that runs, its pointers and mask, and the bytes of an element."""
         x, y, z = builder.grid_idx
         _, ny, nz = builder.grid_dim
-        return 1 + (x * ny + y) * nz + z
+        size = np.dtype(_get_np_dtype(pointers.get_element_ty())).itemsize
+        return 1 + (x * ny + y) * nz + z, pointers.data, mask.data, size
 
     def watched_load(self, pointers, mask, *args):
-        size = np.dtype(_get_np_dtype(pointers.get_element_ty())).itemsize
-        launched[-1].load(program(self), pointers.data, mask.data, size)
+        launched[-1].load(*touched(self, pointers, mask))
         return load(self, pointers, mask, *args)
 
     def watched_store(self, pointers, value, mask, *args):
-        size = np.dtype(_get_np_dtype(pointers.get_element_ty())).itemsize
-        launched[-1].store(program(self), pointers.data, mask.data, size)
+        launched[-1].store(*touched(self, pointers, mask))
         return store(self, pointers, value, mask, *args)
 
     deterministic = torch.are_deterministic_algorithms_enabled()

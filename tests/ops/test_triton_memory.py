@@ -15,15 +15,12 @@ from watched_memory import watched_memory
 
 pytestmark = pytest.mark.skipif(DEVICE != 'cpu', reason='the interpreter is watched, and it runs on the CPU')
 
-NOT_A_NUMBER = float('nan')
-
 
 def framed(t):
     """The same numbers within a larger tensor of NaN."""
     batch, heads, num_tokens, dim = t.shape
-    frame = t.new_full((batch, heads, num_tokens + 3, dim + 5), NOT_A_NUMBER)
-    inner = frame[:, :, 1:-2, 2:-3]
-    return inner.copy_(t)
+    frame = t.new_full((batch, heads, num_tokens + 3, dim + 5), torch.nan)
+    return frame[:, :, 1:-2, 2:-3].copy_(t)
 
 
 LAYOUTS = {

@@ -11,7 +11,7 @@ from .counting import in_raster_order, interpolate, suffix_sum
 from .precision import no_autocast, upcast
 from .transforms import is_forward_mode
 
-__all__ = ['axis_codes', 'contextual_bias', 'pairwise_distance', 'squares_by_products']
+__all__ = ['axis_codes', 'cdist_is_slow', 'contextual_bias', 'pairwise_distance', 'squares_by_products']
 
 
 def contextual_bias(
@@ -133,7 +133,7 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     with no_autocast(codes):
         if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, cdist no forward mode
             distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
-        elif codes.is_cuda and codes.dtype == torch.float32:  # where cdist starts a block of threads for each distance
+        elif cdist_is_slow(codes):
             return _distance_by_products(codes)
         else:
             distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
@@ -142,7 +142,8 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
 
 def _noise(codes: torch.Tensor, eps: float) -> torch.Tensor:
     """Distances up to this may be rounding errors of the codes, `[..., N, N]`."""
-    noise = (64 * eps * codes.detach().norm(dim=-1)).clamp(max=torch.finfo(torch.float32).max)  # inf is no noise
+    noise = 64 * eps * codes.detach().norm(dim=-1)
+    noise = noise.clamp(max=torch.finfo(noise.dtype).max ** 0.5)  # less than inf, squared too
     return torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2))
 
 
@@ -151,6 +152,11 @@ def _distance_by_products(codes: torch.Tensor) -> torch.Tensor:
     is_noise = squares <= _noise(codes.double(), torch.finfo(codes.dtype).eps).square()
     # the root of 0 has an infinite gradient
     return squares.masked_fill(is_noise, 1.0).to(codes.dtype).sqrt().masked_fill(is_noise, 0.0)
+
+
+def cdist_is_slow(codes: torch.Tensor) -> bool:
+    """On CUDA it starts a block of threads for each distance. For float32 there are `squares_by_products` instead."""
+    return codes.is_cuda and codes.dtype == torch.float32
 
 
 def squares_by_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

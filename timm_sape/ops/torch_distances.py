@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from .chunks import chunk_size, chunks
 from .distances import register_attention
 from .precision import upcast, without_autocast
-from .reference import squares_by_products
+from .reference import cdist_is_slow, squares_by_products
 
 __all__ = ['torch_distance_attention']
 
@@ -134,7 +134,7 @@ def _clear_unbiased(codes: _Codes, rows: slice, num_prefix_tokens: int, squares:
 
 def _precise_squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.Tensor) -> None:
     w, noise = codes.raw, codes.noise
-    if w.is_cuda and w.dtype == torch.float32:  # where cdist starts a block of threads for each distance
+    if cdist_is_slow(w):
         squares.copy_(squares_by_products(w[:, rows], w))
     else:
         torch.square(torch.cdist(w[:, rows], w, compute_mode='donot_use_mm_for_euclid_dist'), out=squares)
