@@ -143,6 +143,7 @@ def choosing():
     assert {row['lr'] for row in five if row['model'] in ('APE', 'RoPE-2D', 'SaPE2(K)+APE')} == {'0.0015'}
     eleven = six + five  # of these three models all have the recipe's learning rate
     grafts = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
+    on_gpu = {key: f'{float(own["graph"]["to_ape"]):.2f}' for key, own in gpu_step_rows().items() if 'graph' in own}
     steps = {row['pos_enc']: f'{float(row["step_ratio"]):.2f}'
              for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
     rope, sape2 = (
@@ -171,8 +172,9 @@ def choosing():
         ['segment by maps of features', '`ape`',
          f'mIoU of a linear map on frozen features, minus that of `ape`: {dense()}'],
         ['add no cost', '`ape`, `sincos2d`',
-         f'a training step over that of `ape`: `sincos2d` {steps["sincos2d"]}, `rope2d` {steps["rope2d"]}, '
-         f'`sape2_k` {steps["sape2_k"]}'],
+         f'a training step over that of `ape`: on a CPU `sincos2d` {steps["sincos2d"]}, `rope2d` {steps["rope2d"]}, '
+         f'`sape2_k` {steps["sape2_k"]}; on an H200, [as a CUDA graph](cost.md#sape2-on-a-gpu), `rope2d` '
+         f'{on_gpu["vit_small_rope2d", ""]}, `ape+sape2_k` {on_gpu["vit_small_sape2_k_ape", "triton"]}'],
     ])
 
 
@@ -407,18 +409,23 @@ def gpu():
     return table(['grid', 'images', *head], found)
 
 
-def gpu_steps():
-    """Training steps of ViT-S on an H200, beside APE in the same process."""
-    ways = ('eager', 'compiled', 'graph')
+def gpu_step_rows():
+    """Training steps of ViT-S with 128 images on an H200, by model and backend, then by way."""
     found = {}
     for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
         if f'commit {GPU_COMMIT}' in row['notes'] and row['batch'] == '128':
             found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
+    return found
+
+
+def gpu_steps():
+    """Training steps of ViT-S on an H200, beside APE in the same process."""
+    ways = ('eager', 'compiled', 'graph')
     cell = '{ms:.0f} ms, {to_ape:.2f}'.format
     return table(['model', 'backend', 'eager', '`torch.compile`', 'CUDA graph'], [
         [f'`{model}`', backend and f'`{backend}`', *(
             cell(ms=float(own[way]['ms']), to_ape=float(own[way]['to_ape'])) if way in own else '' for way in ways)]
-        for (model, backend), own in found.items()])
+        for (model, backend), own in gpu_step_rows().items()])
 
 
 def timms():

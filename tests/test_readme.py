@@ -619,6 +619,8 @@ def test_advice_is_that_of_the_results():
         for row in read_csv(RESULTS / 'h200' / 'steps.csv') if 'f892df1' in row['notes']}
     triton = [steps['vit_small_sape2_k_ape', 'triton', way] for way in ('graph', 'eager')]
     assert f'{float(triton[0]["to_ape"]):.2f}' == '1.28'
+    rope = round(100 * float(steps['vit_small_rope2d', '', 'graph']['to_ape']) - 100)
+    assert f'in a CUDA graph, that of `rope2d` takes [{rope} % longer](' in README.read_text()
     slower = float(steps['vit_small_sape2_k_ape', 'torch', 'eager']['ms']) / float(triton[1]['ms'])
     assert round(slower) == 4 and 'use `torch`, whose step took four times as long' in prose(DOCS / 'cost.md')
     reference = float(steps['vit_small_sape2_k_ape', 'reference', 'eager']['ms'])
@@ -730,6 +732,32 @@ def test_sape2_in_the_reference_table():
         f'SaPE2(K)+APE is {gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}; '
         'neither is shown.')
     assert text in prose(ANSWERS)
+
+
+def test_rows_of_the_reference_table_in_the_prose():
+    """Which are ahead of APE, by both uncorrected intervals and by Dunnett's, and which were trained elsewhere."""
+    def listed(names):
+        return f'{", ".join(names[:-1])} and {names[-1]}'
+
+    five = five_seeds()
+    order = sorted(five, key=lambda model: -statistics.mean(five[model]))
+    two_heads = [model for model in order if not model.endswith('4 heads')]
+    ahead = [
+        model for model in two_heads if 'SaPE2' not in model and model not in ('APE', 'RoPE-2D mixed')
+        and statistics.mean(five[model]) > statistics.mean(five['APE']) and all(verdicts(five[model], five['APE']))]
+    assert f'of the other models without SaPE2 and with two heads also {listed(ahead)} ([figures]' in prose(ANSWERS)
+    table = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text().split('\n\n')[3]
+    heading, _, *rows = map(cells_of, table.splitlines())
+    dunnett = {cells[0]: cells[heading.index('Dunnett')] for cells in rows}
+    shown = [model for model in two_heads if dunnett[model].startswith('[+')]
+    alone, combined = ([model for model in shown if ('+' in model) is plus] for plus in (False, True))
+    assert len(combined) == 5
+    assert f'do exclude 0 for {listed(alone)}, and for five rows of two encodings.)' in prose(ANSWERS)
+    assert f'), {len(five)} models so far | chosen for each model out of these two |' in ANSWERS.read_text()
+    hardware = {row['model']: row['hardware'] for row in read_csv(RESULTS / 'cpu_cifar10/reference/reference.csv')}
+    xeon = [model for model in order if hardware[model].startswith('Intel')]
+    assert {hardware[model].split(',')[0] for model in order} == {'AMD EPYC', hardware[xeon[0]].split(',')[0]}
+    assert f'{listed(xeon)} were trained on an Intel Xeon, all others on an AMD EPYC.' in prose(DOCS / 'choosing.md')
 
 
 def test_interrupted_runs_are_named():
