@@ -284,7 +284,7 @@ def test_rule_for_other_sizes_of_what_the_base_has_at_once(base, pos_enc, kwargs
     cfg = dict(state_dict=model.state_dict(), num_classes=5, input_size=(3, 64, 64), custom_load=False)
     expected = timm_sape.graft(model, pos_enc, **kwargs)
     x = torch.randn(2, 3, 128, 96, generator=torch.Generator().manual_seed(0))
-    without = timm_sape.graft(model, pos_enc)
+    without = timm_sape.graft(model, 'nope')
     if 'naflex' not in expected.__class__.__module__:
         expected.set_input_size((128, 96))
         without.set_input_size((128, 96))
@@ -418,7 +418,7 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
         'test_vit_ape', {},
         "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0.*_overlay={'mean': "),
     ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'EvaBlockPostNorm'),
-    ('test_vit', dict(features_only=True), 'features_only=True cannot be made in one step'),
+    ('test_vit', dict(features_only=True), "create_model.'vit_graft', features_only=True, base='test_vit'"),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
@@ -434,10 +434,10 @@ def test_a_graft_is_not_grafted_again():
 
 @pytest.mark.parametrize('name', NO_NEUTRAL_FORM)
 def test_encodings_that_are_refused(name):
-    if name in ('ape', 'nope'):  # nothing to add
+    if name == 'nope':  # nothing to add
         assert timm_sape.graft('test_vit', name, depth=2).pos_enc == 'ape'
         return
-    with pytest.raises(ValueError, match='no neutral form|is .ape. passed from layer to layer'):
+    with pytest.raises(ValueError, match="no neutral form|is .ape. passed from layer to layer|has 'ape' already"):
         timm_sape.graft('test_vit', name, depth=2)
 
 
@@ -459,7 +459,10 @@ def test_changed_models_are_refused():
             (lambda model: model.bfloat16().norm.float(), r'norm.weight is torch.float32, cls_token is torch.bfloat16'),
             (lambda model: setattr(model.norm, 'eps', 1.), 'norm.eps is 1.0, not 1e-06'),
             (lambda model: setattr(model.patch_embed.proj, 'stride', (8, 8)), r'proj.stride is \(8, 8\), not \(16, 16'),
-            (lambda model: setattr(model, 'extra', torch.nn.Identity()), r'extra is Identity\(\), not NoneType')):
+            (lambda model: setattr(model, 'extra', torch.nn.Identity()), r'extra is Identity\(\), not NoneType'),
+            (lambda model: model.norm.register_forward_hook(lambda *args: None), 'norm has hooks'),
+            (lambda model: model.register_full_backward_hook(lambda *args: None), 'it has hooks'),
+            (lambda model: setattr(model.blocks[0], 'forward', model.blocks[1].forward), '0 has a forward of its own')):
         model = timm.create_model('test_vit')
         change(model)
         with pytest.raises(ValueError, match=message):

@@ -234,19 +234,20 @@ def test_cost():
             self.images += len(x)
             return self.model(x)
 
-    model = Counted(build('ape').float())
+    model = Counted(build('ape').float()).eval()
     x, y = data(64)
     position_shap(model, [(x.float(), y)])
     assert model.images == 64 * (16 + 2)  # passes over the images; 30 are allowed
 
 
 @pytest.mark.parametrize('call, text', [
-    (lambda x, y: position_shap(nn.Linear(2, 2), [(x, y)]), 'Linear does not cut images into separate patches'),
+    (lambda x, y: position_shap(nn.Linear(2, 2).eval(), [(x, y)]), 'Linear does not cut images into separate patches'),
     (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model has 5 classes'),
     (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'at least two images'),
     (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),
     (lambda x, y: position_shap(build('ape'), [(x, y)], background=0), 'background must be 1 or more'),
     (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),
+    (lambda x, y: position_shap(build('ape').train(), [(x, y)]), r'call model.eval\(\) first'),
     (lambda x, y: shuffle_patches(x, (5, 8), torch.zeros(4, 6)), 'Patches of 5 x 8 do not divide images of 16 x 24'),
 ])
 def test_what_is_wrong(call, text):

@@ -108,3 +108,15 @@ def test_nothing_wrong_is_timed(monkeypatch):
     monkeypatch.setattr(bench_naflex, 'TOLERANCE', 0.)
     with pytest.raises(RuntimeError, match="pos_enc='rope2d': logits of the batch are off by .* so it was not timed"):
         list(bench_naflex.bench_naflex(['rope2d'], 'cpu', 1, size='test_vit'))
+
+
+@pytest.mark.parametrize('name, value', [
+    ('pos_enc', 'rope2d'), ('pos_enc_kwargs', {}), ('logit_scaling', 'log'), ('ref_grid_size', (2, 2))])
+def test_what_a_model_was_built_from_cannot_be_assigned(name, value):
+    """It would change nothing but what is saved."""
+    model = timm.create_model('test_vit_pos_enc', pos_enc='sape2_k', pos_enc_kwargs={'sape2_k': {'npos': 5}})
+    saved = dict(model._model_args)
+    with pytest.raises(AttributeError, match=name):
+        setattr(model, name, value)
+    model.pos_enc_kwargs['sape2_k']['npos'] = 7  # of a copy
+    assert model._model_args == saved

@@ -112,7 +112,8 @@ def sape2_attention(
             `ref_grid_size` and `keep_indices`.
         bias_scale: Factor of the bias, a number or a tensor of one value per head, `[h]`.
         scale: Factor of q.k. Default 1/sqrt(d).
-        attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to `[B, h, N, N]`.
+        attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to `[B, h, N, N]`,
+            of two or four dimensions.
         is_causal: Mask out all later tokens of the sequence; may be combined with `attn_mask`.
         dropout_p: Dropout of the probabilities. Applied whenever it is not 0, as in PyTorch's own function.
         backend: 'reference' (plain PyTorch, stores N x N), 'torch' (any device, stores nothing N x N), 'cpp' (the

@@ -125,10 +125,10 @@ def graft(
         `use_naflex=True` is among the keywords.
 
     Raises:
-        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it (what
-            hooks, patched methods and buffers that are not saved do is not looked at, and is left out); if an
-            encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be combined with the model's own; if
-            nothing says on which grid weights were trained and a rule needs it.
+        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it, or have
+            hooks or patched methods (buffers that are not saved are not looked at, and are timm's own); if the model
+            has all that is to be added; if an encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be
+            combined with the model's own; if nothing says on which grid weights were trained and a rule needs it.
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if not pos_enc or not isinstance(pos_enc, str):
@@ -137,8 +137,8 @@ def graft(
     if name is not None:
         if kwargs.get('features_only'):
             raise ValueError(
-                'A graft with features_only=True cannot be made in one step. Leave it out, save the graft by '
-                "timm_sape.hub.save, and load it: timm.create_model('local-dir:...', features_only=True).")
+                "graft returns a whole model. For features: timm.create_model('vit_graft', features_only=True, "
+                f'base={name!r}, pos_enc={pos_enc!r}, ...).')
         model = _build_base(name, partial(timm.create_model, name), **kwargs)
     elif kwargs:
         raise ValueError(
@@ -164,6 +164,11 @@ def graft(
         pos_enc_kwargs=pos_enc_kwargs,
         **ours,
     )
+    adds = any(map(is_auto, parse_pos_enc(grafted.pos_enc)))
+    if not (adds or pos_enc_kwargs or 'nope' in parse_pos_enc(pos_enc)):
+        raise ValueError(
+            f'{cfg["architecture"]!r} has {pos_enc!r} already, so nothing would be added. Name other encodings, or '
+            "'nope' if the model shall only become one of timm_sape.")
     is_read = kwargs.get('pretrained') and not kwargs.get('checkpoint_path')
     needs_grid = ours.get('ref_grid_size') is None and _needs_trained_grid(grafted)
     is_file = is_read and ':' not in name and {'pretrained_cfg', 'pretrained_cfg_overlay'} & kwargs.keys()
@@ -263,6 +268,7 @@ def _on_meta(build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:
 
 # Attributes of modules that the graft takes over, or that make no difference to what a model computes.
 FREE = ('training', 'grad_checkpointing', 'distilled_training', 'fused_attn')
+HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 
 
 def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
@@ -288,6 +294,12 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
             now, then = (
                 type(m).__name__ if m is None or any(m.children()) else str(m) for m in (module, modules.get(name)))
             return f'{name or "it"} is {now}, not {then}'
+        own = vars(module)
+        patched = [key for key in own if key not in vars(modules[name]) and callable(getattr(type(module), key, None))]
+        hooks = [key for key in HOOKS if own[key]]
+        if patched or hooks:
+            has = f'a {patched[0]} of its own' if patched else 'hooks'
+            return f'{name or "it"} has {has}, which the graft would not have'
         for key, then in vars(modules[name]).items():
             now = getattr(module, key, None)
             if isinstance(then, (bool, int, float, str, tuple)) and key not in FREE and (
@@ -854,7 +866,7 @@ def vit_graft(
         pretrained: Load the weights of the base, or of a saved graft if one is loaded. `pretrained_cfg_overlay` may
             name a source of either.
         base: Name of a timm model, with or without a tag, e.g. `'vit_small_patch14_reg4_dinov2.lvd142m'`.
-        pos_enc: As for `graft`.
+        pos_enc: As for `graft`, but it may also name only what the base has: saved models that were just converted do.
         pos_enc_kwargs: As for `graft`.
         kwargs: For the base's entrypoint, and any other argument of `timm.create_model`.
 

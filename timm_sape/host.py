@@ -4,6 +4,7 @@ A host is a subclass of `PosEncModel` and of one of timm's models. It says where
 an `embed` that calls `self.encodings` between the patch embedding and the blocks.
 """
 import warnings
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
@@ -49,6 +50,22 @@ class PosEncModel(nn.Module):
     #: Whether `pool_include_prefix` is due to the attention pool. Eva's other pools leave the prefix tokens out.
     attn_pool_includes_prefix: bool = False
 
+    # Read-only, because the modules were built from these: another value would only be saved, and change nothing.
+    @property
+    def pos_enc(self) -> str:
+        """Names of the encodings, joined by `+`."""
+        return self._pos_enc
+
+    @property
+    def pos_enc_kwargs(self) -> Dict[str, Dict[str, Any]]:
+        """Keywords of each encoding by its name, without those that have none. A copy."""
+        return deepcopy(self._pos_enc_kwargs)
+
+    @property
+    def logit_scaling(self) -> str:
+        """As in the constructor."""
+        return self._logit_scaling
+
     @property
     def grid_size(self) -> Tuple[int, int]:
         """(H, W) in patches, the grid of the model's own image size."""
@@ -88,9 +105,9 @@ class PosEncModel(nn.Module):
             logit_scaling: As in the constructor.
         """
         self.take_patch_drop(self.patch_drop)
-        self.pos_enc = '+'.join(parts)
-        self.pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
-        self.logit_scaling = logit_scaling
+        self._pos_enc = '+'.join(parts)
+        self._pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
+        self._logit_scaling = logit_scaling
         host = dict(
             dim=self.embed_dim,
             num_heads=self.blocks[0].attn.num_heads,

@@ -5,6 +5,7 @@ makes it, or plain images. Here images of one grid form a group, and each encodi
 batch of plain images (`grid_groups.py`). So an image gets what it would get alone, at its own size, wherever its
 patches stand in the sequence; padding takes part in nothing.
 """
+import difflib
 import math
 import sys
 from dataclasses import fields, replace
@@ -415,7 +416,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patch_coord: (y, x) of each patch, 0-based integers in any order, `[B, K, 2]`.
             patch_valid: False or 0 for padding, `[B, K]`. None if there is none.
             attn_mask: Added to the logits, or bool with True where attention is allowed; broadcastable to
-                `[B, h, N, N]` with N = P + K. Padding is masked in any case.
+                `[B, h, N, N]` with N = P + K, of two or four dimensions. Padding is masked in any case.
             grid_size: (H, W) of each image, integers `[B, 2]`. Needed where patches of its last row or column are
                 missing, or masked by `patch_valid`, which timm counts; otherwise found from the coordinates.
             keep_indices: Indices of the patches to keep among the input patches, distinct, int64 `[B, K']`.
@@ -540,10 +541,16 @@ def _from_dict(
     """The images or patches, and the other arguments. If x is a dict, what it has replaces them.
 
     Raises:
-        ValueError: If x is a dict that lacks patches or coordinates.
+        ValueError: If x is a dict that lacks patches or coordinates, or misspells a name. Other entries, which loaders
+            may add, are ignored, as in timm.
     """
     if not isinstance(x, Mapping):
         return x, arguments
+    known = ('patches', 'seq_len', 'attn_mask', *arguments)  # seq_len is from timm's loader
+    for key in x:
+        close = [] if key in known else difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
+        if close:  # without patch_valid, padding would be patches
+            raise ValueError(f'The dict has {key!r}, which is no argument. Did you mean {close[0]!r}?')
     for name in ('patches', 'patch_coord'):
         if x.get(name) is None and arguments.get(name) is None:
             has = ', '.join(key if value is not None else f'{key}=None' for key, value in x.items())

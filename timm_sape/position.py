@@ -354,14 +354,18 @@ class LayerEncodings(_Encodings):
             self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, drop, fused,
     ) -> torch.Tensor:
         self._check(position)
-        if position is None:
-            mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
-            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
+        given = dict(scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         if isinstance(position, MixedPosition):
-            return self._attend_mixed(
-                q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p,
-                drop=drop, fused=fused)
+            return self._attend_mixed(q, k, v, x, position, attn_mask, is_causal, given)
+        mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
+        if attn_mask is None:
+            return self._attend_masked(q, k, v, x, position, mask, **given)
+        mask, is_empty = ops.open_empty_rows(mask)
+        return self._attend_masked(q, k, v, x, position, mask, **given).masked_fill(is_empty, 0)
 
+    def _attend_masked(self, q, k, v, x, position, mask, *, scale, dropout_p, drop, fused) -> torch.Tensor:
+        if position is None:
+            return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         grid, values = position.grid, self.acting_on('values')
         attending = [] if values else self.acting_on('attend')[:1]
         scaled_q, scale = self._scaled(q, position, scale)
@@ -376,7 +380,7 @@ class LayerEncodings(_Encodings):
                 channels.append((zeros, zeros))
             rotated_q = torch.cat([rotated_q, *(a for a, _ in channels)], dim=-1)  # [B, h, N, d+C]
             rotated_k = torch.cat([rotated_k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
-        mask = ops.merge_masks(self._bias(q, k, position, attending), attn_mask, is_causal, x.shape[1], x.device)
+        mask = ops.merge_masks(self._bias(q, k, position, attending), mask, False, x.shape[1], x.device)
 
         if attending:
             return attending[0](
@@ -392,25 +396,21 @@ class LayerEncodings(_Encodings):
             out = out + encoding(attn, grid=grid, hook='values').to(v.dtype)
         return out
 
-    def _attend_mixed(
-            self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, drop, fused,
-    ) -> torch.Tensor:
+    def _attend_mixed(self, q, k, v, x, position, attn_mask, is_causal, given) -> torch.Tensor:
         if is_causal:
             raise ValueError('is_causal=True is not possible for images of several sizes in a batch. Use attn_mask=.')
-        given = dict(dropout_p=dropout_p, drop=drop, fused=fused)
         if position.first.bias is not None or any(map(self.acting_on, LOGIT_HOOKS)):
-            return self._attend_by_group(q, k, v, x, position, attn_mask, dict(given, scale=scale))
+            return self._attend_by_group(q, k, v, x, position, attn_mask, given)
         # Rotations, factors and masks are cheap for the whole batch, padding included.
-        q, scale = self._scaled(q, position, scale)
+        q, scale = self._scaled(q, position, given['scale'])
         q, k = self._rotated(q, k, position)
-        is_token = position.groups.is_token()  # [B, N]
-        mask = is_token[:, None, None]  # [B, 1, 1, N]
-        mask = mask | ~mask.any(dim=-1, keepdim=True)  # a row without any key would be NaN
+        mask = position.groups.is_token()[:, None, None]  # [B, 1, 1, N]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            mask = mask & attn_mask | ~is_token[:, None, :, None]  # likewise, if it forbids rows of padding everything
+            mask = mask & attn_mask
         elif attn_mask is not None:
-            mask = attn_mask.masked_fill(~mask, torch.finfo(attn_mask.dtype).min)
-        return ops.attend(q, k, v, mask, scale=scale, **given)
+            mask = attn_mask.masked_fill(~mask, float('-inf'))
+        mask, is_empty = ops.open_empty_rows(mask)
+        return ops.attend(q, k, v, mask, **{**given, 'scale': scale}).masked_fill(is_empty, 0)
 
     @torch.compiler.disable  # it would be compiled again for other sizes
     def _attend_by_group(self, q, k, v, x, position, attn_mask, given) -> torch.Tensor:

@@ -151,4 +151,30 @@ def attn_mask(make):
         check_layers(model, x, masks[0], attn_mask=masks[0])
 
 
+@contracts.add(grids=ONE_GRID)
+def empty_rows(make):
+    """A token that may attend to nothing gets zeros from attention, fused or not, and never NaN."""
+    x = make.images()
+    num_tokens = 5 + make.grid[0] * make.grid[1]
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+    mask[7] = False
+    additive = torch.zeros(mask.shape).masked_fill(~mask, float('-inf'))
+    for fused in (True, False):
+        with fused_attention(fused):
+            model = make()
+        seen, attn = [], model.blocks[0].attn
+        attn.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        for each in (mask, additive):
+            out = model(x, attn_mask=each)
+            same(seen[-1][:, 7], torch.zeros(2, 32), 'a token that attends to nothing')
+            assert all(gradient.isfinite().all() for gradient in gradients(model, out.square().sum()).values())
+    for wrong in (mask.expand(HEADS, -1, -1), mask.expand(2, -1, -1)):
+        try:
+            model(x, attn_mask=wrong)
+        except ValueError as e:
+            assert 'for each image or for each head' in str(e) or 'must be broadcastable' in str(e)
+        else:
+            raise AssertionError('a mask for each image or for each head was taken')
+
+
 test_contract = contracts.test()

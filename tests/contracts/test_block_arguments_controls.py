@@ -91,4 +91,9 @@ def causal_replaces_mask(patch):
     patch.setattr(ops, 'merge_masks', merge_masks)
 
 
+@controls.broken_code('empty_rows', 'attends to nothing', pos_enc='irpe_qkv')
+def leaves_empty_rows(patch):
+    patch.setattr(ops, 'open_empty_rows', lambda mask: (mask, torch.zeros((), dtype=torch.bool)))
+
+
 test_contract_rejects = controls.test()

@@ -309,6 +309,16 @@ def test_a_mask_that_leaves_padding_nothing(pos_enc, fused):
             torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
+def test_misspelt_names_in_a_dict():
+    """A misspelt name is refused. Other entries are ignored, as in timm, whose loader adds the length."""
+    model = small('rope2d')
+    given = batch(pictures(SIZES, torch.float32), padding=2)
+    assert torch.equal(model({**given, 'seq_len': 99, 'label': 3}), model(given))
+    valid = given.pop('patch_valid')
+    with pytest.raises(ValueError, match="The dict has 'patch_vaild', .*Did you mean 'patch_valid'"):
+        model({**given, 'patch_vaild': valid})
+
+
 def test_none_in_a_dict_is_not_there():
     model = small('rope2d')
     given = batch(pictures([GRID] * 2, torch.float32))

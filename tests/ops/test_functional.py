@@ -145,7 +145,7 @@ def test_gate_scale_as_a_tensor():
 def test_masks(mask, is_causal):
     """A mask adds to the bias or takes out what it forbids, alone and with `is_causal`."""
     generator = torch.Generator().manual_seed(2)
-    shape = {'bool per image': (B, 1, N, N), 'additive per head': (HEADS, N, N)}.get(mask, (N, N))
+    shape = {'bool per image': (B, 1, N, N), 'additive per head': (1, HEADS, N, N)}.get(mask, (N, N))
     attn_mask = torch.randn(shape, generator=generator, dtype=torch.float64)
     if mask.startswith('bool'):
         attn_mask = (attn_mask > 0) | torch.eye(N, dtype=torch.bool)  # at least itself
@@ -363,6 +363,8 @@ WRONG_ATTENTION = {
         dict(bias_scale=torch.ones(B)), r'bias_scale must be a number or one value per head \[2\], got \[3\]'),
     'bias scale as text': (
         dict(bias_scale='one'), r"bias_scale must be a number, or a tensor of one value per head \[2\], got 'one'"),
+    'mask of three dimensions': (
+        dict(attn_mask=torch.ones(HEADS, N, N)), r'attn_mask \[2, 8, 8\] does not say whether .*attn_mask\[:, None\]'),
     'negative dropout': (dict(dropout_p=-0.1), 'dropout_p must be between 0 and 1, got -0.1'),
     'bias scale per head and token': (
         dict(bias_scale=torch.ones(HEADS, N)), r'bias_scale must be .* one value per head \[2\], got \[2, 8\]'),

@@ -217,8 +217,8 @@ def position_shap(
         progress: Label of a progress bar, shown after two seconds. Default: no bar.
 
     Raises:
-        ValueError: If the model does not cut images into separate patches, a label is missing or is not a class of the
-            model, or there are fewer than two images.
+        ValueError: If the model is in training mode or does not cut images into separate patches, a label is missing
+            or is not a class of the model, or there are fewer than two images.
     """
     if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
@@ -228,6 +228,8 @@ def position_shap(
             f'({model.base_position}). Leave it out.')
     if background < 1:
         raise ValueError(f'background must be 1 or more, got {background}.')
+    if model.training:
+        raise ValueError('Position-SHAP needs a model without dropout: call model.eval() first.')
     logits = _Logits(model, batch_size, per_layer)
     found, draws = [], 0
     total = len(batches.dataset) if isinstance(batches, DataLoader) else None

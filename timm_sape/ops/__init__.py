@@ -16,7 +16,7 @@
 | `precision`, `transforms`, `devices` | dtypes and autocast; torch.func, forward mode, export; a check of devices |
 | `sizes` | sizes that may be symbolic |
 """
-from .attention import attend, check_mask, merge_masks, probabilities
+from .attention import attend, check_mask, merge_masks, open_empty_rows, probabilities
 from .backend import BACKENDS, using_backend
 from .cope import contextual_bias
 from .cpp_build import build_cpp
@@ -42,6 +42,7 @@ __all__ = [
     'matrix_exp',
     'merge_masks',
     'no_autocast',
+    'open_empty_rows',
     'pairwise_distance',
     'probabilities',
     'sape2_attention',

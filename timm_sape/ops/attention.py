@@ -1,7 +1,7 @@
 """Scaled dot-product attention with a bias that may be wider than q, k and v."""
 import math
 from contextlib import nullcontext
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from .precision import no_autocast
 from .sizes import is_empty
 from .transforms import is_transformed
 
-__all__ = ['attend', 'check_mask', 'merge_masks', 'probabilities']
+__all__ = ['attend', 'check_mask', 'merge_masks', 'open_empty_rows', 'probabilities']
 
 
 def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> None:
@@ -22,7 +22,8 @@ def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> No
         device: Where the tokens are.
 
     Raises:
-        ValueError: If it is no tensor, on another device, of integers, or not broadcastable to `[B, h, N, N]`.
+        ValueError: If it is no tensor, on another device, of integers, or not broadcastable to `[B, h, N, N]`; or if it
+            has three dimensions, which may be meant as one mask for each image or for each head.
     """
     if not isinstance(attn_mask, torch.Tensor) or attn_mask.device != device:
         got = f'one on {attn_mask.device}' if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
@@ -35,6 +36,10 @@ def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> No
     if wrong or not 2 <= attn_mask.ndim <= 4:
         raise ValueError(
             f'attn_mask must be broadcastable to [B, h, N, N] = {list(shape)}, got {list(attn_mask.shape)}.')
+    if attn_mask.ndim == 3 and attn_mask.shape[0] != 1:
+        raise ValueError(
+            f'attn_mask {list(attn_mask.shape)} does not say whether it has a mask for each image or for each head: '
+            'give attn_mask[:, None] or attn_mask[None].')
 
 
 def _check_dtype(attn_mask: torch.Tensor) -> None:
@@ -82,6 +87,15 @@ def merge_masks(
     if attn_mask.dtype == torch.bool:
         return bias.masked_fill(~attn_mask, float('-inf'))
     return bias + attn_mask
+
+
+def open_empty_rows(mask: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """A mask without rows that forbid all keys, and which rows those were, `[..., N, 1]`.
+
+    PyTorch's fused attention gives such a row zeros, an explicit softmax NaN, also as gradients.
+    """
+    is_empty = ~(mask if mask.dtype == torch.bool else ~mask.isneginf()).any(dim=-1, keepdim=True)
+    return (mask | is_empty if mask.dtype == torch.bool else mask.masked_fill(is_empty, 0)), is_empty
 
 
 def attend(
