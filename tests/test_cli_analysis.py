@@ -60,7 +60,7 @@ def rows_of(path):
 @pytest.mark.parametrize('heads', ['mean', 'all'])
 def test_map(folder, tmp_path, heads):
     out, numbers = tmp_path / 'map.png', tmp_path / 'map.csv'
-    arguments = ['--model', 'model', '--image', 'china.jpg', '--output', out, '--numbers', numbers]
+    arguments = ['model', '--image', 'china.jpg', '--output', out, '--numbers', numbers]
     assert main(['map', *map(str, arguments), '--layers', '0', '-1', '--patches', '1,2', '--heads', heads]) == 0
     assert Image.open(out).width > 500
     model = load_model('model')
@@ -77,7 +77,7 @@ def test_map(folder, tmp_path, heads):
 @pytest.mark.parametrize('what, suffix', [('attention', 'svg'), ('similarity', 'pdf'), ('distance', 'png')])
 def test_other_maps(tmp_path, what, suffix):
     out, numbers = tmp_path / f'map.{suffix}', tmp_path / 'map.json'
-    arguments = ['--what', what, '--model', 'local-dir:model', '--image', 'flower.jpg', '--output', str(out)]
+    arguments = ['--what', what, 'local-dir:model', '--image', 'flower.jpg', '--output', str(out)]
     assert main(['map', *arguments, '--numbers', str(numbers)]) == 0
     assert out.stat().st_size > 1000
     found = json.loads(numbers.read_text())
@@ -87,7 +87,7 @@ def test_other_maps(tmp_path, what, suffix):
 
 @pytest.mark.full
 def test_map_from_the_shell(tmp_path):
-    command = [sys.executable, '-m', 'timm_sape', 'map', '--model', 'model', '--image', 'china.jpg', '--output']
+    command = [sys.executable, '-m', 'timm_sape', 'map', 'model', '--image', 'china.jpg', '--output']
     done = subprocess.run([*command, str(tmp_path / 'a.png')], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f'{tmp_path / "a.png"}\n')
     done = subprocess.run([*command, str(tmp_path / 'a.png')], capture_output=True, text=True)
@@ -95,8 +95,8 @@ def test_map_from_the_shell(tmp_path):
 
 
 @pytest.mark.parametrize('args, code, text', [
-    ('pshap --model model --data-dir data --workers 0', 0, '| all | 24 |'),
-    ('pshap --model model --data-dir nowhere', 2, "There is no image or folder 'nowhere'"),
+    ('pshap model --data-dir data --workers 0', 0, '| all | 24 |'),
+    ('pshap model --data-dir nowhere', 2, "There is no image or folder 'nowhere'"),
     ('probe model --image china.jpg', 0, 'theorems hold'),
     ('probe model --image none.jpg', 2, "There is no file 'none.jpg'."),
     ('sweep model --data-dir data --sizes 24 16x32 --workers 0', 0, '| model | own | 16x32 | 8 |'),
@@ -114,15 +114,15 @@ def test_what_is_printed(args, code, text, capsys):
 
 
 @pytest.mark.parametrize('args, text', [
-    (['--model', 'nothing'], "There is no model, file or folder 'nothing'"),
-    (['--model', 'vit_small_rope2'], 'Did you mean vit_small_rope2d'),
-    (['--model', 'resnet501'], 'Did you mean resnet'),
-    (['--model', 'vit_tiny_lookhere'], "'vit_tiny_lookhere'. 'lookhere' needs 6 heads or a multiple of 4, got 3"),
-    (['--model', 'vit_tiny_lookhere_ape'], "'lookhere' needs 6 heads or a multiple of 4, got 3"),
-    (['--model', 'vit_small_pemix'], "Add one, e.g. 'pemix+sincos2d'"),
-    (['--model', 'vit_base_sincos2d_ape'], 'vit_base_pos_enc@random --pos-enc ape+sincos2d'),
-    (['--model', 'data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
-    (['--model', 'local-dir:data'], 'data is a folder without config.json'),
+    (['nothing'], "There is no model, file or folder 'nothing'"),
+    (['vit_small_rope2'], 'Did you mean vit_small_rope2d'),
+    (['resnet501'], 'Did you mean resnet'),
+    (['vit_tiny_lookhere'], "'vit_tiny_lookhere'. 'lookhere' needs 6 heads or a multiple of 4, got 3"),
+    (['vit_tiny_lookhere_ape'], "'lookhere' needs 6 heads or a multiple of 4, got 3"),
+    (['vit_small_pemix'], "Add one, e.g. 'pemix+sincos2d'"),
+    (['vit_base_sincos2d_ape'], 'vit_base_pos_enc@random --pos-enc ape+sincos2d'),
+    (['data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
+    (['local-dir:data'], 'data is a folder without config.json'),
     (['--image', 'none.jpg'], "There is no file 'none.jpg'."),
     (['--image', 'model/config.json'], 'is not an image that can be read'),
     (['--patches', '4,0'], 'there is no patch 4,0: x goes from 0 to 3, y from 0 to 2'),
@@ -139,13 +139,13 @@ def test_what_is_printed(args, code, text, capsys):
     (['--numbers', 'a' * 300 + '.csv'], 'File name too long'),
     (['--image', 'a' * 300], 'is not an image that can be read'),
     (['--what', 'distance', '--layers', '0'], '--what distance shows all layers; leave --layers out'),
-    (['--model', 'vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
-    (['--model', 'vit_tiny_ape'], 'none that acts on the logits of layer 11: use --what similarity'),
-    (['--model', 'vit_tiny_nope'], 'position adds nothing to the logits of layer 11 of vit_tiny_nope'),
+    (['vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
+    (['vit_tiny_ape'], 'none that acts on the logits of layer 11: use --what similarity'),
+    (['vit_tiny_nope'], 'position adds nothing to the logits of layer 11 of vit_tiny_nope'),
 ])
 def test_map_says_what_is_wrong(args, text, tmp_path, capsys):
-    arguments = ['--model', 'model', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]
-    assert main(['map', *arguments, *args]) == 2
+    model, options = ('model', args) if args[0].startswith('-') else (args[0], args[1:])
+    assert main(['map', model, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png'), *options]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith('timm-sape: ') and text in error
     assert not list(tmp_path.iterdir())
@@ -159,7 +159,7 @@ def test_damaged_files(tmp_path, capsys):
             (f'test_vit_ape@{tmp_path}/x.safetensors', 'has no weights that can be read safely'),
             (f'{tmp_path}/x.pth', 'is not a checkpoint that can be read safely'),
             ('test_vit_rope2d@model/model.safetensors', 'does not fit the model')):
-        assert main(['map', '--model', model, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 2
+        assert main(['map', model, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 2
         error, = capsys.readouterr().err.splitlines()
         assert text in error and len(error) < 600
 
@@ -167,11 +167,11 @@ def test_damaged_files(tmp_path, capsys):
 def test_grey_images(tmp_path, capsys):
     model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=32, patch_size=(8, 16), in_chans=1)
     timm.models.save_for_hf(model, tmp_path / 'grey', safe_serialization=True)
-    arguments = ['--model', str(tmp_path / 'grey')]
-    assert main(['map', *arguments, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 0
-    assert main(['pshap', *arguments, '--data-dir', 'data', '--workers', '0']) == 0
+    folder = str(tmp_path / 'grey')
+    assert main(['map', folder, '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 0
+    assert main(['pshap', folder, '--data-dir', 'data', '--workers', '0']) == 0
     assert '| all | 24 |' in capsys.readouterr().out
-    assert main(['sweep', arguments[1], '--sizes', '48', '--data-dir', 'data', '--workers', '0']) == 0
+    assert main(['sweep', folder, '--sizes', '48', '--data-dir', 'data', '--workers', '0']) == 0
 
 
 def test_data_set_of_torchvision(tmp_path, capsys):
@@ -186,7 +186,7 @@ def test_data_set_of_torchvision(tmp_path, capsys):
         (raw / f'{split}-labels-idx1-ubyte').write_bytes(header + bytes([0, 1] * 6))
     options = ['--data-dir', str(tmp_path), '--dataset', 'torch/mnist', '--workers', '0']
     for command, text in (
-            (['pshap', '--model', 'model', '--background', '2'], '| 1 - one | 6 |'),
+            (['pshap', 'model', '--background', '2'], '| 1 - one | 6 |'),
             (['sweep', 'model', '--sizes', '32'], '12 images of torch/mnist'),
             (['compare', 'model'], '12 images of torch/mnist')):
         assert main([*command, *options]) == 0
@@ -199,7 +199,7 @@ def test_map_of_a_model_that_diverged(folder, tmp_path, what, capsys):
     for p in model.parameters():
         p.data.fill_(torch.nan)
     timm.models.save_for_hf(model, tmp_path / 'diverged', safe_serialization=True)
-    arguments = ['--model', f'{tmp_path}/diverged', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]
+    arguments = [f'{tmp_path}/diverged', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]
     assert main(['map', *arguments, '--what', what]) == 2
     error, = capsys.readouterr().err.splitlines()
     assert error == f'timm-sape: {tmp_path}/diverged computes NaN; has its training diverged, or is its file damaged?'
@@ -215,7 +215,7 @@ def test_memory_of_maps(args, need, text, tmp_path, monkeypatch, capsys):
     """Refused if there is less memory than maps need, but not if there is more."""
     monkeypatch.chdir(tmp_path)
     Image.new('RGB', (8, 8)).save('image.png')
-    arguments = ['--model', 'test_vit_nope', '--img-size', '512', '--image', 'image.png', '--output', 'map.png', *args]
+    arguments = ['test_vit_nope', '--img-size', '512', '--image', 'image.png', '--output', 'map.png', *args]
     monkeypatch.setattr('timm_sape.analysis.position_maps', lambda *_: 1 / 0)
     monkeypatch.setattr('timm_sape.lab.machine.memory_size', lambda: 0.98 * need)
     assert main(['map', *arguments]) == 2
@@ -266,36 +266,36 @@ def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
     arguments = ['--image', 'china.jpg', '--what', 'attention', '--img-size', '32', '--output', f'{tmp_path}/map.png']
     was_offline = constants.HF_HUB_OFFLINE
     for model in ('test_vit', 'test_vit.r160_in1k', 'hf-hub:someone/else'):
-        assert main(['map', '--model', model, *arguments]) == 2
+        assert main(['map', model, *arguments]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         hint = '' if ':' in model else f' Write {model}@FILE for weights in a file, {model}@random for none.'
         text = f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached (ConnectionError: no).'
         assert error == f'timm-sape: {text}{hint}'
         assert constants.HF_HUB_OFFLINE is was_offline
-    assert main(['map', '--model', 'test_vit@random', *arguments]) == 0
+    assert main(['map', 'test_vit@random', *arguments]) == 0
     save_file(load_model('test_vit@random').state_dict(), tmp_path / 'weights.safetensors')
-    assert main(['map', '--model', f'test_vit@{tmp_path}/weights.safetensors', *arguments, '--force']) == 0
+    assert main(['map', f'test_vit@{tmp_path}/weights.safetensors', *arguments, '--force']) == 0
 
 
 def test_encoding_of_an_untrained_model(tmp_path, capsys):
     arguments = ['--img-size', '48', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]
     model = 'test_vit_pos_enc@random'
-    assert main(['map', '--model', model, '--pos-enc', 'rope2d', *arguments, '--numbers', f'{tmp_path}/a.json']) == 0
+    assert main(['map', model, '--pos-enc', 'rope2d', *arguments, '--numbers', f'{tmp_path}/a.json']) == 0
     assert main([
-        'map', '--model', 'test_vit_rope2d@random', *arguments, '--numbers', f'{tmp_path}/b.json', '--force']) == 0
+        'map', 'test_vit_rope2d@random', *arguments, '--numbers', f'{tmp_path}/b.json', '--force']) == 0
     a, b = (json.loads((tmp_path / f'{name}.json').read_text())['rows'] for name in 'ab')
     assert len(a) == len(b) == 9 ** 2
-    assert main(['pshap', '--model', model, '--pos-enc', 'rope', '--data-dir', 'data', '--workers', '0']) == 2
+    assert main(['pshap', model, '--pos-enc', 'rope', '--data-dir', 'data', '--workers', '0']) == 2
     assert "Unknown position encoding 'rope'" in capsys.readouterr().err
     assert main([
-        'pshap', '--model', model, '--pos-enc', 'ape+rope2d', '--data-dir', 'data', '--workers', '0',
+        'pshap', model, '--pos-enc', 'ape+rope2d', '--data-dir', 'data', '--workers', '0',
         '--num-images', '6']) == 0
     assert 'background 3 (there are too few images for more)' in capsys.readouterr().out
 
 
 def test_masked_out(tmp_path):
     """Heads of LookHere see different patches, so the mean is over the heads that see a patch."""
-    arguments = ['--model', 'test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
+    arguments = ['test_vit_lookhere', '--img-size', '48', '--image', 'china.jpg']
     files = ['--output', str(tmp_path / 'map.png'), '--numbers', str(tmp_path / 'map.json')]
     assert main(['map', *arguments, *files]) == 0
     values = [row['value'] for row in json.loads((tmp_path / 'map.json').read_text())['rows']]
@@ -305,13 +305,13 @@ def test_masked_out(tmp_path):
 @pytest.mark.parametrize('patch', ['3', '3;2', 'a,b', '-1,0'])
 def test_no_patch(patch, capsys):
     with pytest.raises(SystemExit, match='2'):
-        main(['map', '--model', 'model', '--image', 'china.jpg', '--output', 'x.png', f'--patches={patch}'])
+        main(['map', 'model', '--image', 'china.jpg', '--output', 'x.png', f'--patches={patch}'])
     assert 'is no patch; write X,Y' in capsys.readouterr().err
 
 
 def test_pshap(tmp_path, capsys):
     output, plot = tmp_path / 'p.csv', tmp_path / 'p.png'
-    arguments = ['--model', 'model', '--data-dir', 'data', '--background', '4', '--workers', '0']
+    arguments = ['model', '--data-dir', 'data', '--background', '4', '--workers', '0']
     assert main(['pshap', *arguments, '--output', str(output), '--plot', str(plot)]) == 0
     out = capsys.readouterr().out
     assert '| all | 24 |' in out and '| china | 12 |' in out and 'background 4' in out
@@ -333,13 +333,13 @@ def test_pshap(tmp_path, capsys):
     (4, 7, 'background 3 or 4 (there are too few images for more);'),
 ])
 def test_pshap_tells_the_background(background, number, text, capsys):
-    arguments = ['--model', 'model', '--data-dir', 'data', '--workers', '0', '--num-images', str(number)]
+    arguments = ['model', '--data-dir', 'data', '--workers', '0', '--num-images', str(number)]
     assert main(['pshap', *arguments, '--background', str(background)]) == 0
     assert text in capsys.readouterr().out
 
 
 def test_pshap_without_a_correct_image(capsys):
-    arguments = ['--model', 'test_vit_ape@random', '--data-dir', 'data', '--num-images', '4', '--workers', '0']
+    arguments = ['test_vit_ape@random', '--data-dir', 'data', '--num-images', '4', '--workers', '0']
     assert main(['pshap', *arguments]) == 0
     assert 'There is no value, because no image is classified correctly' in capsys.readouterr().out
 
@@ -352,7 +352,7 @@ def test_pshap_without_a_correct_image(capsys):
     (['--num-images', '1'], 'at least two images'),
 ])
 def test_pshap_says_what_is_wrong(args, text, capsys):
-    assert main(['pshap', '--model', 'model', '--data-dir', 'data', '--workers', '0', *args]) == 2
+    assert main(['pshap', 'model', '--data-dir', 'data', '--workers', '0', *args]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -389,7 +389,7 @@ def test_both_spellings_of_a_size(size, tmp_path, monkeypatch):
         raise ValueError
 
     monkeypatch.setattr('timm_sape.analysis.inputs.load_model', load_model)
-    for command in (['probe', 'model'], ['map', '--model', 'model', '--output', str(tmp_path / 'map.png')]):
+    for command in (['probe', 'model'], ['map', 'model', '--output', str(tmp_path / 'map.png')]):
         assert main([*command, '--image', 'china.jpg', '--img-size', *size]) == 2
     assert sizes == [(48, 64)] * 2
     with pytest.raises(SystemExit):

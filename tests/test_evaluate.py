@@ -842,7 +842,7 @@ def test_numbers_of_classes_that_are_a_guess(lacking, folders):
     options = ['--data-dir', str(lacking), '--workers', '0']
     for command in (
             ['compare', folders['nope']], ['sweep', folders['nope'], '--sizes', '48'],
-            ['shifts', folders['nope'], '--by', '1'], ['pshap', '--model', folders['nope']]):
+            ['shifts', folders['nope'], '--by', '1'], ['pshap', folders['nope']]):
         with pytest.warns(UserWarning, match='nope has 3 classes, and the images have 2, so their labels may be wrong'):
             assert cli.main([*command, *options]) == 0
     adapt = ['adapt', folders['nope'], '--sizes', '64', *options]
@@ -896,7 +896,7 @@ def test_folders_by_the_loader_of_torchvision(dataset, images):
 
 @pytest.mark.parametrize('command', [
     ['compare', '{rope2d}'], ['sweep', '{rope2d}', '--sizes', '48'], ['shifts', '{rope2d}', '--by', '1'],
-    ['pshap', '--model', '{rope2d}', '--num-images', '8'], ['adapt', '{rope2d}', '--sizes', '64', '--agreement']],
+    ['pshap', '{rope2d}', '--num-images', '8'], ['adapt', '{rope2d}', '--sizes', '64', '--agreement']],
     ids=lambda command: command[0])
 def test_results_are_kept_if_nobody_reads_the_table(command, images, folders, tmp_path, monkeypatch):
     """As in `timm-sape ... | head`, or where a terminal cannot show a name."""
@@ -1051,7 +1051,7 @@ def mapped(images, tmp_path):
 
 @pytest.mark.parametrize('command, text', [
     ('compare {}', '| 20.0 ['), ('sweep {} --sizes 48', '| 20.0 ['), ('shifts {} --by 1', '| 20.0 |'),
-    ('pshap --model {}', '| all | 20 | 4 |'), ('adapt {} --sizes 64', 'gets 20.0 % of the labels right')])
+    ('pshap {}', '| all | 20 | 4 |'), ('adapt {} --sizes 64', 'gets 20.0 % of the labels right')])
 def test_class_map_of_a_checkpoint(command, text, mapped, tmp_path, capsys):
     arguments = [*command.format(mapped).split(), '--data-dir', str(tmp_path / 'data'), '--workers', '0']
     cli.main(arguments)

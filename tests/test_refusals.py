@@ -91,8 +91,8 @@ def test_model_larger_than_memory_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize('args, message', [
-    (['map', '--gallery', 'g.png', '--model', 'x'], 'leave --model'),
-    (['map', '--model', 'x'], 'give --image, --output'),
+    (['map', '--gallery', 'g.png', 'x'], 'leave MODEL'),
+    (['map', 'x'], 'give --image, --output'),
     (['bench', 'naflex', '--sizes', '64'], '--sizes is not for'),
 ])
 def test_command_is_refused(args, message, capsys):

@@ -113,7 +113,7 @@ def test_map(folder, tmp_path, size):
         if size is not None:
             arguments += ['--img-size', *map(str, size)]
         out = str(tmp_path / f'{name}.png')
-        assert main(['map', '--model', str(folder / name), '--what', 'attention', *arguments, '--output', out]) == 0
+        assert main(['map', str(folder / name), '--what', 'attention', *arguments, '--output', out]) == 0
         found.append([row['value'] for row in json.loads(numbers.read_text())['rows']])
     assert len(found[0]) == (36 if size is None else 32) ** 2
     assert found[1] == pytest.approx(found[0], abs=1e-5)

@@ -32,11 +32,11 @@ def add(commands) -> None:
         summary='Draw what position does between the patches of an image, as in Figure 4 of the SaPE2 paper.',
         examples="""\
 examples:
-  timm-sape map --model output/exp/model_best.pth.tar --image horse.png --output horse.png
-  timm-sape map --model hf-hub:USER/MODEL --image cat.jpg --patches 3,2 7,7 --layers 0 5 -1 --output cat.svg
-  timm-sape map --model local-dir:FOLDER --image cat.jpg --heads all --output heads.pdf --numbers heads.csv
-  timm-sape map --model vit_small_patch16_224 --image cat.jpg --what similarity --output ape.png
-  timm-sape map --model MODEL --image cat.jpg --what distance --output distance.png
+  timm-sape map output/exp/model_best.pth.tar --image horse.png --output horse.png
+  timm-sape map hf-hub:USER/MODEL --image cat.jpg --patches 3,2 7,7 --layers 0 5 -1 --output cat.svg
+  timm-sape map local-dir:FOLDER --image cat.jpg --heads all --output heads.pdf --numbers heads.csv
+  timm-sape map vit_small_patch16_224 --image cat.jpg --what similarity --output ape.png
+  timm-sape map MODEL --image cat.jpg --what distance --output distance.png
   timm-sape map --gallery gallery.png
 
 --what bias: what position adds to the logits of attention; for rotations, scale * (Rq.Rk - q.k). attention: the
@@ -44,7 +44,7 @@ probabilities. similarity: cosines of the vectors that are added to the tokens. 
 all layers. A small map shows one row of the matrix: from one patch to all others. --gallery draws every encoding,
 also those of --import, in an untrained model of its own; it takes no other options but --force.""",
     )
-    parser.add_argument('--model', metavar='MODEL', help=MODELS_HELP)
+    parser.add_argument('model', nargs='?', metavar='MODEL', help=MODELS_HELP)
     add_pos_enc_option(parser)
     add_image_options(parser, required=False)
     parser.add_argument('--output', type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
@@ -69,10 +69,11 @@ def _patch(text: str) -> Tuple[int, int]:
 
 
 def _map(args: argparse.Namespace) -> int:
-    missing = [f'--{name}' for name in ('model', 'image', 'output') if getattr(args, name) is None]
+    needed = {'MODEL': args.model, '--image': args.image, '--output': args.output}
+    missing = [name for name, value in needed.items() if value is None]
     if args.gallery is not None:
         if len(missing) < 3:
-            raise CommandError('--gallery draws models of its own; leave --model, --image and --output out')
+            raise CommandError('--gallery draws models of its own; leave MODEL, --image and --output out')
         return _gallery(args.gallery, args.force)
     if missing:
         raise CommandError(f'give {", ".join(missing)}; or --gallery FILE for a picture of all encodings')

@@ -26,14 +26,14 @@ def add(commands) -> None:
         summary='Compute Position-SHAP: how much the decisions of a model depend on position, from 0 to 1.',
         examples="""\
 examples:
-  timm-sape pshap --model output/exp/model_best.pth.tar --data-dir DATA
-  timm-sape pshap --model hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --num-images 1000
-  timm-sape pshap --model vit_small_patch16_224 --data-dir DATA --output pshap.csv --plot pshap.png
+  timm-sape pshap output/exp/model_best.pth.tar --data-dir DATA
+  timm-sape pshap hf-hub:USER/MODEL --data-dir DATA --dataset torch/cifar10 --num-images 1000
+  timm-sape pshap vit_small_patch16_224 --data-dir DATA --output pshap.csv --plot pshap.png
 
 The value of a model is the mean over correctly classified images. Computing it takes about as long as 18 validation
 passes over the same images; the output tells the time. The table has a row per class, --output one per image.""",
     )
-    parser.add_argument('--model', required=True, metavar='MODEL', help=MODELS_HELP)
+    parser.add_argument('model', metavar='MODEL', help=MODELS_HELP)
     add_pos_enc_option(parser)
     add_data_options(parser)
     parser.add_argument(
