@@ -19,6 +19,8 @@ class AxialRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
 
     Channel pair t < d/4 is rotated by x * 100^(-4t/d), pair d/4 + t by y * 100^(-4t/d).
 
+    The base is always 100, the paper's. `rope2d_mixed` learns its frequencies.
+
     Raises:
         ValueError: If the head dim is not a multiple of 4.
     """
