@@ -36,7 +36,8 @@ GRAFTS = {'vit_graft', *(
     f'{size}_{name}_graft'
     for size in (*SIZES, 'vit_large')
     for name in (
-        'cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'shaw'))}
+        'cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k',
+        'shaw'))}
 
 
 def tiny(encoding='sape2_k', **kwargs):

@@ -141,7 +141,7 @@ def test_wrong_folders(saved, tmp_path, monkeypatch):
     text = (saved[0] / 'config.json').read_text()
     (folder / 'config.json').write_text(text)
     torch.save(saved[1].state_dict(), folder / 'pytorch_model.bin')
-    expect(f'{folder} has no model.safetensors. Pickles, which can execute code, are not read.')
+    expect(f'{folder} has no model.safetensors. Pickles, which can execute code, are not read. Save the model by')
     weights = (saved[0] / 'model.safetensors').read_bytes()
     (folder / 'model.safetensors').write_bytes(weights[:-1])
     expect(f'{folder}: model.safetensors is not what config.json says it is, by its checksum: it was cut off, damaged')

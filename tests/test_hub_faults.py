@@ -531,7 +531,8 @@ def test_nothing_is_executed(processes, hub, tmp_path):
     torch.save({'head.bias': Executed(str(trap))}, malicious)
     variant(hub, 'someone/pickle', {'model.safetensors': None, 'pytorch_model.bin': malicious.getvalue()})
     assert processes.pull('someone/pickle') == [
-        'ValueError', 'someone/pickle has no model.safetensors. Pickles, which can execute code, are not read.']
+        'ValueError', 'someone/pickle has no model.safetensors. Pickles, which can execute code, are not read. Save '
+        'the model by timm_sape.hub, or by timm with safe_serialization=True.']
     kind, message = processes.pull('someone/pickle', load=STOCK)
     assert kind == 'ValueError' and message.startswith("Cannot read the checkpoint for 'test_vit_pos_enc'")
     assert not trap.exists()

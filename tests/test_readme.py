@@ -831,7 +831,7 @@ def test_figures_in_docs():
             retrofit('top1', 'RoPE-2D', size, split='held_out', rule=rule) for rule in ('rescale+log', 'rescale'))
         gains.append(difference_of(scaled, plain, 1))
         assert all(verdicts(scaled, plain)) == (size > 64)
-    text = 'it adds {} points of top-1 at 96 px and {} at 128 px. At 64 px, twice the size, a gain is not shown, {}, and'
+    text = 'it adds {} points of top-1 at 96 px and {} at 128 px. At 64 px, twice the size, a gain is not shown, {}'
     assert text.format(*gains[1:], gains[0]) in prose(DOCS / 'resolutions.md')
 
     grafts = read_csv(RESULTS / 'finetune_graft_cpu.csv')  # docs/choosing.md: no gain is shown

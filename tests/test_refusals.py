@@ -120,3 +120,31 @@ def test_what_a_model_was_built_from_cannot_be_assigned(name, value):
         setattr(model, name, value)
     model.pos_enc_kwargs['sape2_k']['npos'] = 7  # of a copy
     assert model._model_args == saved
+
+
+def test_a_saved_model_with_another_number_of_heads(tmp_path):
+    """Its weights would fit, so they cannot tell."""
+    for name, kwargs in (('default', {}), ('chosen', {'num_heads': 2})):
+        timm_sape.hub.save(timm.create_model('test_vit_rope2d', **kwargs), tmp_path / name)
+        model = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True)
+        heads = model.blocks[0].attn.num_heads
+        timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, num_heads=heads)
+        with pytest.raises(ValueError, match=f'trained with {heads} heads, not 8. Leave num_heads out'):
+            timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, num_heads=8)
+
+
+@pytest.mark.parametrize('source', ['checkpoint_path', 'file'])
+def test_weights_without_an_encoding_name_graft(source, tmp_path):
+    file = str(tmp_path / 'weights.pth')
+    torch.save(timm.create_model('vit_tiny_patch16_224', depth=2, num_classes=3, img_size=32).state_dict(), file)
+    kwargs = {'checkpoint_path': file} if source == 'checkpoint_path' else {
+        'pretrained': True, 'pretrained_cfg_overlay': {'file': file, 'num_classes': 3}}
+    with pytest.raises(ValueError, match='To add encodings to weights that lack them, use timm_sape.graft'):
+        timm.create_model('vit_tiny_sape2_k_ape', depth=2, num_classes=3, img_size=32, **kwargs)
+
+
+def test_keywords_that_contradict_a_saved_model_are_named(tmp_path):
+    timm_sape.hub.save(timm.create_model('test_vit_sape2_k'), tmp_path / 'saved')
+    with pytest.raises(ValueError, match='Leave pos_enc_kwargs out'):
+        timm.create_model(
+            f'local-dir:{tmp_path / "saved"}', pretrained=True, pos_enc_kwargs={'sape2_k': {'npos': 5}})

@@ -98,7 +98,7 @@ def filter_state_dict(
     if report:
         raise ValueError(
             f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}. Create the model with '
-            'the arguments that the checkpoint was trained with.')
+            f'the arguments that the checkpoint was trained with.{_hint_of_graft(state_dict, model)}')
     warn_of_lost_head(state_dict, model)
     return state_dict
 
@@ -267,7 +267,13 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         f'{model.grid_size}): {report}. This loading path resizes nothing. To load the checkpoint as it '
         f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
         "option of their own by --model-kwargs; timm's onnx_export.py cannot, so use examples/export.py. To adapt a "
-        f'checkpoint of the same encodings to another size, {adapt}.')
+        f'checkpoint of the same encodings to another size, {adapt}.{_hint_of_graft(state_dict, model)}')
+
+
+def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:
+    """What to do with weights of timm, or of no encoding, in a model whose encodings have parameters."""
+    has, needs = (any('encodings.' in name for name in entries) for entries in (state_dict, model.state_dict()))
+    return ' To add encodings to weights that lack them, use timm_sape.graft.' if needs and not has else ''
 
 
 def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
@@ -388,7 +394,7 @@ def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
 def refuse_other_encoding(
         variant: str,
         kwargs: Dict[str, Any],
-        fix: str = 'Leave pos_enc out, or start from the architecture by its name.',
+        fix: str = '',
 ) -> None:
     """The saved config of a `local-dir:` or `hf-hub:` model decides what its parameters mean.
 
@@ -397,7 +403,7 @@ def refuse_other_encoding(
     Args:
         variant: The model's name, for the message.
         kwargs: What the model is about to be built with; `pretrained_model_args` is what it was saved with.
-        fix: End of the message.
+        fix: End of the message. Default: to leave out the argument that contradicts.
 
     Raises:
         ValueError: If they disagree about the encoding.
@@ -422,6 +428,8 @@ def refuse_other_encoding(
             keywords = {name: values for name, values in parts.items() if values}
             return '+'.join(parts) + (f' with {keywords}' if keywords else '')
 
+        wrong = 'pos_enc_kwargs' if was.keys() == now.keys() else 'pos_enc'
+        fix = fix or f'Leave {wrong} out, or start from the architecture by its name.'
         raise ValueError(
             f'The saved model {variant!r} was trained with pos_enc {spell(was)}, which cannot be changed to '
             f'{spell(now)} when it is loaded. {fix}')

@@ -831,7 +831,8 @@ BASES = {
     'vit_large': 'vit_large_patch16_224',
     'test_vit': 'test_vit',
 }
-ENCODINGS = ('cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'shaw')
+ENCODINGS = (
+    'cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'shaw')
 
 
 def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:

@@ -384,7 +384,11 @@ def _in_folder(folder: Path, name: str, sha256: Optional[str] = None) -> Path:
 
 
 def _no_pickles(name: str) -> str:
-    return ' Pickles, which can execute code, are not read.' if name == HF_SAFE_WEIGHTS_NAME else ''
+    if name != HF_SAFE_WEIGHTS_NAME:
+        return ''
+    return (
+        ' Pickles, which can execute code, are not read. Save the model by timm_sape.hub, or by timm with '
+        'safe_serialization=True.')
 
 
 class _TooLarge(Exception):
