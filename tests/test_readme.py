@@ -760,6 +760,28 @@ def test_rows_of_the_reference_table_in_the_prose():
     assert f'{listed(xeon)} were trained on an Intel Xeon, all others on an AMD EPYC.' in prose(DOCS / 'choosing.md')
 
 
+def test_rows_that_were_trained_twice():
+    """Which they are, that both trainings had the same options, and how far their accuracy differs."""
+    folder = RESULTS / 'cpu_cifar10' / 'reference'
+    first, second = (
+        {(run['label'], run['seed']): run for run in map(json.loads, (folder / name).read_text().splitlines())}
+        for name in ('first_trainings.jsonl', 'runs.jsonl'))
+    top1 = {key: [runs[key]['epochs']['eval_top1'][-1] for runs in (first, second)] for key in first}
+    for key, run in first.items():
+        assert run['args'] == second[key]['args'] and run['epochs'] != second[key]['epochs']
+    five = five_seeds()
+    again = sorted({label for label, _ in first}, key=lambda model: -statistics.mean(five[model]))
+    assert all(len([key for key in first if key[0] == label]) == 5 for label in again)
+    means = [
+        [statistics.mean(values[i] for (model, _), values in top1.items() if model == label) for i in (0, 1)]
+        for label in again]
+    of_a_seed, of_means = (max(abs(a - b) for a, b in pairs) for pairs in (top1.values(), means))
+    names = again[0] if len(again) == 1 else f'{", ".join(again[:-1])} and {again[-1]}'
+    text = prose(DOCS / 'choosing.md')
+    assert f'can be seen from {names}, which ' in text
+    assert f'of a seed differ by up to {of_a_seed:.1f} points of top-1, and the means by up to {of_means:.1f}.' in text
+
+
 def test_interrupted_runs_are_named():
     lines = (RESULTS / 'cpu_cifar10' / 'reference' / 'runs.jsonl').read_text().splitlines()
     resumed = [(run['label'], run['seed']) for run in map(json.loads, lines) if len(run['starts']) > 1]
