@@ -270,15 +270,14 @@ def table(args):
             'P-SHAP': NOT_MEASURED if None in explained else spread(explained, 3),
             **_costs(names[label], args.costs),
         })
+    trained = sum(map(bool, top1.values()))
     about_rows = (
-        f'{sum(map(bool, top1.values()))} of {len(planned)} rows so far. Intervals are corrected for {comparisons} '
+        f'{trained} of {len(planned)} rows{" so far" if trained < len(planned) else ""}. Intervals are corrected for {comparisons} '
         f'comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
     if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
         about_columns += (
-            f' Rows with {NOT_MEASURED} were measured only with images in the order of their classes, which more than '
-            'doubles the value; these values are left out. Some of their checkpoints are gone, so the rows were '
-            'not measured again.')
+            f' {NOT_MEASURED}: measured only with images in the order of their classes, which more than doubles it.')
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), about_columns, markdown(beside), about_rows,
     ]) + '\n'
