@@ -467,6 +467,9 @@ def test_changed_models_are_refused():
         change(model)
         with pytest.raises(ValueError, match=message):
             timm_sape.graft(model, 'sape2_k')
+    model = timm.create_model('test_vit')
+    model.forward = model.forward  # as accelerate leaves it
+    assert timm_sape.graft(model, 'sape2_k').pos_enc == 'ape+auto_sape2_k'
     with pytest.raises(ValueError, match='FeatureGetterNet cannot be grafted'):
         timm_sape.graft(timm.create_model('test_vit', features_only=True), 'sape2_k')
     with pytest.raises(ValueError, match='img_size: arguments of timm.create_model go with the name of a model'):

@@ -124,11 +124,15 @@ def test_what_a_model_was_built_from_cannot_be_assigned(name, value):
 
 def test_a_saved_model_with_another_number_of_heads(tmp_path):
     """Its weights would fit, so they cannot tell."""
-    for name, kwargs in (('default', {}), ('chosen', {'num_heads': 2})):
-        timm_sape.hub.save(timm.create_model('test_vit_rope2d', **kwargs), tmp_path / name)
+    for name, model in (
+            ('default', timm.create_model('test_vit_rope2d')), ('chosen', timm.create_model(
+                'test_vit_rope2d', num_heads=2)), ('graft', timm_sape.graft('test_vit', 'rope2d')),
+            ('other graft', timm_sape.graft('test_vit', 'rope2d', num_heads=4))):
+        timm_sape.hub.save(model, tmp_path / name)
         model = timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True)
         heads = model.blocks[0].attn.num_heads
         timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, num_heads=heads)
+        timm.create_model(f'local-dir:{tmp_path / name}', num_heads=8)  # a new model
         with pytest.raises(ValueError, match=f'trained with {heads} heads, not 8. Leave num_heads out'):
             timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True, num_heads=8)
 
@@ -139,7 +143,7 @@ def test_weights_without_an_encoding_name_graft(source, tmp_path):
     torch.save(timm.create_model('vit_tiny_patch16_224', depth=2, num_classes=3, img_size=32).state_dict(), file)
     kwargs = {'checkpoint_path': file} if source == 'checkpoint_path' else {
         'pretrained': True, 'pretrained_cfg_overlay': {'file': file, 'num_classes': 3}}
-    with pytest.raises(ValueError, match='To add encodings to weights that lack them, use timm_sape.graft'):
+    with pytest.raises(ValueError, match="weights of timm's own model, use timm_sape.graft"):
         timm.create_model('vit_tiny_sape2_k_ape', depth=2, num_classes=3, img_size=32, **kwargs)
 
 
@@ -148,3 +152,20 @@ def test_keywords_that_contradict_a_saved_model_are_named(tmp_path):
     with pytest.raises(ValueError, match='Leave pos_enc_kwargs out'):
         timm.create_model(
             f'local-dir:{tmp_path / "saved"}', pretrained=True, pos_enc_kwargs={'sape2_k': {'npos': 5}})
+
+
+@pytest.mark.parametrize('backend', ['reference', 'torch', None])
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'sape2_qk', 'cope', 'rope2d', 'rpb', 'lape'])
+def test_tokens_that_are_removed_between_blocks(pos_enc, backend, monkeypatch):
+    """The kernels would write out of bounds. Without anything in the blocks it is possible, as in timm."""
+    if backend is not None:
+        monkeypatch.setenv('TIMM_SAPE_BACKEND', backend)
+    images = torch.randn(1, 3, 32, 32)
+    for change in (lambda x: x[:, :-2], lambda x: torch.cat([x, x[:, :1]], dim=1)):
+        model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=32, patch_size=8).eval()
+        model.blocks[1].register_forward_pre_hook(lambda block, args: (change(args[0]), *args[1:]))
+        with pytest.raises(ValueError, match='tokens cannot be added or removed between them'):
+            model(images)
+        plain = timm.create_model('test_vit_ape', img_size=32, patch_size=8).eval()
+        plain.blocks[1].register_forward_pre_hook(lambda block, args: (change(args[0]), *args[1:]))
+        assert plain(images).shape == (1, 1000)

@@ -56,7 +56,8 @@ class HostsEncodings(nn.Module):
             `[B, N, D]`.
 
         Raises:
-            ValueError: If `position` is missing where an encoding needs it, or is not a `Position`.
+            ValueError: If `position` is missing where an encoding needs it, is not a `Position`, or has another number
+                of tokens.
         """
         x = self.encodings.add_before(x, position)
         gate = self.gate(x).sigmoid() if self.gate is not None else None

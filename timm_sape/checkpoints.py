@@ -9,7 +9,7 @@ import errno
 import math
 import re
 import warnings
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -33,6 +33,7 @@ __all__ = [
     'module_names',
     'refuse_misfit',
     'refuse_other_encoding',
+    'refuse_other_heads',
     'refuse_other_host',
     'unreadable',
     'unwrap',
@@ -271,9 +272,11 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
 
 
 def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:
-    """What to do with weights of timm, or of no encoding, in a model whose encodings have parameters."""
+    """What to do with weights of timm in a model whose encodings have parameters."""
     has, needs = (any('encodings.' in name for name in entries) for entries in (state_dict, model.state_dict()))
-    return ' To add encodings to weights that lack them, use timm_sape.graft.' if needs and not has else ''
+    if has or not needs or not any(name in state_dict for name in STEMS):
+        return ''
+    return " To add encodings to weights of timm's own model, use timm_sape.graft."
 
 
 def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
@@ -433,6 +436,26 @@ def refuse_other_encoding(
         raise ValueError(
             f'The saved model {variant!r} was trained with pos_enc {spell(was)}, which cannot be changed to '
             f'{spell(now)} when it is loaded. {fix}')
+
+
+def refuse_other_heads(variant: str, kwargs: Mapping[str, Any], find_default: Callable[[], int]) -> None:
+    """Like `refuse_other_encoding` for the number of heads, which weights do not show either.
+
+    Args:
+        variant: The model's name.
+        kwargs: What the caller and the saved config ask for.
+        find_default: Finds the number of a model for which neither does.
+
+    Raises:
+        ValueError: If a saved model would get another number than it was trained with.
+    """
+    saved, given = kwargs.get('pretrained_model_args') or {}, kwargs.get('num_heads')
+    if 'pos_enc' not in saved or given is None or given == saved.get('num_heads'):
+        return
+    own = saved.get('num_heads') or find_default()
+    if given != own:
+        raise ValueError(
+            f'The saved model {variant!r} was trained with {own} heads, not {given!r}. Leave num_heads out.')
 
 
 def unreadable(variant: str, error: Exception) -> Optional[ValueError]:

@@ -99,7 +99,8 @@ def make_entrypoint(
     def create(pretrained: bool = False, **kwargs) -> PosEncModel:
         if name != neutral:
             _warn_of_misnomer(entrypoint, kwargs)
-        _refuse_other_heads(entrypoint, kwargs)
+        if pretrained:
+            checkpoints.refuse_other_heads(name, kwargs, lambda: SIZES[size]['num_heads'])
         return _create(cls, name, pretrained, **{**SIZES[size], 'pos_enc': pos_enc, **model_args, **kwargs})
 
     create.__module__ = cls.__module__
@@ -108,19 +109,6 @@ def make_entrypoint(
         f'{description}, with `pos_enc={pos_enc!r}`{" unless another is given" if name == neutral else ""}.\n\n'
         f'Accepts any argument of `{cls.__name__}` and of `timm.create_model`.')
     return create
-
-
-def _refuse_other_heads(entrypoint: Entrypoint, kwargs: Dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: If a saved model is loaded with another number of heads, which its weights would not show.
-    """
-    saved = kwargs.get('pretrained_model_args') or {}
-    own = saved.get('num_heads', SIZES[entrypoint.size]['num_heads'])
-    if 'pos_enc' in saved and kwargs.get('num_heads', own) != own:
-        raise ValueError(
-            f'The saved model {entrypoint.name!r} was trained with {own} heads, not {kwargs["num_heads"]}. Leave '
-            'num_heads out.')
 
 
 def _warn_of_misnomer(entrypoint: Entrypoint, kwargs: Dict[str, Any]) -> None:

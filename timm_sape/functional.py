@@ -152,17 +152,21 @@ def sape2_attention(
         raise ValueError(f'is_causal must be True or False, got {type(is_causal).__name__}.')
     if attn_mask is not None:
         ops.check_mask(attn_mask, (*q.shape[:3], q.shape[2]), q.device)
-    return ops.sape2_attention(
+    mask, is_empty_row = ops.merge_masks(None, attn_mask, is_causal, q.shape[2], q.device), None
+    if attn_mask is not None:
+        mask, is_empty_row = ops.open_empty_rows(mask)
+    out = ops.sape2_attention(
         q, k, v, table_x, table_y, grid,
         mode=mode,
         gate_scale=gate_scale,
         ref_grid_size=ref_grid_size,
         bias_scale=bias_scale.reshape(-1),
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        mask=ops.merge_masks(None, attn_mask, is_causal, q.shape[2], q.device),
+        mask=mask,
         dropout_p=dropout_p,
         backend=backend,
     )
+    return out if is_empty_row is None else out.masked_fill(is_empty_row, 0)
 
 
 def _check(

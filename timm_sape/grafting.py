@@ -126,7 +126,8 @@ def graft(
 
     Raises:
         ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it, or have
-            hooks or patched methods (buffers that are not saved are not looked at, and are timm's own); if the model
+            hooks or patched methods (other hooks than those of modules, and buffers that are not saved, are not looked
+            at and not taken over); if the model
             has all that is to be added; if an encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be
             combined with the model's own; if nothing says on which grid weights were trained and a rule needs it.
     """
@@ -137,8 +138,10 @@ def graft(
     if name is not None:
         if kwargs.get('features_only'):
             raise ValueError(
-                "graft returns a whole model. For features: timm.create_model('vit_graft', features_only=True, "
-                f'base={name!r}, pos_enc={pos_enc!r}, ...).')
+                'graft returns a whole model. For features: ' + (
+                    'save the graft by timm_sape.hub.save, then '
+                    "timm.create_model('local-dir:...', pretrained=True, features_only=True)." if ':' in name else
+                    f"timm.create_model('vit_graft', features_only=True, base={name!r}, pos_enc={pos_enc!r}, ...)."))
         model = _build_base(name, partial(timm.create_model, name), **kwargs)
     elif kwargs:
         raise ValueError(
@@ -165,7 +168,7 @@ def graft(
         **ours,
     )
     adds = any(map(is_auto, parse_pos_enc(grafted.pos_enc)))
-    if not (adds or pos_enc_kwargs or 'nope' in parse_pos_enc(pos_enc)):
+    if not (adds or pos_enc_kwargs or ours or 'nope' in parse_pos_enc(pos_enc)):
         raise ValueError(
             f'{cfg["architecture"]!r} has {pos_enc!r} already, so nothing would be added. Name other encodings, or '
             "'nope' if the model shall only become one of timm_sape.")
@@ -288,18 +291,19 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
         names[p] = name
     modules = dict(_on_meta(build).named_modules())
     for name, module in model.named_modules():
+        if any(vars(module)[key] for key in HOOKS):
+            return f'{name or "it"} has hooks, which the graft would not have'
         if isinstance(module, PatchDropout) or name == 'patch_drop':
             continue  # the graft takes it over
         if type(module) is not type(modules.get(name)):
             now, then = (
                 type(m).__name__ if m is None or any(m.children()) else str(m) for m in (module, modules.get(name)))
             return f'{name or "it"} is {now}, not {then}'
-        own = vars(module)
-        patched = [key for key in own if key not in vars(modules[name]) and callable(getattr(type(module), key, None))]
-        hooks = [key for key in HOOKS if own[key]]
-        if patched or hooks:
-            has = f'a {patched[0]} of its own' if patched else 'hooks'
-            return f'{name or "it"} has {has}, which the graft would not have'
+        for key, now in vars(module).items():
+            method = getattr(type(module), key, None)
+            # accelerate leaves a method set to itself
+            if callable(method) and key not in vars(modules[name]) and now != method.__get__(module):
+                return f'{name or "it"} has a {key} of its own, which the graft would not have'
         for key, then in vars(modules[name]).items():
             now = getattr(module, key, None)
             if isinstance(then, (bool, int, float, str, tuple)) and key not in FREE and (
@@ -797,6 +801,9 @@ def _create(
     declares_size = 'input_size' in (pretrained_cfg_overlay or {}) or cfg.input_size not in (
         base_cfg.input_size, PretrainedCfg().input_size)
 
+    if pretrained:
+        checkpoints.refuse_other_heads(
+            variant, kwargs, lambda: _on_meta(model_entrypoint(name)).blocks[0].attn.num_heads)
     saved = kwargs.get('pretrained_model_args') or {}
     if saved.get('pos_enc') != pos_enc and saved.get('pos_enc_kwargs') and pos_enc_kwargs == saved['pos_enc_kwargs']:
         # timm passes the saved keywords on even if the caller gave another pos_enc; here it may be spelled otherwise

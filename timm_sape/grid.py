@@ -55,6 +55,12 @@ class Grid:
         """H*W, dropped patches included."""
         return self.height * self.width
 
+    @property
+    def num_tokens(self) -> int:
+        """N, dropped patches left out."""
+        kept = self.num_patches if self.keep_indices is None else self.keep_indices.shape[1]
+        return self.num_prefix_tokens + kept
+
     def to(self, *args, **kwargs) -> 'Grid':
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
         like = torch.empty(0, device=self.device).to(*args, **kwargs)

@@ -54,17 +54,17 @@ class PosEncModel(nn.Module):
     @property
     def pos_enc(self) -> str:
         """Names of the encodings, joined by `+`."""
-        return self._pos_enc
+        return vars(self)['pos_enc']
 
     @property
     def pos_enc_kwargs(self) -> Dict[str, Dict[str, Any]]:
         """Keywords of each encoding by its name, without those that have none. A copy."""
-        return deepcopy(self._pos_enc_kwargs)
+        return deepcopy(vars(self)['pos_enc_kwargs'])
 
     @property
     def logit_scaling(self) -> str:
         """As in the constructor."""
-        return self._logit_scaling
+        return vars(self)['logit_scaling']
 
     @property
     def grid_size(self) -> Tuple[int, int]:
@@ -105,9 +105,9 @@ class PosEncModel(nn.Module):
             logit_scaling: As in the constructor.
         """
         self.take_patch_drop(self.patch_drop)
-        self._pos_enc = '+'.join(parts)
-        self._pos_enc_kwargs = {name: keywords for name, keywords in parts.items() if keywords}
-        self._logit_scaling = logit_scaling
+        vars(self)['pos_enc'] = '+'.join(parts)
+        vars(self)['pos_enc_kwargs'] = {name: keywords for name, keywords in parts.items() if keywords}
+        vars(self)['logit_scaling'] = logit_scaling
         host = dict(
             dim=self.embed_dim,
             num_heads=self.blocks[0].attn.num_heads,

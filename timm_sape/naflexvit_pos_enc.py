@@ -9,7 +9,7 @@ import difflib
 import math
 import sys
 from dataclasses import fields, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -546,11 +546,8 @@ def _from_dict(
     """
     if not isinstance(x, Mapping):
         return x, arguments
-    known = ('patches', 'seq_len', 'attn_mask', *arguments)  # seq_len is from timm's loader
-    for key in x:
-        close = [] if key in known else difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
-        if close:  # without patch_valid, padding would be patches
-            raise ValueError(f'The dict has {key!r}, which is no argument. Did you mean {close[0]!r}?')
+    if not torch.compiler.is_compiling():
+        _refuse_misspelt(x, ('patches', 'attn_mask', *arguments))
     for name in ('patches', 'patch_coord'):
         if x.get(name) is None and arguments.get(name) is None:
             has = ', '.join(key if value is not None else f'{key}=None' for key, value in x.items())
@@ -558,6 +555,22 @@ def _from_dict(
                 f'The dict lacks {name!r}, it has {has}. NaFlex input must have patches [B, K, ...], patch_coord '
                 '[B, K, 2] and patch_valid [B, K], as create_naflex_loader of timm.data makes it.')
     return x['patches'], {name: given if x.get(name) is None else x[name] for name, given in arguments.items()}
+
+
+def _refuse_misspelt(x: Mapping[str, Any], names: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: If an entry is named almost as one that is missing, or is a mask while none says what is padding.
+    """
+    missing = [name for name in names if x.get(name) is None]
+    for key in (str(key) for key in x if key not in names):
+        close = difflib.get_close_matches(key, missing, n=1, cutoff=0.75)
+        if close:
+            raise ValueError(f'The dict has {key!r}, which is no argument. Did you mean {close[0]!r}?')
+        if key.endswith('mask') and 'patch_valid' in missing:
+            raise ValueError(
+                f'The dict has {key!r}, which is no argument. Padding is False in patch_valid [B, K]; attn_mask is for '
+                'pairs of tokens.')
 
 
 def _check_tensor(

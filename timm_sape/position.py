@@ -353,21 +353,22 @@ class LayerEncodings(_Encodings):
     def _attend(
             self, q, k, v, x, position, *, scale, attn_mask, is_causal, dropout_p, drop, fused,
     ) -> torch.Tensor:
-        self._check(position)
+        self._check(position, x)
         given = dict(scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         if isinstance(position, MixedPosition):
             return self._attend_mixed(q, k, v, x, position, attn_mask, is_causal, given)
-        mask = ops.merge_masks(None, attn_mask, is_causal, x.shape[1], x.device)
+        attending = [] if self.acting_on('values') else self.acting_on('attend')[:1]
+        bias = None if position is None else self._bias(q, k, position, attending)
+        mask = ops.merge_masks(bias, attn_mask, is_causal, x.shape[1], x.device)
         if attn_mask is None:
-            return self._attend_masked(q, k, v, x, position, mask, **given)
+            return self._attend_masked(q, k, v, x, position, mask, attending, **given)
         mask, is_empty = ops.open_empty_rows(mask)
-        return self._attend_masked(q, k, v, x, position, mask, **given).masked_fill(is_empty, 0)
+        return self._attend_masked(q, k, v, x, position, mask, attending, **given).masked_fill(is_empty, 0)
 
-    def _attend_masked(self, q, k, v, x, position, mask, *, scale, dropout_p, drop, fused) -> torch.Tensor:
+    def _attend_masked(self, q, k, v, x, position, mask, attending, *, scale, dropout_p, drop, fused) -> torch.Tensor:
         if position is None:
             return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         grid, values = position.grid, self.acting_on('values')
-        attending = [] if values else self.acting_on('attend')[:1]
         scaled_q, scale = self._scaled(q, position, scale)
         rotated_q, rotated_k = self._rotated(scaled_q, k, position)
         channels = [
@@ -380,8 +381,6 @@ class LayerEncodings(_Encodings):
                 channels.append((zeros, zeros))
             rotated_q = torch.cat([rotated_q, *(a for a, _ in channels)], dim=-1)  # [B, h, N, d+C]
             rotated_k = torch.cat([rotated_k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
-        mask = ops.merge_masks(self._bias(q, k, position, attending), mask, False, x.shape[1], x.device)
-
         if attending:
             return attending[0](
                 q, k, v, rotated_q, rotated_k, mask=mask, grid=grid, scale=scale, dropout_p=dropout_p, drop=drop,
@@ -410,7 +409,8 @@ class LayerEncodings(_Encodings):
         elif attn_mask is not None:
             mask = attn_mask.masked_fill(~mask, float('-inf'))
         mask, is_empty = ops.open_empty_rows(mask)
-        return ops.attend(q, k, v, mask, **{**given, 'scale': scale}).masked_fill(is_empty, 0)
+        out = ops.attend(q, k, v, mask, **{**given, 'scale': scale})
+        return out if attn_mask is None else out.masked_fill(is_empty, 0)
 
     @torch.compiler.disable  # it would be compiled again for other sizes
     def _attend_by_group(self, q, k, v, x, position, attn_mask, given) -> torch.Tensor:
@@ -425,7 +425,7 @@ class LayerEncodings(_Encodings):
         return groups.merge([part.transpose(1, 2) for part in out]).transpose(1, 2)
 
     def _add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
-        self._check(position)
+        self._check(position, x)
         if position is None:
             return x
         if isinstance(position, MixedPosition):
@@ -540,15 +540,22 @@ class LayerEncodings(_Encodings):
             return encoding(q, grid=position.grid, hook='rotation')
         return position.layer_rotations[self.layer]
 
-    def _check(self, position: Optional[AnyPosition]) -> None:
+    def _check(self, position: Optional[AnyPosition], x: torch.Tensor) -> None:
         """
         Raises:
-            ValueError: If position is missing where the layer needs it, or is not a `Position`.
+            ValueError: If position is missing where the layer needs it, is no `Position`, or has another number of
+                tokens.
         """
         if position is not None and not isinstance(position, (Position, MixedPosition)):
             raise ValueError(
                 f'position must be what model.embed() returns along with the tokens, got {type(position).__name__}. '
                 'Masks are passed as attn_mask=.')
+        if isinstance(position, Position) and self.needs_position:
+            got, expected = x.shape[1], position.grid.num_tokens
+            if type(got) is type(expected) is int and got != expected:  # kernels would read and write out of bounds
+                raise ValueError(
+                    f'The layer got {got} tokens, its position is for {expected}. Position acts inside the blocks, so '
+                    'tokens cannot be added or removed between them. Drop patches by keep_indices=, before the first.')
         if position is None and (self.needs_position or any(map(self.acting_on, PositionEncoding.HOOKS))):
             raise ValueError(
                 'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '

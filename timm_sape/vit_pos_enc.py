@@ -280,7 +280,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             x: Images, `[B, C, height, width]`.
             attn_mask: Added to the logits, or bool with True where attention is allowed. Broadcastable to
                 `[B, h, P+H*W, P+H*W]`, of two or four dimensions, for all tokens of the grid; entries of dropped
-                patches are ignored. A token that may attend to nothing gets zeros from attention.
+                patches are ignored. A token whose row is all False, or all -inf, gets zeros from attention.
             is_causal: Mask out all later tokens.
             object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
                 If it is not given, they derive it from the image.

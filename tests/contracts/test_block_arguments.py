@@ -158,7 +158,9 @@ def empty_rows(make):
     num_tokens = 5 + make.grid[0] * make.grid[1]
     mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
     mask[7] = False
+    mask[8] = torch.arange(num_tokens) == num_tokens - 1  # which an encoding may forbid some heads
     additive = torch.zeros(mask.shape).masked_fill(~mask, float('-inf'))
+    outs = []
     for fused in (True, False):
         with fused_attention(fused):
             model = make()
@@ -166,6 +168,8 @@ def empty_rows(make):
         attn.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         for each in (mask, additive):
             out = model(x, attn_mask=each)
+            outs.append(out)
+            same(out, outs[0], 'fused or not, bool or additive')
             same(seen[-1][:, 7], torch.zeros(2, 32), 'a token that attends to nothing')
             assert all(gradient.isfinite().all() for gradient in gradients(model, out.square().sum()).values())
     for wrong in (mask.expand(HEADS, -1, -1), mask.expand(2, -1, -1)):

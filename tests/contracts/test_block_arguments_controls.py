@@ -7,6 +7,7 @@ from contract_tools import Controls
 from test_block_arguments import contracts
 from timm_sape import PositionEncoding, ops, vit_pos_enc
 from timm_sape.attention import PosEncAttention, PosEncBlock
+from timm_sape.position import LayerEncodings
 
 controls = Controls(contracts)
 
@@ -91,8 +92,22 @@ def causal_replaces_mask(patch):
     patch.setattr(ops, 'merge_masks', merge_masks)
 
 
-@controls.broken_code('empty_rows', 'attends to nothing', pos_enc='irpe_qkv')
+@controls.broken_code('empty_rows', 'fused or not, .*: differs by nan', pos_enc='irpe_qkv')
 def leaves_empty_rows(patch):
+    patch.setattr(ops, 'open_empty_rows', lambda mask: (mask, torch.zeros((), dtype=torch.bool)))
+
+
+@controls.broken_code('empty_rows', 'fused or not', pos_enc='lookhere')
+def looks_for_empty_rows_before_the_bias(patch):
+    attend, open_empty_rows = LayerEncodings._attend, ops.open_empty_rows
+
+    def too_early(self, *args, attn_mask, **kwargs):
+        if attn_mask is None:
+            return attend(self, *args, attn_mask=None, **kwargs)
+        mask, is_empty = open_empty_rows(attn_mask)
+        return attend(self, *args, attn_mask=mask, **kwargs).masked_fill(is_empty, 0)
+
+    patch.setattr(LayerEncodings, '_attend', too_early)
     patch.setattr(ops, 'open_empty_rows', lambda mask: (mask, torch.zeros((), dtype=torch.bool)))
 
 

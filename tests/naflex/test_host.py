@@ -313,10 +313,13 @@ def test_misspelt_names_in_a_dict():
     """A misspelt name is refused. Other entries are ignored, as in timm, whose loader adds the length."""
     model = small('rope2d')
     given = batch(pictures(SIZES, torch.float32), padding=2)
-    assert torch.equal(model({**given, 'seq_len': 99, 'label': 3}), model(given))
+    others = {'seq_len': 99, 'label': 3, 'patch_ids': None, 'patch_mask': None}
+    assert torch.equal(model({**given, **others}), model(given))
     valid = given.pop('patch_valid')
     with pytest.raises(ValueError, match="The dict has 'patch_vaild', .*Did you mean 'patch_valid'"):
         model({**given, 'patch_vaild': valid})
+    with pytest.raises(ValueError, match="The dict has 'patch_mask', .*Padding is False in patch_valid"):
+        model({**given, 'patch_mask': valid})
 
 
 def test_none_in_a_dict_is_not_there():

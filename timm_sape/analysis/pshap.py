@@ -228,7 +228,7 @@ def position_shap(
             f'({model.base_position}). Leave it out.')
     if background < 1:
         raise ValueError(f'background must be 1 or more, got {background}.')
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ValueError('Position-SHAP needs a model without dropout: call model.eval() first.')
     logits = _Logits(model, batch_size, per_layer)
     found, draws = [], 0

@@ -31,15 +31,15 @@ def check_mask(attn_mask: Any, shape: Sequence[int], device: torch.device) -> No
             f'attn_mask must be a tensor on {device}, bool (True where attention is allowed) or float (added), got '
             f'{got}.')
     _check_dtype(attn_mask)
+    if attn_mask.ndim == 3 and attn_mask.shape[0] != 1:
+        raise ValueError(
+            f'attn_mask {list(attn_mask.shape)} does not say whether it has a mask for each image or for each head: '
+            'give attn_mask[:, None] or attn_mask[None].')
     sizes = zip(reversed(attn_mask.shape), reversed(shape))
     wrong = [size for size, full in sizes if type(size) is type(full) is int and size not in (1, full)]
     if wrong or not 2 <= attn_mask.ndim <= 4:
         raise ValueError(
             f'attn_mask must be broadcastable to [B, h, N, N] = {list(shape)}, got {list(attn_mask.shape)}.')
-    if attn_mask.ndim == 3 and attn_mask.shape[0] != 1:
-        raise ValueError(
-            f'attn_mask {list(attn_mask.shape)} does not say whether it has a mask for each image or for each head: '
-            'give attn_mask[:, None] or attn_mask[None].')
 
 
 def _check_dtype(attn_mask: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def open_empty_rows(mask: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
 
     PyTorch's fused attention gives such a row zeros, an explicit softmax NaN, also as gradients.
     """
-    is_empty = ~(mask if mask.dtype == torch.bool else ~mask.isneginf()).any(dim=-1, keepdim=True)
+    is_empty = ~(mask if mask.dtype == torch.bool else mask != float('-inf')).any(dim=-1, keepdim=True)
     return (mask | is_empty if mask.dtype == torch.bool else mask.masked_fill(is_empty, 0)), is_empty
 
 
