@@ -272,8 +272,8 @@ def table(args):
         })
     trained = sum(map(bool, top1.values()))
     about_rows = (
-        f'{trained} of {len(planned)} rows{" so far" if trained < len(planned) else ""}. Intervals are corrected for {comparisons} '
-        f'comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
+        f'{trained} of {len(planned)} rows{" so far" if trained < len(planned) else ""}. Intervals are corrected for '
+        f'{comparisons} comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
     if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
         about_columns += (

@@ -269,6 +269,11 @@ def cells_of(line):
     return [cell.strip() for cell in line.split('|')[1:-1]]
 
 
+def listed(names):
+    """At least two names in a sentence."""
+    return f'{", ".join(names[:-1])} and {names[-1]}'
+
+
 def prose(page):
     return ' '.join(page.read_text().split())
 
@@ -608,6 +613,8 @@ def test_advice_is_that_of_the_results():
         row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
         for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
     assert f'of `rope2d` takes [{more["rope2d"]} % longer](docs/cost.md) on a CPU' in README.read_text()
+    ahead = re.search(r'eleven seeds: \+(\S+) \[\+(\S+), \+(\S+)\];', prose(DOCS / 'choosing.md')).groups()
+    assert 'it is ahead of `ape` by {} points ({} to {}, eleven seeds)'.format(*ahead) in README.read_text()
     in_torch, = {
         round(100 * float(row['step_ratio']) - 100) for row in read_csv(RESULTS / 'sape2_cpu-models.csv')
         if (row['setting'], row['pos_enc'], row['backend']) == ('224/16', 'ape+sape2_k', 'torch')}
@@ -746,9 +753,6 @@ def test_sape2_in_the_reference_table():
 
 def test_rows_of_the_reference_table_in_the_prose():
     """Which are ahead of APE, by both uncorrected intervals and by Dunnett's, and which were trained elsewhere."""
-    def listed(names):
-        return f'{", ".join(names[:-1])} and {names[-1]}'
-
     five = five_seeds()
     order = sorted(five, key=lambda model: -statistics.mean(five[model]))
     two_heads = [model for model in order if not model.endswith('4 heads')]
@@ -786,9 +790,8 @@ def test_rows_that_were_trained_twice():
         [statistics.mean(values[i] for (model, _), values in top1.items() if model == label) for i in (0, 1)]
         for label in again]
     of_a_seed, of_means = (max(abs(a - b) for a, b in pairs) for pairs in (top1.values(), means))
-    names = again[0] if len(again) == 1 else f'{", ".join(again[:-1])} and {again[-1]}'
     text = prose(DOCS / 'choosing.md')
-    assert f'can be seen from {names}, which ' in text
+    assert f'can be seen from {listed(again)}, which ' in text
     assert f'of a seed differ by up to {of_a_seed:.1f} points of top-1, and the means by up to {of_means:.1f}.' in text
 
 

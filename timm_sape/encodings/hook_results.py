@@ -85,7 +85,7 @@ def _expected(
     """The axes of a result, their sizes, and how many of the last ones must be there: the others may be broadcast."""
     x, h, d = tensors[0], encoding.num_heads, encoding.head_dim
     batch, patches = (1, grid.num_patches) if grid.keep_indices is None else grid.keep_indices.shape
-    n = grid.num_prefix_tokens + patches
+    n = grid.num_tokens
     if hook in ('embed', 'mix'):
         return 'B, N, D', tuple(x.shape), 0
     if hook == 'layer_embed':  # L is not known here: a model may have lost layers since
