@@ -23,6 +23,7 @@ of these scores:
 As controls, all scores are also measured with the masks of other images, and for the models before training.
 """
 import argparse
+import tempfile
 from pathlib import Path
 from statistics import mean
 
@@ -267,7 +268,11 @@ def main():
         if args.output.exists():
             raise ValueError(f'{args.output} exists; name a new folder')
         splits = list(load_cifar10_splits(args.source).values())[:2]
-        write_data(dict(zip(('train', 'test'), splits)), args.output, args.images, args.ink, args.seed)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix='.foreground-', dir=args.output.parent) as staging:
+            new = Path(staging, 'data')  # complete or not at all
+            write_data(dict(zip(('train', 'test'), splits)), new, args.images, args.ink, args.seed)
+            new.rename(args.output)
     except (ValueError, OSError) as e:
         parser.error(str(e))
 

@@ -60,7 +60,7 @@ from timm_sape.lab.experiment import (
     trained_with,
     write_text,
 )
-from timm_sape.lab.intervals import corrected_intervals, spread
+from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
@@ -254,6 +254,7 @@ def table(args):
     beside = []
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, seed), line in measures.items() if model == label and seed in top1[label]]
+        compared = corrected_cells(top1[label], top1.get(bases[label], {}), comparisons, digits=2)
         explained = [line.get('position_shap') for line in own]
         beside.append({
             'model': label,
@@ -262,7 +263,7 @@ def table(args):
             'top-1 (%)': spread(list(top1[label].values())),
             'seeds': f'{len(top1[label])} of {num_seeds}',
             'minus': bases[label],
-            **_corrected(top1[label], top1.get(bases[label], {}), comparisons),
+            **{key: cell for key, cell in compared.items() if key != 'shown'},
             'Dunnett': intervals.get(label, ''),
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
@@ -298,15 +299,6 @@ def _baseline_of(label, baseline, labels):
     return alike if alike in labels and alike != label else baseline
 
 
-def _corrected(values, others, comparisons):
-    """Difference and both intervals, where there is anything to compare."""
-    found = ('',) * 3
-    if len(values.keys() & others.keys()) > 1:
-        gain, *intervals = corrected_intervals(values, others, comparisons)
-        found = f'{gain:+.2f}', *('[{:+.1f}, {:+.1f}]'.format(*ends) for ends in intervals)
-    return dict(zip(('difference', 'corrected, pairs', 'corrected, not paired'), found))
-
-
 def _dunnett(top1, baseline):
     """Simultaneous 95 % intervals of the differences from the baseline (Dunnett 1955), by label.
 
@@ -335,7 +327,8 @@ def _costs(pos_enc, path):
 
 def _best_rule(lines, prefix):
     """Mean and standard deviation of the rule with the best mean, and its name unless there is only one."""
-    rules = sorted({key[len(prefix):] for line in lines for key in line if key.startswith(prefix)})
+    of_lines = [{key[len(prefix):] for key in line if key.startswith(prefix)} for line in lines]
+    rules = sorted(set.intersection(*of_lines)) if lines else []  # a newer version may have more
     values = {rule: [line[prefix + rule] for line in lines] for rule in rules}
     best = max(rules, key=lambda rule: sum(values[rule]), default='own')
     return ' '.join([*([] if best == 'own' else [best]), spread(values.get(best, []), 1)])

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
+from timm_sape.cli.files import write_files
 from timm_sape.lab.experiment import check_splits, hash_of, images_in, refuse_other_images, trained_models
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
@@ -246,7 +247,7 @@ def main():
                 {'model': name, 'seed': seed, **row, 'measured_on': about(torch.device('cpu')), **images,
                  'weights': weights.get((name, seed), '')}
                 for row in measure(str(run.checkpoint), args.data_dir, only_pixels=name == PIXELS)]
-            write_csv(rows, path)
+            write_files({path: lambda path: write_csv(rows, path)}, force=True)  # at once, as it is all that remains
             print(f'{name} {seed}: done', file=sys.stderr, flush=True)
     except (ValueError, OSError) as e:
         parser.error(str(e))

@@ -1,5 +1,6 @@
 """`timm-sape adapt`: the best rule for a trained model at another size."""
 import argparse
+import contextlib
 import csv
 import json
 import math
@@ -22,6 +23,7 @@ from timm_sape import cli
 from timm_sape.analysis.inputs import load_images, open_dataset, preprocessing
 from timm_sape.cli import adapt as adapt_command
 from timm_sape.lab.adapt import adapt, adapted_table, snapshot
+from timm_sape.lab.compare import compare
 from timm_sape.lab.evaluate import Predictions, wilson_interval
 from timm_sape.lab.intervals import paired_interval
 from timm_sape.lab.rules import distinct_rules, own_rule, rules_of
@@ -289,6 +291,42 @@ def test_training_checkpoint(images, tmp_path):
         found = adapt(spec, open_dataset(images), [SIZE], rules=['rescale'], progress=False)
         assert [row['rule'] for row in found.rows] == ['extrapolate', 'rescale']
         assert {kwargs['ref_grid_size'] for kwargs in found.chosen.values()} == {(6, 6)}
+
+
+def test_labels_and_what_was_tried_are_saved(main, images, folders, tmp_path, capsys):
+    (tmp_path / 'map.txt').write_text('class2\nclass0\nclass1\n')
+    model = make('rope2d')
+    for p in (model.head.weight, model.head.bias):
+        p.data = p.data[[2, 0, 1]]
+    timm_sape.hub.save(model, tmp_path / 'permuted')
+    assert main(
+        tmp_path / 'permuted', '--sizes', '48', '--rules', 'extrapolate', '--data-dir', images,
+        '--class-map', tmp_path / 'map.txt', '--output', tmp_path / 'new' / 'adapted') == 0
+    assert '48x48: extrapolate is the only rule that was tried.' in capsys.readouterr().out
+    card = (tmp_path / 'new' / 'adapted' / 'README.md').read_text()
+    assert 'by the only rule that was tried, extrapolate (' in card
+    adapted, expected = (
+        compare([str(folder)], open_dataset(images), progress=False)[0]['top1']
+        for folder in (tmp_path / 'new' / 'adapted', folders['rope2d']))
+    assert adapted == expected > 50
+
+
+def test_the_table_is_not_lost_if_the_model_cannot_be_saved(main, images, folders, tmp_path, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(timm_sape.hub, 'save_for_hf', full)
+    monkeypatch.setattr('timm_sape.lab.adapt.snapshot', lambda spec: contextlib.nullcontext((spec, '')))
+    assert main(folders['rope2d'], '--sizes', '64', '--data-dir', images, '--rules', 'rescale',
+                '--output', tmp_path / 'deep' / 'adapted') == 2
+    printed = capsys.readouterr()
+    assert '| 64x64 | rescale |' in printed.out.replace('**', '') and 'No space left' in printed.err
+
+
+def test_a_refused_call_leaves_no_folders(main, images, tmp_path):
+    for sizes in (['64'], ['48', '64']):
+        assert main('no_such_model', '--sizes', *sizes, '--data-dir', images, '--output', tmp_path / 'a' / 'b') == 2
+        assert not (tmp_path / 'a').exists()
 
 
 # --- several encodings with rules ------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ import csv
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from sklearn.datasets import load_sample_image
 
 import timm_sape
 from harness import assert_near
-from timm_sape.analysis import position_maps, randomize_encodings
+from timm_sape.analysis import inputs, position_maps, randomize_encodings
 from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing
 from timm_sape.cli import main
@@ -138,7 +140,9 @@ def test_what_is_printed(args, code, text, capsys):
     (['--output', 'a' * 300 + '.png'], 'File name too long'),
     (['--numbers', 'a' * 300 + '.csv'], 'File name too long'),
     (['--image', 'a' * 300], 'is not an image that can be read'),
-    (['--what', 'distance', '--layers', '0'], '--what distance shows all layers; leave --layers out'),
+    (['--what', 'distance', '--layers', '0', '--patches', '0,0'],
+     '--layers, --patches are not for --what distance, which shows all heads of all layers; leave them out'),
+    (['--what', 'similarity', '--heads', 'all'], '--heads is not for --what similarity'),
     (['vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
     (['vit_tiny_ape'], 'none that acts on the logits of layer 11: use --what similarity'),
     (['vit_tiny_nope'], 'position adds nothing to the logits of layer 11 of vit_tiny_nope'),
@@ -448,9 +452,6 @@ def test_guide():
         f'{size}_{name}' for size in SIZES for name in timm_sape.list_encodings()
         if timm_sape.get_encoding(name).alone and not timm.is_model(f'{size}_{name}')]
     assert missing == ['vit_tiny_lookhere'] and missing[0] in GUIDE
-    but = ' '.join(GUIDE.split()).split('with any encoding but ')[1].split(';')[0]
-    not_grafted = {name for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).gate_init is None}
-    assert set(but.replace(',', ' ').split()) - {'and'} == not_grafted - {'nope'}
 
 
 @pytest.mark.parametrize(
@@ -459,6 +460,29 @@ def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit, match='0'):
         main([command, '--help'])
     assert f'examples:\n  timm-sape {command}' in capsys.readouterr().out
+
+
+def test_gallery_refuses_what_it_would_ignore(capsys):
+    assert main(['map', '--gallery', 'g.png', '--numbers', 'n.csv', '--what', 'bias', '--cmap', 'gray']) == 2
+    assert '--what, --cmap, --numbers are not for --gallery, which draws' in capsys.readouterr().err
+
+
+def test_warnings_of_ours_are_one_line(capsys, monkeypatch):
+    usual, found = warnings.formatwarning, []
+
+    def row(name):
+        found.extend(warnings.formatwarning('text', UserWarning, file, 1, '') for file in (inputs.__file__, __file__))
+        return name, '', '', ''
+
+    monkeypatch.setattr('timm_sape.cli.list._model_row', row)
+    assert main(['list', 'models', 'test_vit_ape']) == 0
+    assert found == ['timm-sape: text\n', usual('text', UserWarning, __file__, 1, '')]
+    assert warnings.formatwarning is usual
+
+
+def test_list_is_interrupted(capsys, monkeypatch):
+    monkeypatch.setattr('timm_sape.cli.list._model_row', mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(['list', 'models', 'test_vit_ape']) == 130 and 'interrupted' in capsys.readouterr().err
 
 
 def test_figures_show_what_they_are_given():

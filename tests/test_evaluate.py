@@ -47,6 +47,7 @@ from timm_sape.lab.figures_sweep import plot_sweep
 from timm_sape.analysis import inputs
 from timm_sape.analysis.inputs import image_size_of, load_model, number_classes, open_dataset, preprocessing
 from timm_sape.lab.sweep import sweep, sweep_table
+from timm_sape.lab.tables import markdown
 from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
 from timm_sape.cli import sweep as sweep_command
@@ -341,7 +342,7 @@ def test_sweep_of_every_rule(images, folders, seen):
         assert model.encodings[model.pos_enc].rule == rule
         assert model.logit_scaling == ('log' if factor else 'constant')
         assert {encoding.ref_grid_size for encoding in model.position_encodings().values()} == {(6, 6)}
-        assert row['num_images'] == 24 and row['top5'] == 100 and row['images_per_second'] > 0
+        assert row['num_images'] == 24 and row['top5'] is None and row['images_per_second'] > 0  # of three classes
 
         # the same without files: the trained model, set to the size
         pos_enc = model.pos_enc
@@ -394,6 +395,13 @@ def test_sweep_of_models_with_one_rule(images, folders, seen):
     model.set_input_size((32, 64))
     with torch.no_grad():
         assert torch.allclose(model.eval()(seen[1][1]), seen[1][0](seen[1][1]), atol=1e-4)
+
+
+def test_random_weights_are_the_same_in_all_rows(images, seen):
+    sweep(['test_vit_rope2d@random'], open_dataset(images), [160], num_images=2, progress=False, rules=['ntk', 'yarn'])
+    (one, x), (other, _) = seen
+    assert one.encodings['rope2d'].rule != other.encodings['rope2d'].rule
+    assert torch.equal(one.head.weight, other.head.weight) and torch.equal(one(x), other(x))  # on its own grid
 
 
 def test_sweep_of_two_encodings_with_other_keywords(images, folders, seen):
@@ -600,6 +608,26 @@ def test_files_that_are_there_are_kept_unless_forced(tmp_path):
     files.check_outputs([path], force=True)
     files.write_files(writes, force=True)
     assert path.read_text() == 'yours' and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link(tmp_path):
+    tmp_path.joinpath('deep').mkdir()
+    link, target = tmp_path / 'link.csv', tmp_path / 'deep' / 'table.csv'
+    link.symlink_to(target)
+    for text in ('first', 'second'):  # it may lead to nothing
+        files.write_files({link: lambda path: path.write_text(text)}, force=True)
+        assert link.is_symlink() and target.read_text() == text
+    with pytest.raises(CommandError, match='--force'):
+        files.write_files({link: lambda path: path.write_text('third')}, force=False)
+    assert list(tmp_path.joinpath('deep').iterdir()) == [target]
+
+
+def test_tables_that_others_can_read(tmp_path):
+    rows = [{'name': 'a|b', 'value': math.inf}, {'name': None, 'value': math.nan}, {'name': 'c', 'value': 1.5}]
+    files.table_writer(rows, 'notes', '')(tmp_path / 'a.json')
+    found = json.loads((tmp_path / 'a.json').read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert found['rows'] == [{'name': 'a|b', 'value': None}, {'name': None, 'value': None}, rows[2]]
+    assert markdown(rows[:2]).splitlines()[2:] == [r'| a\|b | inf |', '|  | nan |']
 
 
 def test_a_file_that_came_in_between_is_kept(tmp_path):
@@ -825,6 +853,36 @@ def test_missing_classes_are_numbered_as_in_training(given, empty, lacking, fold
     assert not recwarn.list
 
 
+@pytest.mark.parametrize('train, val', [('training', 'valid'), ('train', 'validation'), ('training', 'eval')])
+def test_names_of_splits_are_those_of_train_py(train, val, lacking, folders):
+    """Else all images were measured, those for training among them."""
+    (lacking / 'train').rename(lacking / train)
+    (lacking / 'val').rename(lacking / val)
+    for split in ('', 'val'):
+        data = open_dataset(lacking, split=split)
+        assert {label for _, label in data} == {1, 2} and len(data) == 16
+        assert data.reader.class_to_idx == {'class0': 0, 'class1': 1, 'class2': 2}
+    with pytest.raises(ValueError, match="has no folder 'test'. Its folders: "):
+        open_dataset(lacking, split='test')
+
+
+def test_names_of_a_saved_models_classes(images, folders, tmp_path):
+    """They number the folders of images, if they name all of them."""
+    names = {'other order': ['class2', 'class0', 'class1'], 'more': [*'abc', 'class2', 'class1', 'class0'],
+             'words': ['cat', 'dog', 'fox'], 'gaps': {'5': 'class0', '1': 'class1', '2': 'class2'}}
+    expected = {'other order': (1, 2, 0), 'more': (5, 4, 3), 'words': (0, 1, 2), 'gaps': (5, 1, 2)}
+    for name, label_names in names.items():
+        folder = shutil.copytree(folders['nope'], tmp_path / name)
+        config = json.loads((folder / 'config.json').read_text())
+        (folder / 'config.json').write_text(json.dumps({**config, 'label_names': label_names}))
+        data = open_dataset(images)
+        number_classes(data, [str(folder)])
+        assert {label: data.reader.class_to_idx[label] for label in ('class0', 'class1', 'class2')} == dict(
+            zip(('class0', 'class1', 'class2'), expected[name])), name
+    with pytest.raises(ValueError, match='in different ways, .* by the label_names that they were saved with'):
+        compare([folders['nope'], str(tmp_path / 'other order')], open_dataset(images), progress=False)
+
+
 def test_classes_that_are_not_in_training(lacking):
     (lacking / 'val' / 'class1').rename(lacking / 'val' / 'other')
     with pytest.raises(ValueError, match='has not, so they have no number: other. Move'):
@@ -869,6 +927,20 @@ def test_hidden_files_are_no_images(images, tmp_path):
         (folder / name).rename(folder / f'.{name}')
     with pytest.raises(ValueError, match='No images in .*: all of them are hidden'):
         open_dataset(tmp_path / '.data')
+
+
+def test_a_folder_with_the_name_of_a_model(images, folders, tmp_path, monkeypatch, capsys):
+    """Random weights were measured, without a word."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folders['nope'], 'test_vit_nope')
+    with pytest.raises(ValueError, match='Write local-dir:test_vit_nope for the latter, and test_vit_nope@random or'):
+        load_model('test_vit_nope')
+    assert load_model('local-dir:test_vit_nope').num_classes == CLASSES
+    assert load_model('test_vit_nope@random').num_classes == 1000
+    Path('test_vit_ape').mkdir()  # has no model in it
+    with pytest.warns(UserWarning, match='1000 classes'):
+        cli.main(['compare', 'test_vit_ape', '--data-dir', str(images), '--workers', '0'])
+    assert 'test_vit_ape has no pretrained weights and runs with random ones' in capsys.readouterr().err
 
 
 # --- checkpoints of train.py ------------------------------------------------------------------------------------------
@@ -1083,8 +1155,20 @@ def test_class_map_of_one_of_two_models(mapped, tmp_path):
     data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'map.txt'))
     assert [row['top1'] for row in compare(models, data, progress=False)] == [20, 20]
     (tmp_path / 'part.txt').write_text('class2\n\nclass1\n')
-    data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'part.txt'))
+    with pytest.warns(UserWarning, match='8 of 20 images in .* left out, because the class map has no .*: class0.$'):
+        data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'part.txt'))
     assert sorted(label for _, label in data) == 4 * [0] + 8 * [2]  # as in train.py, others are left out
+
+
+def test_class_map_is_saved_with_the_model(mapped, tmp_path):
+    """Else the labels of what `adapt` has saved would be permuted, silently."""
+    assert load_model(mapped).pretrained_cfg['label_names'] == ['class2', 'class1', 'class0']
+    timm_sape.hub.save(load_model(mapped), tmp_path / 'saved')
+    timm_sape.hub.save(load_model(str(tmp_path / 'without.pth.tar')), tmp_path / 'without')
+    top1 = [
+        compare([str(tmp_path / name)], open_dataset(tmp_path / 'data'), progress=False)[0]['top1']
+        for name in ('saved', 'without')]
+    assert top1 == [20, 40]
 
 
 def test_class_map_of_other_data_sets(mapped, images, monkeypatch):

@@ -22,10 +22,11 @@ import yaml
 from PIL import Image
 
 from timm_sape.analysis.figures import new_figure
+from timm_sape.analysis.inputs import split_folder
 from timm_sape.cli import main
 from timm_sape.lab import experiment, intervals
 from timm_sape.lab.experiment import records, report, results, runner, trial
-from timm_sape.lab.experiment.plan import load_plan, script_options, split_folder
+from timm_sape.lab.experiment.plan import load_plan, script_options
 
 CHECKOUT = Path(__file__).parents[1]
 EPOCHS = 4
@@ -586,6 +587,11 @@ def test_archive(lab, capsys):
     assert lab('--models', 'B, 2') == 0 and lab('--models', 'nan', '--seeds', 2) == 1
     kept = lab.folder / 'new' / 'kept'
     capsys.readouterr()
+    assert lab('--archive', lab.folder / 'some', '--models', 'B, 2', '--seeds', 2) == 0
+    assert capsys.readouterr().out == f'{lab.folder}/some/runs.jsonl: 1 of 1 runs\n'
+    assert [(run['label'], run['seed']) for run in archived(lab, lab.folder / 'some')] == [('B, 2', 2)]
+    assert lab('--tables', '--models', 'A') == 2
+    assert '--tables writes those of the whole plan; leave --models and --seeds out' in capsys.readouterr().err
     assert lab('--archive', kept) == 0
     assert capsys.readouterr().out == f'{kept}/runs.jsonl: 3 of 6 runs\n'
     assert {path.name for path in kept.iterdir()} == {'.locks', 'runs.jsonl'}
@@ -994,6 +1000,7 @@ def test_intervals_are_corrected_and_equal_values_are_no_certainty():
     equal = intervals.corrected_cells({seed: x + 5 for seed, x in low.items()}, low, 1)
     assert equal['corrected, pairs'] == 'no spread' and equal['shown'] == 'no'
     assert list(intervals.corrected_cells({1: 3.}, {1: 1.}, 1).values()) == ['+2.0', '', '', '']
+    assert intervals.corrected_cells(high, low, 8, digits=2)['difference'] == f'{gain:+.2f}'
     assert list(intervals.corrected_cells({}, {1: 1.}, 1).values()) == ['', '', '', '']
 
 

@@ -401,6 +401,7 @@ def test_architectures_of_timm(tmp_path):
     timm_sape.hub.save(make(), tmp_path / 'ours')
     card = (tmp_path / 'ours' / 'README.md').read_text()
     assert 'import timm_sape' in card and 'needs the package timm-sape' in card and '- timm-sape' in card
+    assert 'license: unknown\n' in card  # nobody has said one
 
 
 def test_saving_changes_nothing(tmp_path):

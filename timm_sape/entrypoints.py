@@ -75,7 +75,6 @@ def base_cfg(size: str, **kwargs) -> Dict[str, Any]:
         'std': IMAGENET_INCEPTION_STD,
         'first_conv': 'patch_embed.proj',
         'classifier': 'head',
-        'license': 'apache-2.0',
         **kwargs,
     }
 

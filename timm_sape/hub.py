@@ -181,7 +181,7 @@ def save(
         data: What it was trained on, likewise.
         results: Its results, likewise.
         model_card: Entries of timm's model cards that replace ours (`description`, `details`, `license`, `tags`,
-            `citation` ...). Default license: that of the weights the model started from, if its config has it.
+            `citation` ...). Default license: the one in its config, that of the weights it started from; else unknown.
         model_config: Entries for config.json as in `timm.models.save_for_hf`, e.g. `label_names`.
         data_config: Preprocessing for config.json, as there.
 

@@ -79,6 +79,8 @@ def test_sweep_of_a_plain_model_is_refused(folder, capsys):
     arguments = ['--data-dir', str(folder / 'data'), '--sizes', '48', '--workers', '0']
     assert main(['sweep', str(folder / 'plain'), *arguments, '--native']) == 2
     assert 'Use a NaFlexVit, such as naflexvit_small_rope2d' in capsys.readouterr().err
+    assert main(['sweep', str(folder / 'naflex'), *arguments, '--native', '--crop-mode', 'center']) == 2
+    assert 'At their own aspect ratio images show more than their central square' in capsys.readouterr().err
     assert main(['sweep', str(folder / 'naflex'), *arguments, '--native']) == 0
     assert '| 48x48 | native | 36 |' in capsys.readouterr().out
 

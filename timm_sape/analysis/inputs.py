@@ -23,6 +23,7 @@ from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.layers import to_2tuple
 from timm.models import get_model_input_config, is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
+from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
 from timm.models.naflexvit import NaFlexVit
 from timm.utils.misc import natural_key
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -41,6 +42,7 @@ __all__ = [
     'check_classes',
     'check_numbering',
     'image_size_of',
+    'in_order',
     'load_images',
     'load_model',
     'native_preprocessing',
@@ -49,6 +51,7 @@ __all__ = [
     'patch_ratio',
     'patch_size_of',
     'preprocessing',
+    'split_folder',
 ]
 
 # The options of timm's train.py that preprocessing depends on. Its checkpoints contain all of them.
@@ -79,7 +82,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
               pretrained weights if there are any, else with random ones;
             - `hf-hub:USER/REPOSITORY`;
             - `local-dir:FOLDER`, a folder written by `timm_sape.hub.save` or `timm.models.save_for_hf`, or just
-              `FOLDER` if timm has no model of that name;
+              `FOLDER`;
             - a checkpoint of timm's train.py, which names its model;
             - `NAME@FILE`, a model and a file with its weights, where NAME may be a folder. If the file has no
               classifier, neither has the model;
@@ -93,8 +96,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         kwargs: Passed to `timm.create_model`.
 
     Raises:
-        ValueError: If there is no such model, the file does not fit it or says that its model has another encoding, or
-            the Hub cannot be reached.
+        ValueError: If there is no such model, or two of that name, one of timm and one in a folder; the file does not
+            fit it or says that its model has another encoding; or the Hub cannot be reached.
     """
     source = _find(model)
     kwargs = {**source.kwargs, **kwargs}
@@ -106,6 +109,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         except Exception as e:  # a file of another kind can raise anything
             raise ValueError(f'{source.file} has no weights that can be read safely: {hub.described(e)}') from e
         overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
+        if source.class_map and os.path.isfile(source.class_map):  # it may be found only beside images
+            overlay['label_names'] = in_order(_read_class_map(source.class_map))
         cfg = _pretrained_cfg(source.name)
         head, stem = (
             next((weights[name].shape for layer in module_names(entry) if (name := f'{layer}.weight') in weights), ())
@@ -203,6 +208,10 @@ def _find(model: str) -> _Source:
     if name.startswith('local-dir:') or folder.is_dir() and not timm.is_model(name):
         _read_config(folder)
         name = f'local-dir:{folder}'
+    elif is_whole and (folder / 'config.json').is_file():
+        raise ValueError(
+            f'{name!r} is a model that timm knows, and there is a folder of that name with a saved model. Write '
+            f'local-dir:{name} for the latter, and {name}@random or {name}.TAG for the former.')
     elif not timm.is_model(name.split('.')[0]):
         close = (timm.list_models(f'{name}*') or timm.list_models(f'*{name}*'))[:3]
         close = close or difflib.get_close_matches(name, timm.list_models())
@@ -295,7 +304,8 @@ def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = No
     Args:
         model: The model.
         img_size: (height, width) in pixels. Default: the model's image size.
-        overrides: Entries of its data config to replace, such as `crop_mode='squash'`, which keeps the whole image.
+        overrides: Entries of its data config to replace, such as `crop_mode='squash'`, which shows the central
+            crop_pct of both the height and the width.
 
     Returns:
         A transform from PIL images to normalized tensors `[C, height, width]`.
@@ -452,13 +462,18 @@ class _ImageFolder(ImageDataset):
         self.files = _visible([path for path, _ in self.reader.samples], root)
         if not self.files:
             raise ValueError('all of them are hidden')
-        self.by_name = _in_order(name for _, name in self.files)
+        self.by_name = _numbered(name for _, name in self.files)
 
     def number(self, class_to_idx: Dict[str, int]) -> None:
         """Give each class its index. As in train.py, images are left out whose class has none."""
         samples = [(path, class_to_idx[name]) for path, name in self.files if name in class_to_idx]
         if not samples:
             raise ValueError(f'The class map has none of the classes in {self.reader.root!r}. Give another one.')
+        lacking = sorted({name for _, name in self.files} - class_to_idx.keys())
+        if lacking:
+            warnings.warn(
+                f'{len(self.files) - len(samples)} of {len(self.files)} images in {self.reader.root!r} are left out, '
+                f'because the class map has no number for their classes: {", ".join(lacking[:5])}.')
         self.reader.class_to_idx, self.reader.samples = class_to_idx, samples
 
     def __getitem__(self, index: int):
@@ -477,30 +492,37 @@ def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:
     return found
 
 
-def _in_order(names: Iterable[str]) -> Dict[str, int]:
+def _numbered(names: Iterable[str]) -> Dict[str, int]:
     """The numbers that timm gives to classes."""
     return {name: index for index, name in enumerate(sorted(set(names), key=natural_key))}
 
 
+def in_order(class_to_idx: Mapping[str, int]) -> Optional[List[str]]:
+    """Names of classes in the order of their numbers. None if these are not 0, 1, 2, ..., or belong to no names."""
+    names = sorted(class_to_idx, key=class_to_idx.get)
+    is_plain = '' not in class_to_idx and [class_to_idx[name] for name in names] == list(range(len(names)))
+    return names if is_plain else None
+
+
 def _numbers_by_name(data: _ImageFolder, root: Path, is_split: bool) -> Dict[str, int]:
-    """The index of each class: that of train/, if it is beside the folder, as some may be missing here.
+    """The index of each class: that of the training images, if they are beside the folder, as some may be missing here.
 
     Args:
         data: The images.
         root: Their folder.
-        is_split: Whether it is known to belong to train/.
+        is_split: Whether it is known to belong to them.
 
     Raises:
-        ValueError: If it does, and has classes that train/ has not.
+        ValueError: If it does, and has classes that they have not.
     """
-    train = Path(os.path.abspath(root)).parent / 'train'  # of '.', too
-    if not train.is_dir() or train.samefile(root):
+    train = split_folder(Path(os.path.abspath(root)).parent, 'train')  # of '.', too
+    if train is None or train.samefile(root):
         return data.by_name
     trained = {
         name for _, name in _visible((path for path, _ in find_images_and_targets(str(train), sort=False)[0]), train)}
     others = {name for _, name in data.files} - trained
     if not others:
-        return _in_order(trained)
+        return _numbered(trained)
     if is_split and any(trained):  # not only images without classes
         raise ValueError(
             f'{str(root)!r} has classes that {str(train)!r} has not, so they have no number: '
@@ -508,7 +530,7 @@ def _numbers_by_name(data: _ImageFolder, root: Path, is_split: bool) -> Dict[str
     return data.by_name
 
 
-def _read_class_map(file: str, root: str) -> Dict[str, int]:
+def _read_class_map(file: str, root: str = '') -> Dict[str, int]:
     """The index of each class, as train.py reads it.
 
     Raises:
@@ -522,6 +544,12 @@ def _read_class_map(file: str, root: str) -> Dict[str, int]:
             'open_dataset(..., class_map=FILE)).') from e
 
 
+def split_folder(root: Path, split: str) -> Optional[Path]:
+    """The folder that train.py takes for a split, say `valid` for `validation`. None if there is none."""
+    found = Path(_search_split(str(root), split))
+    return found if found != root and found.is_dir() else None
+
+
 def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, class_map: str = '') -> Dataset:
     """A data set of images and labels.
 
@@ -529,12 +557,13 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
         data: One of
 
             - a folder with a sub-folder of images per class, or with such a folder per split. If one of these is
-              `train`, its classes are numbered, else those of the split. Hidden files and folders are left out;
+              `train` or `training`, its classes are numbered, else those of the split. Hidden files and folders are
+              left out;
             - a folder of images, or an image file; labels are then -1;
             - the root folder of `dataset`.
         dataset: Empty for a folder or file, else a name that timm's train.py accepts, such as `torch/cifar10`.
-        split: Name of the split. Default: the sub-folder `val`, `validation` or `test` if there is one, else the folder
-            itself; for a `dataset`, 'validation'.
+        split: Name of the split; as in train.py, `val`, `valid`, `validation`, `eval` and `evaluation` are one.
+            Default: 'validation', or else in a folder `test` if there is one, or else the folder itself.
         transform: Applied to each image.
         class_map: The file that numbers the classes, as for train.py. Default: the one that a checkpoint names, see
             `number_classes`.
@@ -555,15 +584,14 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
     in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
     if in_folders:  # timm would take the root itself, and the splits for classes
         names = [split or 'validation']
-        splits = [name for name in names if Path(_search_split(str(root), name)) != root]
     else:
-        names = [split] if split else ['val', 'validation', 'test']
-        splits = [name for name in names if (root / name).is_dir()]
-    if (in_folders or not dataset) and not splits and (split or (root / 'train').is_dir()):
+        names = [split] if split else ['validation', 'test']
+    splits = [folder for name in names if (folder := split_folder(root, name)) is not None]
+    if (in_folders or not dataset) and not splits and (split or split_folder(root, 'train') is not None):
         there = ', '.join(sorted(entry.name for entry in root.iterdir() if entry.is_dir())) or 'none'
         raise ValueError(f'{data} has no folder {split or ", ".join(names)!r}. Its folders: {there}.')
     if not dataset:
-        root = root / splits[0] if splits else root
+        root = splits[0] if splits else root
     try:
         if dataset:
             found = create_dataset(
@@ -591,7 +619,10 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
 
 
 def number_classes(data: Dataset, models: Sequence[str]) -> None:
-    """Number the classes of images as models do that train.py trained with `--class-map`.
+    """Number the classes of images as the models do.
+
+    Those that train.py trained with `--class-map` name the file. Saved models may have `label_names`, the names of all
+    folders of images in their order.
 
     Args:
         data: From `open_dataset`. If a class map was given there, it stays.
@@ -615,14 +646,34 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
     if '' in data.by_name:
         return
     numbers = {
-        model: _read_class_map(file, data.reader.root) if file else data.by_name for model, file in files.items()}
+        model: _read_class_map(file, data.reader.root) if file else _numbers_by_labels(model, data.by_name)
+        for model, file in files.items()}
     first = next(iter(numbers))
     for model in numbers:
         if numbers[model] != numbers[first]:
             raise ValueError(
                 f'{first} and {model} number the classes in different ways, by the class maps that they were trained '
-                'with, or without one. Measure them one at a time, or give one for both: --class-map FILE.')
+                'with, by the label_names that they were saved with, or by the order of names. Measure them one at a '
+                'time, or give one map for both: --class-map FILE.')
     data.number(numbers[first])
+
+
+def _numbers_by_labels(model: str, by_name: Dict[str, int]) -> Dict[str, int]:
+    """The index of each class in the `label_names` of a saved model. If they do not name all classes: `by_name`."""
+    name = _find(model).name
+    if name.startswith('local-dir:'):
+        cfg, *_ = load_model_config_from_path(name.removeprefix('local-dir:'))
+    elif ':' in name:
+        try:
+            with _no_retries():
+                cfg, *_ = load_model_config_from_hf(name.partition(':')[2])
+        except Exception:  # load_model says what is wrong
+            return by_name
+    else:
+        return by_name
+    labels = cfg.get('label_names') or ()  # timm has dicts, too, of numbers and names
+    numbers = {label: index for index, label in (labels.items() if isinstance(labels, dict) else enumerate(labels))}
+    return {label: int(index) for label, index in numbers.items()} if by_name.keys() <= numbers.keys() else by_name
 
 
 def load_images(

@@ -6,7 +6,9 @@ quick, so that `--help` is: handlers import torch, timm and the rest of the pack
 import argparse
 import os
 import sys
+import warnings
 from importlib.metadata import version
+from pathlib import Path
 from typing import List, Optional
 
 from . import adapt, bench, compare, configs, data, experiment, probe, pshap, run, shifts, sweep
@@ -29,6 +31,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         The exit code: 0, 2 if the user made a mistake, or 141 if what reads the output has stopped reading.
     """
     args = make_parser().parse_args(argv)
+    usual = warnings.formatwarning
+
+    def formatted(message, category, filename, *rest) -> str:
+        is_ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+        return f'timm-sape: {message}\n' if is_ours else usual(message, category, filename, *rest)
+
+    warnings.formatwarning = formatted
     try:
         import_modules(args)
         code = args.handler(args)
@@ -40,6 +49,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141  # as a process has that SIGPIPE ends
+    finally:
+        warnings.formatwarning = usual
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -34,7 +34,10 @@ examples:
 The score is accuracy; without labels, or with --agreement, the share of images that get the class that the model itself
 predicts at the size that it was trained on. Differences are from the rule that the model has as it is, on the same
 images. Another rule is chosen only if it is shown to be better: if the interval of its difference, corrected for the
-number of rules, is above 0. A model of timm is converted first, by timm_sape.graft(MODEL, 'nope').""",
+number of rules, is above 0. A model of timm is converted first, by timm_sape.graft(MODEL, 'nope').
+
+As in sweep, images are squashed to each size, so that all sizes show the same part of them. Accuracy on images that are
+not square differs from that of validate.py, which crops them.""",
     )
     parser.add_argument('model', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(
@@ -77,13 +80,16 @@ def _adapt(args: argparse.Namespace) -> int:
                 f'top-1 accuracy, {found.at_home:.1f} % at {found.home}' if labelled
                 else f'agreement with its predictions at {found.home}')
             notes = (
-                f'{args.model}: {measure}; 95 % Wilson intervals; differences from {own} with intervals of the pairs, '
-                f'all of a size right in 95 % of cases; {measured_on(args, found.rows[0]["num_images"])}')
+                f'{args.model}: {measure}; images squashed; 95 % Wilson intervals; differences from {own} with '
+                'intervals of the pairs, all of a size right in 95 % of cases; '
+                + measured_on(args, found.rows[0]['num_images']))
             if args.table is not None:  # before anything is printed, which fails if a pipe was closed
                 write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
-            for size, folder in folders.items():
-                save_adapted(spec, found, size, folder)
-            print(table, notes, sep='\n\n', end='\n\n')
+            try:
+                for size, folder in folders.items():
+                    save_adapted(spec, found, size, folder)
+            finally:  # what was measured must not be lost
+                print(table, notes, sep='\n\n', end='\n\n')
             if not labelled and found.classes_at_home == 1:
                 print(
                     f'timm-sape: {args.model} predicts one class for all images at {found.home}, so agreement says '
@@ -104,4 +110,6 @@ def _decision(row: Dict[str, Any], own: str, has_others: bool) -> str:
             'is too good; measure it on others.')
     if has_others:
         return f"no rule is shown to be better than the model's own, {own}."
-    return f'there is one rule, {own}, so there was nothing to choose.'
+    if own == 'timm':
+        return 'there is one rule, timm, so there was nothing to choose.'
+    return f'{own} is the only rule that was tried.'

@@ -3,13 +3,20 @@ import argparse
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional
 
-from .common import CommandError, add_command
+from .common import CommandError, add_command, refuse_options
 from .data_options import check_device
 from .files import FIGURES, TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
 
 MODEL = 'vit_small_pos_enc'
+BATCH_SIZE = 8
+IGNORED = {  # options of others, by what is measured
+    'encodings': ('backends', 'sizes', 'plot'),
+    'sape2': ('pos_enc',),
+    'naflex': ('backends', 'sizes', 'plot', 'settings', 'batch_size'),
+    'timm': ('pos_enc', 'backends', 'sizes', 'plot', 'settings', 'model'),
+}
 
 
 def add(commands) -> None:
@@ -42,10 +49,10 @@ thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower t
     parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, cpp, triton')
     parser.add_argument('--sizes', nargs='*', type=int, metavar='N', help='sape2: 64, 196, ... (default: up to 4096)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
-    parser.add_argument('--batch-size', type=int, default=8, help='images in a step (default: %(default)s)')
+    parser.add_argument('--batch-size', type=int, metavar='N', help=f'images in a step (default: {BATCH_SIZE})')
     parser.add_argument('--repeats', type=int, default=5, help='steps of each, for medians (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
-    parser.add_argument('--model', default=MODEL, help='one of our models, except with timm (default: %(default)s)')
+    parser.add_argument('--model', help=f'one of our models, except with timm (default: {MODEL})')
     add_output_options(parser, plot='the memory of sape2 over N')
 
 
@@ -57,14 +64,21 @@ def _bench(args: argparse.Namespace) -> int:
     from ..lab.machine import about
     from ..ops.backend import choose_backend
 
+    refuse_options(args, IGNORED[args.what], f'not for `timm-sape bench {args.what}`')
+    if args.settings == []:
+        refuse_options(args, ('batch_size', 'model'), 'for whole models, which --settings chooses')
+    args.batch_size = BATCH_SIZE if args.batch_size is None else args.batch_size
+    args.model = args.model or MODEL
     settings = list(bench.DEFAULT_SETTINGS) if args.settings is None else args.settings
     unknown = [s for s in settings if s not in bench.SETTINGS]
     if unknown:
         raise CommandError(f'unknown setting {unknown[0]!r}; choose from {", ".join(bench.SETTINGS)}')
     if min(args.batch_size, args.repeats) < 1:
         raise CommandError('--batch-size and --repeats must be at least 1')
-    if not timm.list_models(args.model, module='vit_pos_enc'):
-        raise CommandError(f'{args.model!r} is not one of our models; see timm.list_models(module="vit_pos_enc")')
+    ours = timm.list_models('*_pos_enc' if args.what == 'naflex' else '', module='vit_pos_enc')
+    if args.model not in ours:
+        which = f'choose from {", ".join(ours)}' if args.what == 'naflex' else "see `timm-sape list models 'vit_*'`"
+        raise CommandError(f'--model {args.model}: it is none of those that can be measured; {which}')
     check_device(args.device)
     dtype = 'bfloat16 autocast' if args.amp else 'float32'
     where = f'{dtype}, medians of {args.repeats}; {about(torch.device(args.device))}'
@@ -72,7 +86,10 @@ def _bench(args: argparse.Namespace) -> int:
         where += f'; SaPE2 by {choose_backend(None, torch.zeros(1, 1, 2, 64, device=args.device), (14, 14))!r}'
     measure = {
         'encodings': _bench_encodings, 'sape2': _bench_sape2, 'naflex': _bench_naflex, 'timm': _bench_timm}[args.what]
-    return measure(args, settings, where)
+    try:
+        return measure(args, settings, where)
+    except ValueError as e:  # an encoding that does not fit the model, or a backend that cannot run here
+        raise CommandError(str(e)) from e
 
 
 def _tabulate(
@@ -97,15 +114,9 @@ def _bench_encodings(args: argparse.Namespace, settings: List[str], where: str) 
     from ..encodings import parse_pos_enc
     from ..lab import bench
 
-    for option in ('backends', 'sizes', 'plot'):
-        if getattr(args, option) is not None:
-            raise CommandError(f'--{option} is only for `timm-sape bench sape2`; leave it out')
-    try:
-        pos_encs = args.pos_enc or bench.default_pos_encs()
-        for pos_enc in pos_encs:
-            parse_pos_enc(pos_enc)
-    except ValueError as e:
-        raise CommandError(str(e)) from e
+    pos_encs = args.pos_enc or bench.default_pos_encs()
+    for pos_enc in pos_encs:
+        parse_pos_enc(pos_enc)
     if not settings:
         raise CommandError('nothing to measure; give --settings at least one')
     check_outputs([args.output], args.force, TABLES)
@@ -120,16 +131,13 @@ def _bench_naflex(args: argparse.Namespace, settings: List[str], where: str) -> 
     from ..lab import bench_naflex
     from ..lab.tables import markdown
 
-    for option in ('backends', 'sizes', 'plot', 'settings'):
-        if getattr(args, option) is not None:
-            raise CommandError(f'--{option} is not for `timm-sape bench naflex`; leave it out')
     check_outputs([args.output], args.force, TABLES)
     size = args.model.removesuffix('_pos_enc')
     try:
         rows = bench_naflex.bench_naflex(
             args.pos_enc or bench_naflex.DEFAULT_POS_ENCS, args.device, args.repeats, args.amp, size)
         _tabulate(rows, f'{size}, 8 images of 8 sizes, {where}', markdown, args.output, args.force)
-    except (RuntimeError, ValueError) as e:
+    except RuntimeError as e:
         raise CommandError(str(e)) from e
     return 0
 
@@ -138,11 +146,6 @@ def _bench_timm(args: argparse.Namespace, settings: List[str], where: str) -> in
     from ..lab import bench_timm
     from ..lab.tables import markdown
 
-    for option in ('pos_enc', 'backends', 'sizes', 'plot', 'settings'):
-        if getattr(args, option) is not None:
-            raise CommandError(f'--{option.replace("_", "-")} is not for `timm-sape bench timm`; leave it out')
-    if args.model != MODEL:
-        raise CommandError('--model is not for `timm-sape bench timm`; leave it out')
     check_outputs([args.output], args.force, TABLES)
     rows = bench_timm.bench_timm(bench_timm.MODELS, args.device, args.batch_size, args.repeats, args.amp)
     notes = f"224 pixels, ratios to timm's model, batch {args.batch_size}, {where}"
@@ -161,8 +164,6 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
     from ..ops.backend import BACKENDS
     from ..ops.cpp_build import find_cpp
 
-    if args.pos_enc is not None:
-        raise CommandError('--pos-enc is only for `timm-sape bench encodings`; leave it out')
     sizes = list(bench_sape2.SIZES) if args.sizes is None else args.sizes
     on = torch.device(args.device).type
     backends = args.backends or [
@@ -176,17 +177,14 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
     outputs = [args.output, args.output and args.output.with_stem(f'{args.output.stem}-models')]
     check_outputs([path for path, given in zip(outputs, (sizes, settings)) if given], args.force, TABLES)
     check_outputs([args.plot], args.force, FIGURES)
-    try:
-        rows = bench_sape2.bench_operator(
-            backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
-        notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}'
-        operator = _tabulate(rows, notes, markdown, outputs[0], args.force)
-        if args.plot is not None:
-            write_files({args.plot: lambda path: bench_sape2.plot_memory(operator, path)}, args.force)
-        rows = bench_sape2.bench_models(
-            backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
-            model=args.model)
-        _tabulate(rows, f'{args.model}, ratios to ape, {where}', markdown, outputs[1], args.force)
-    except ValueError as e:  # a backend that cannot run here
-        raise CommandError(str(e)) from e
+    rows = bench_sape2.bench_operator(
+        backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
+    notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}'
+    operator = _tabulate(rows, notes, markdown, outputs[0], args.force)
+    if args.plot is not None:
+        write_files({args.plot: lambda path: bench_sape2.plot_memory(operator, path)}, args.force)
+    rows = bench_sape2.bench_models(
+        backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
+        model=args.model)
+    _tabulate(rows, f'{args.model}, ratios to ape, {where}', markdown, outputs[1], args.force)
     return 0

@@ -6,9 +6,17 @@ import sys
 import traceback
 from importlib.metadata import version
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
-__all__ = ['CommandError', 'add_command', 'add_import_option', 'import_modules', 'where_raised', 'where_scripts_are']
+__all__ = [
+    'CommandError',
+    'add_command',
+    'add_import_option',
+    'import_modules',
+    'refuse_options',
+    'where_raised',
+    'where_scripts_are',
+]
 
 
 class CommandError(Exception):
@@ -87,6 +95,23 @@ def _import(name: str) -> None:
         raise CommandError(f'--import {name}: {where}{type(e).__name__}: {" ".join(str(e).split())}') from e
     if is_file and not (found and os.path.samefile(found, name)):
         raise CommandError(f'--import {name}: {module} is the name of another module too, {found}; rename the file')
+
+
+def refuse_options(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        args: The parsed arguments. An option that was not given is None.
+        names: Of the options, as attributes of `args`.
+        why: In words that follow the names of the options, such as 'not for this'.
+
+    Raises:
+        CommandError: If one was given.
+    """
+    given = [f'--{name.replace("_", "-")}' for name in names if getattr(args, name) is not None]
+    if given:
+        be, them = ('is', 'it') if len(given) == 1 else ('are', 'them')
+        raise CommandError(f'{", ".join(given)} {be} {why}; leave {them} out')
 
 
 def where_raised(e: Exception, is_users: Callable[[str], bool]) -> str:

@@ -2,7 +2,7 @@
 import argparse
 from pathlib import Path
 
-from .common import CommandError, add_command
+from .common import CommandError, add_command, refuse_options
 from .files import interruptible
 
 __all__ = ['add']
@@ -48,9 +48,8 @@ def _data(args: argparse.Namespace) -> int:
     from ..lab.position_data import CIFAR10Position, load_cifar10_splits, write_position_dataset, write_subset
 
     subset = args.what == 'cifar10-subset'
-    for option in ('position_classes', 'seed') if subset else ('per_class', 'held_out'):
-        if getattr(args, option) is not None:
-            raise CommandError(f'--{option.replace("_", "-")} is not for {args.what}; leave it out')
+    others = ('position_classes', 'seed') if subset else ('per_class', 'held_out')
+    refuse_options(args, others, f'not for {args.what}')
     if subset and args.per_class is None:
         raise CommandError('cifar10-subset needs --per-class TRAIN TEST, such as 1000 400')
     try:

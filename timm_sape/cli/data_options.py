@@ -27,7 +27,7 @@ __all__ = [
 
 MODELS_HELP = (
     'a name that timm knows, hf-hub:USER/REPOSITORY, local-dir:FOLDER or the folder, a checkpoint of train.py, '
-    'NAME@FILE with weights, or NAME@random')
+    'NAME@FILE with weights, or NAME@random; averaged weights of a file (--model-ema) are preferred')
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,8 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         help='folder with a sub-folder of images per class, or with such a folder per split; or the root of --dataset')
     parser.add_argument('--dataset', default='', metavar='NAME', help='e.g. torch/cifar10 (default: a folder)')
     parser.add_argument(
-        '--split', default='', metavar='NAME', help='which part of the data (default: val, validation or test)')
+        '--split', default='', metavar='NAME',
+        help="which part of the data, by train.py's names (default: validation, or else test)")
     parser.add_argument(
         '--class-map', default='', metavar='FILE',
         help='numbers the classes, as for train.py (default: the one that a checkpoint was trained with, or none)')
@@ -83,7 +84,9 @@ def _sides(text: str) -> Tuple[int, ...]:
 
 def add_image_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the options of subcommands that look at one image."""
-    parser.add_argument('--image', required=required, metavar='FILE', help="is squashed to the model's image size")
+    parser.add_argument(
+        '--image', required=required, metavar='FILE',
+        help="squashed to the model's image size, without the border that its crop_pct hides")
     parser.add_argument(
         '--img-size', nargs='+', type=_sides, metavar='SIZE',
         help="pixels, 224, or height and width, 224x448 or 224 448 (default: the model's)")
@@ -196,6 +199,10 @@ def measured_on(args: argparse.Namespace, num_images: int) -> str:
     from ..lab.machine import about
 
     data = ' '.join(filter(None, [args.dataset, args.data_dir, args.split]))
+    if args.num_images is not None:
+        data += f', drawn with seed {args.seed}'
+    if args.class_map:
+        data += f', class map {args.class_map}'
     return (
         f'{num_images} images of {data}, batch {args.batch_size}, {"bfloat16 autocast" if args.amp else "float32"}; '
         f'{about(torch.device(args.device))}')
@@ -207,7 +214,7 @@ def warn_untrained(models: Sequence[str]) -> None:
     from timm.models import is_model_pretrained
 
     for model in models:
-        if timm.is_model(model.split('.')[0]) and not is_model_pretrained(model) and not Path(model).exists():
+        if timm.is_model(model.split('.')[0]) and not is_model_pretrained(model) and not Path(model).is_file():
             print(
                 f'timm-sape: {model} has no pretrained weights and runs with random ones; ignore its accuracy',
                 file=sys.stderr)

@@ -46,8 +46,8 @@ KEPT/runs.jsonl; --output KEPT --tables makes the same tables from it.""",
     parser.add_argument('--data-dir', type=Path, metavar='DIR', help='images, for train.py')
     parser.add_argument(
         '--script', type=Path, default=Path('train.py'), metavar='FILE', help="timm's train.py (default: %(default)s)")
-    parser.add_argument('--models', nargs='+', metavar='LABEL', help='run only these')
-    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='run only these')
+    parser.add_argument('--models', nargs='+', metavar='LABEL', help='run or archive only these')
+    parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='run or archive only these')
     parser.add_argument(
         '--jobs', type=int, metavar='N', help='runs at a time, per GPU if there are any (default: 1; cores / threads)')
     parser.add_argument('--threads', type=int, metavar='N', help='CPU threads per run (default: 1 on a CPU)')
@@ -85,8 +85,10 @@ def _render(args: argparse.Namespace) -> int:
         raise CommandError(f'{args.output} has no run of {args.plan}; name the folder of the experiment')
     refuse_begun_otherwise(plan.runs, args.output)
     if args.archive is not None:
-        path = args.archive / ARCHIVE
-        print(f'{path}: {archive_runs(plan.runs, args.output, path)} of {len(plan.runs)} runs')
+        path, runs = args.archive / ARCHIVE, plan.select(args.models, args.seeds)
+        print(f'{path}: {archive_runs(runs, args.output, path)} of {len(runs)} runs')
+    elif args.models or args.seeds:
+        raise CommandError('--tables writes those of the whole plan; leave --models and --seeds out')
     else:
         print(_write_tables(plan, args))
     return 0
@@ -141,7 +143,8 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
 
     import timm
 
-    from ..lab.experiment import SPLITS, split_folder
+    from ..analysis.inputs import split_folder
+    from ..lab.experiment import SPLITS
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')

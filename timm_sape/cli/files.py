@@ -2,6 +2,7 @@
 import argparse
 import functools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -75,18 +76,24 @@ def check_outputs(
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder can be created, before any work is done. The folder that it is to be in is created.
+    """Check that a folder can be created, before any work is done.
 
     Raises:
         CommandError: If it exists or cannot be created.
     """
     if os.path.lexists(folder):
         raise CommandError(f'{folder} exists; name an --output that does not')
+    made = []  # and the missing folders that it is to be in
     try:
-        folder.mkdir(parents=True)
-        folder.rmdir()
+        for path in (*reversed(folder.parents), folder):
+            if not path.exists():
+                path.mkdir()
+                made.append(path)
     except OSError as e:
         raise CommandError(f'{folder} cannot be created: {e.strerror}; name another --output') from e
+    finally:
+        for path in reversed(made):
+            path.rmdir()
 
 
 def _refuse_taken(paths: Iterable[Path], force: bool) -> None:
@@ -113,10 +120,11 @@ def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> 
         with ExitStack() as stack:
             staged: Dict[Path, Path] = {}
             for path, write in writers.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                folder = tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=path.parent)
-                staged[path] = Path(stack.enter_context(folder), path.name)
-                write(staged[path])
+                target = path.resolve()  # where a link leads
+                target.parent.mkdir(parents=True, exist_ok=True)
+                folder = tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=target.parent)
+                staged[target] = Path(stack.enter_context(folder), path.name)
+                write(staged[target])
             _refuse_taken(writers, force)
             for path, ready in staged.items():
                 os.replace(ready, path)
@@ -138,11 +146,19 @@ def table_writer(rows: Sequence[Dict[str, Any]], notes: str, table: str) -> Call
         if path.suffix.lower() == '.csv':
             write_csv(rows, path, notes)
         elif path.suffix.lower() == '.json':
-            path.write_text(json.dumps({'notes': notes, 'rows': rows}, indent=2) + '\n')
+            content = {'notes': notes, 'rows': list(map(_finite, rows))}
+            path.write_text(json.dumps(content, indent=2, allow_nan=False) + '\n')
         else:
             path.write_text(f'{table}\n\n{notes}\n')
 
     return write
+
+
+def _finite(row: Dict[str, Any]) -> Dict[str, Any]:
+    """The row with None for numbers that JSON does not have."""
+    return {
+        column: None if isinstance(value, float) and not math.isfinite(value) else value
+        for column, value in row.items()}
 
 
 def interruptible(handler: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

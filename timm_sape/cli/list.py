@@ -4,6 +4,7 @@ import sys
 from typing import Sequence
 
 from .common import CommandError, add_command
+from .files import interruptible
 
 __all__ = ['add']
 
@@ -12,8 +13,8 @@ Which one? Little has been measured, with small models on CIFAR-10: see results/
   from scratch           rope2d was ahead of ape at both learning rates tried; ape+sape2_k was not ahead at either
   for other resolutions  at twice the size rope2d with resolution='rescale' kept 98 % of its accuracy above chance, ape
                          87 %, rope2d as it is ('extrapolate') 42 %; timm-sape adapt tries every rule of a trained model
-  on pretrained weights  timm_sape.graft(NAME, 'rope2d', pretrained=True) starts from the same logits, with any encoding
-                         but lookhere, cape and pemix; fine-tuned, neither sape2_k nor rope2d made a clear difference
+  on pretrained weights  timm_sape.graft(NAME, 'rope2d', pretrained=True) starts from the same logits; fine-tuned,
+                         neither sape2_k nor rope2d made a clear difference
 
 Models are called vit_{tiny,small,base}_{name}, and vit_{tiny,small,base}_{name}_ape if the encoding acts inside
 attention; `timm-sape list models` shows them. lookhere does not fit the 3 heads of vit_tiny: there is no
@@ -25,7 +26,7 @@ missing)."""
 
 def add(commands) -> None:
     parser = add_command(
-        commands, 'list', _list,
+        commands, 'list', interruptible(_list),
         summary='List the encodings, where each acts and how many parameters it adds, or the models.',
         examples="""\
 examples:

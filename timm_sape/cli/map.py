@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from .common import CommandError, add_command
+from .common import CommandError, add_command, refuse_options
 from .data_options import (
     MODELS_HELP,
     add_image_options,
@@ -49,11 +49,11 @@ also those of --import, in an untrained model of its own; it takes no other opti
     add_image_options(parser, required=False)
     parser.add_argument('--output', type=Path, metavar='FILE', help='the picture: .png, .svg or .pdf')
     parser.add_argument('--gallery', type=Path, metavar='FILE', help='draw all encodings in one picture instead')
-    parser.add_argument('--what', choices=WHAT, default='bias', help='(default: %(default)s)')
+    parser.add_argument('--what', choices=WHAT, help='(default: bias)')
     parser.add_argument(
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='patches to draw a small map for (default: two)')
     parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0; -1 is the last (default: -1)')
-    parser.add_argument('--heads', choices=('mean', 'all'), default='mean', help='(default: %(default)s)')
+    parser.add_argument('--heads', choices=('mean', 'all'), help='(default: mean)')
     parser.add_argument(
         '--cmap', metavar='NAME',
         help='colours by a name that matplotlib knows (default: white to green, or blue to red around 0)')
@@ -72,8 +72,11 @@ def _map(args: argparse.Namespace) -> int:
     needed = {'MODEL': args.model, '--image': args.image, '--output': args.output}
     missing = [name for name, value in needed.items() if value is None]
     if args.gallery is not None:
-        if len(missing) < 3:
-            raise CommandError('--gallery draws models of its own; leave MODEL, --image and --output out')
+        if args.model is not None:
+            raise CommandError('--gallery draws models of its own; leave MODEL out')
+        refuse_options(
+            args, ('pos_enc', 'image', 'img_size', 'output', 'what', 'patches', 'layers', 'heads', 'cmap', 'numbers'),
+            'not for --gallery, which draws models of its own')
         return _gallery(args.gallery, args.force)
     if missing:
         raise CommandError(f'give {", ".join(missing)}; or --gallery FILE for a picture of all encodings')
@@ -81,14 +84,21 @@ def _map(args: argparse.Namespace) -> int:
         check_outputs([args.output], args.force, FIGURES)
         check_outputs([args.numbers], args.force, ('.csv', '.json'))
     size = image_size(args)
-    if args.what == 'distance' and args.layers is not None:
-        raise CommandError('--what distance shows all layers; leave --layers out')
+    if args.what == 'distance':
+        refuse_options(
+            args, ('layers', 'heads', 'patches', 'cmap'),
+            'not for --what distance, which shows all heads of all layers')
+    if args.what == 'similarity':
+        refuse_options(args, ['heads'], 'not for --what similarity, of vectors that no head divides')
+    args.what, args.heads = args.what or 'bias', args.heads or 'mean'
 
+    import torch
     from timm.data import resolve_model_data_config
 
     from ..analysis import attention_distance, position_maps
     from ..analysis.figures import displayed, draw_attention_distance, draw_maps
     from ..analysis.inputs import ImageFile, load_model, patch_ratio, preprocessing
+    from ..lab.machine import about
 
     with readable():
         model = load_model(args.model, size, **chosen_encoding(args))
@@ -99,7 +109,8 @@ def _map(args: argparse.Namespace) -> int:
         _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
 
-    notes = f'{args.model}, {args.image}, {WHAT[args.what]}'
+    what = args.model if args.pos_enc is None else f'{args.model} with {args.pos_enc}'
+    notes = f'{what}, {args.image}, {WHAT[args.what]}; {about(torch.device("cpu"))}'
     if args.what == 'distance':
         distances = [_finite(attention_distance(layer.attention, maps.grid), args.model) for layer in maps.layers]
         rows = [

@@ -68,7 +68,9 @@ def _probe(args: argparse.Namespace) -> int:
             for row in found]
     verdicts = [row['verdict'] for row in rows if row['verdict']]
     holding = f'{verdicts.count("pass")} of {len(verdicts)} theorems hold' if verdicts else 'no theorems for this'
-    notes = f'{args.image}, {", ".join(args.models)}: {holding}; {about(torch.device("cpu"))}'
+    weights = ', encodings randomized' if args.randomize else ''
+    notes = (
+        f'{args.image}, {", ".join(args.models)}{weights}, seed {args.seed}: {holding}; {about(torch.device("cpu"))}')
     table = markdown([{**row, 'change': f'{row["change"]:.2e}'} for row in rows])
     if args.output is not None:  # before the table is printed, which fails if a pipe was closed
         write_files({args.output: table_writer(rows, notes, table)}, args.force)

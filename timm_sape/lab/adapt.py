@@ -12,6 +12,7 @@ from .. import hub
 from ..analysis.inputs import (
     check_numbering,
     image_size_of,
+    in_order,
     load_images,
     load_model,
     number_classes,
@@ -42,12 +43,14 @@ class Adapted(NamedTuple):
         at_home: The score there, in percent.
         classes_at_home: How many classes the model predicts there, for all images together.
         chosen: The arguments of `load_model` that choose the rule to use, by size.
+        label_names: The names of the model's classes, in their order. None if the images do not tell.
     """
     rows: List[Dict[str, Any]]
     home: str
     at_home: float
     classes_at_home: int
     chosen: Dict[Size, Dict[str, Any]]
+    label_names: Optional[List[str]]
 
 
 @contextmanager
@@ -168,6 +171,9 @@ def adapt(
     at_home = 100 * (predicted == targets).double().mean().item()
     if labelled:
         _check_labels(found.labels, predicted, found.logits.shape[1], name, where)
+    label_names = in_order(data.reader.class_to_idx) if labelled and hasattr(data, 'reader') else None
+    if label_names is not None and len(label_names) != found.logits.shape[1]:
+        label_names = None
     del model
 
     rows, chosen = [], {}
@@ -209,7 +215,7 @@ def adapt(
         row['chosen'] = True
         chosen[size] = choices[row['rule']]
         rows += of_size
-    return Adapted(rows, where, round(at_home, 3), classes_at_home, chosen)
+    return Adapted(rows, where, round(at_home, 3), classes_at_home, chosen, label_names)
 
 
 def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int, name: str, where: str) -> None:
@@ -249,11 +255,12 @@ def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:
     elif len({row['rule'] for row in found.rows}) > 1:
         rule = f'its own rule {row["rule"]}, as no other was shown to be better'
     else:
-        rule = f'its only rule {row["rule"]}'
+        rule = "timm's only rule" if row['rule'] == 'timm' else f'the only rule that was tried, {row["rule"]}'
     hub.save(
         load_model(spec, img_size=size, **found.chosen[size]), folder,
         recipe=f'No training: for {size[0]} x {size[1]} pixels, by {rule} (timm-sape adapt).',
-        results={measure: '{score:.1f} % [{score_low:.1f}, {score_high:.1f}]'.format(**row)})
+        results={measure: '{score:.1f} % [{score_low:.1f}, {score_high:.1f}]'.format(**row)},
+        model_config={'label_names': found.label_names} if found.label_names else None)
 
 
 def chosen_row(found: Adapted, size: Size) -> Dict[str, Any]:

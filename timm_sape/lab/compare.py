@@ -40,6 +40,8 @@ def compare(
 ) -> List[Dict[str, Any]]:
     """Evaluate models on the same images, each at its own size and with its own preprocessing, as validate.py does.
 
+    Of a file with averaged weights (`--model-ema`) it takes these, as validate.py does with `--use-ema`.
+
     Args:
         models: Names as for `load_model`. The first is the baseline that the others are tested against.
         data: Labelled images from `open_dataset`. Their transform is replaced.
@@ -53,7 +55,8 @@ def compare(
 
     Returns:
         One row per model, with these columns. `model`. `height` and `width`: in pixels. `num_images`. `top1` and
-        `top5`: in percent, with 95 % Wilson intervals `..._low` to `..._high`. `nll`: negative log-likelihood, in nats.
+        `top5`: in percent, with 95 % Wilson intervals `..._low` to `..._high`; the latter are None for five classes or
+        fewer. `nll`: negative log-likelihood, in nats.
         `ece`: expected calibration error, in percent. `wins` and `losses`: images that only this model, or only the
         baseline, gets right. `mcnemar_p`: p-value of McNemar's exact test on these. `holm_p`: the same, corrected for
         the number of tests, if there are more than two models. `parameters`. `images_per_second`: of the model alone.
@@ -84,12 +87,10 @@ def compare(
         height, width = image_size_of(model)
         row = {'model': spec, 'height': height, 'width': width, 'num_images': len(labels)}
         for k in (1, 5):
-            share = accuracy(logits, labels, k)
+            share = accuracy(logits, labels, k) if k == 1 or k < logits.shape[1] else (None,) * 3
             row.update({
-                f'top{k}': round(100 * share.value, 3),
-                f'top{k}_low': round(100 * share.low, 3),
-                f'top{k}_high': round(100 * share.high, 3),
-            })
+                column: None if value is None else round(100 * value, 3)
+                for column, value in zip((f'top{k}', f'top{k}_low', f'top{k}_high'), share)})
         row.update({
             'nll': round(negative_log_likelihood(logits, labels), 4),
             'ece': round(100 * expected_calibration_error(logits, labels), 3),
@@ -116,7 +117,8 @@ def comparison_table(rows: Sequence[Dict[str, Any]]) -> str:
     for row in rows:
         cells = {'model': row['model'], 'size (px)': f'{row["height"]}x{row["width"]}'}
         for k in (1, 5):
-            cells[f'top-{k} (%)'] = f'{row[f"top{k}"]:.1f} [{row[f"top{k}_low"]:.1f}, {row[f"top{k}_high"]:.1f}]'
+            cells[f'top-{k} (%)'] = None if row[f'top{k}'] is None else (
+                f'{row[f"top{k}"]:.1f} [{row[f"top{k}_low"]:.1f}, {row[f"top{k}_high"]:.1f}]')
         cells['NLL'] = f'{row["nll"]:.3f}'
         cells['ECE (%)'] = f'{row["ece"]:.1f}'
         if len(rows) > 1:

@@ -134,8 +134,9 @@ def corrected_cells(
         values: Mapping[int, float],
         others: Mapping[int, float],
         comparisons: int,
+        digits: int = 1,
 ) -> Dict[str, str]:
-    """Cells of a table for `corrected_intervals`: the difference, both intervals, and whether it is shown.
+    """Cells of a table for `corrected_intervals`: the difference (to `digits`), both intervals, whether it is shown.
 
     It is shown if both intervals exclude 0. Where all differences are the same to the last digit, nothing is known of
     how other seeds differ: the cell says `no spread`, and the difference is not shown. Without two seeds in common
@@ -144,9 +145,9 @@ def corrected_cells(
     columns = 'difference', 'corrected, pairs', 'corrected, not paired', 'shown'
     pairs = [value - others[seed] for seed, value in values.items() if seed in others]
     if len(pairs) < 2:
-        return dict(zip(columns, (f'{pairs[0]:+.1f}' if pairs else '', '', '', '')))
+        return dict(zip(columns, (f'{pairs[0]:+.{digits}f}' if pairs else '', '', '', '')))
     gain, *intervals = corrected_intervals(values, others, comparisons)
     wide = [high - low > 1e-9 for low, high in intervals]
     shown = all(each and (low > 0 or high < 0) for each, (low, high) in zip(wide, intervals))
     texts = ('[{:+.1f}, {:+.1f}]'.format(*ends) if each else 'no spread' for each, ends in zip(wide, intervals))
-    return dict(zip(columns, (f'{gain:+.1f}', *texts, 'yes' if shown else 'no')))
+    return dict(zip(columns, (f'{gain:+.{digits}f}', *texts, 'yes' if shown else 'no')))

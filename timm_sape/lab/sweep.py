@@ -78,7 +78,7 @@ def sweep(
         batch_size: Images in a batch.
         num_images: How many images to draw, the same for all models. None uses all.
         workers: Processes that load images.
-        seed: Seed of the draw.
+        seed: Seed of the draw, and of models with random weights.
         device: Where the models run.
         amp: Use bfloat16 autocast.
         crop_mode: 'squash' or 'center', see above.
@@ -90,7 +90,8 @@ def sweep(
         One row per model, rule and size, with these columns. `model`. `rule`: the name of the rule, such as
         'rescale' or 'rescale+log'; 'own' if the encodings have a single one; 'timm' for models of timm. `height` and
         `width`: in pixels. `images`: the crop mode, or 'native'. `patches`: of the size. `num_images`. `top1`, with its
-        95 % Wilson interval `top1_low` to `top1_high`, and `top5`: in percent. `images_per_second`: of the model alone.
+        95 % Wilson interval `top1_low` to `top1_high`, and `top5`: in percent; the latter is None for five classes or
+        fewer. `images_per_second`: of the model alone.
 
     Raises:
         ValueError: If the patch size does not divide a size, a model cannot be loaded, it does not take what `native`
@@ -101,6 +102,10 @@ def sweep(
         raise ValueError('A sweep needs at least one model and one size.')
     if crop_mode not in CROP_MODES:
         raise ValueError(f'crop_mode must be {" or ".join(CROP_MODES)}, got {crop_mode!r}.')
+    if native and crop_mode == 'center':
+        raise ValueError(
+            "At their own aspect ratio images show more than their central square, which crop_mode='center' shows. Use "
+            "'squash', so that all rows show the same part of them.")
     pairs: List[Size] = list(dict.fromkeys(to_2tuple(size) for size in sizes))
     for height, width in pairs:
         if crop_mode == 'center' and height != width:
@@ -118,7 +123,9 @@ def sweep(
         for images in ((crop_mode, NATIVE) if native else (crop_mode,))]
     rows = []
     for variant, size, images in cases:
-        model = load_model(variant.model, img_size=size, **variant.kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # random weights are the same in all rows
+            model = load_model(variant.model, img_size=size, **variant.kwargs)
         patch_height, patch_width = patch_ratio(model)
         patches = size[0] // patch_height * (size[1] // patch_width)
         if images == NATIVE:
@@ -142,7 +149,7 @@ def sweep(
             'top1': round(100 * top1.value, 3),
             'top1_low': round(100 * top1.low, 3),
             'top1_high': round(100 * top1.high, 3),
-            'top5': round(100 * top5.value, 3),
+            'top5': round(100 * top5.value, 3) if found.logits.shape[1] > 5 else None,
             'images_per_second': round(found.images_per_second, 1),
         })
     return rows
@@ -234,6 +241,6 @@ def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:
         **({'images': row['images']} if any(row['images'] == NATIVE for row in rows) else {}),
         'patches': row['patches'],
         'top-1 (%)': f'{row["top1"]:.1f} [{row["top1_low"]:.1f}, {row["top1_high"]:.1f}]',
-        'top-5 (%)': f'{row["top5"]:.1f}',
+        'top-5 (%)': None if row['top5'] is None else f'{row["top5"]:.1f}',
         'images/s': f'{row["images_per_second"]:.1f}',
     } for row in rows])

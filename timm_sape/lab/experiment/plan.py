@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 
 import yaml
 
-__all__ = ['ARCHIVE', 'OUTPUTS', 'SPLITS', 'Option', 'Plan', 'Run', 'load_plan', 'script_options', 'split_folder']
+__all__ = ['ARCHIVE', 'OUTPUTS', 'SPLITS', 'Option', 'Plan', 'Run', 'load_plan', 'script_options']
 
 KEYS = ('recipe', 'models', 'seeds', 'baseline', 'args')
 OUTPUTS = ('.csv', '.md', '.png')  # files named after the plan, beside the folders of the models
@@ -25,14 +25,6 @@ FILLED = {
     'bn_eps': 'bn_eps', 'bn_momentum': 'bn_momentum', 'checkpoint_path': 'initial_checkpoint',
     'drop_block_rate': 'drop_block', 'drop_path_rate': 'drop_path', 'drop_rate': 'drop', 'global_pool': 'gp',
     'in_chans': 'in_chans', 'num_classes': 'num_classes', 'pretrained': 'pretrained', 'scriptable': 'torchscript'}
-
-
-def split_folder(data_dir: Path, split: str) -> Optional[Path]:
-    """The folder that train.py takes for a split, say `val` for `validation`. None if there is none."""
-    from timm.data.dataset_factory import _search_split
-
-    found = _search_split(str(data_dir), split)
-    return None if found == str(data_dir) else Path(found)
 
 
 class Run(NamedTuple):

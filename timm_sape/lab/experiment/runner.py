@@ -23,8 +23,9 @@ from timm.data import is_img_extension
 
 import timm_sape
 
+from ...analysis.inputs import split_folder
 from ..machine import commit, hardware
-from .plan import ARCHIVE, Run, split_folder
+from .plan import ARCHIVE, Run
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text
 from .results import changed_option, read_archive, read_results
 
