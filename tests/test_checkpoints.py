@@ -822,9 +822,20 @@ def test_prefixes_of_wrappers(prefix, tmp_path):
 
     model = tiny('ape+sape2_k')
     before = snapshot(model)
-    with pytest.raises((ValueError, RuntimeError), match=prefix):
-        model.load_state_dict(state)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=f"The names of all weights begin with '{prefix}'. Remove it: "):
+            model.load_state_dict(state, strict=strict)
     assert_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'ape', 'ape+sape2_k'])
+@pytest.mark.parametrize('key', ['state_dict', 'model'])
+def test_weights_one_level_down(pos_enc, key):
+    """The message was about encodings; without strict nothing was loaded, silently."""
+    model, saved = tiny(pos_enc), tiny(pos_enc).state_dict()
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=f"but what a trainer saved. The weights are its entry '{key}'."):
+            model.load_state_dict({'epoch': 3, 'arch': 'vit', key: saved, 'optimizer': {'state': {}}}, strict=strict)
 
 
 def test_model_inside_a_wrapper():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -137,3 +138,17 @@ def test_processes_share_the_work(pos_enc, results):
 
 if __name__ == '__main__':
     main(sys.argv[1])
+
+
+@pytest.mark.parametrize('pos_enc', ['rope1d', 'auto_rope1d', 'auto_rope2d', 'sincos2d', 'alibi2d'])
+def test_tables_that_fsdp_rounds(pos_enc):
+    """As MixedPrecision(buffer_dtype=torch.bfloat16) does it: they are computed anew in each pass."""
+    torch.manual_seed(0)
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=112, patch_size=8).eval()
+    x = torch.randn(2, 3, 112, 112)
+    with torch.no_grad():
+        expected = model(x)
+        for encoding in model.position_encodings().values():
+            encoding.table.data = encoding.table.data.bfloat16()
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+        assert {encoding.table.dtype for encoding in model.position_encodings().values()} == {torch.bfloat16}

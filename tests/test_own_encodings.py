@@ -291,6 +291,24 @@ def test_parameters_that_nothing_sets_again():
         build(device='meta').to_empty(device='cpu').init_weights()
 
 
+def test_layers_that_nothing_sets_again():
+    """Else timm's rule for linear layers would set them, which is another than that of the constructor."""
+    def init(self, *, device=None, dtype=None, **host):
+        PositionEncoding.__init__(self, device=device, dtype=dtype, **host)
+        self.layer = nn.Linear(2, self.dim, device=device, dtype=dtype)
+
+    register('__init__', init, embed=lambda self, x, grid: grid.pad_tokens(self.layer(grid.coordinates(x.device))))
+    for pos_enc in ('mine', 'auto_mine'):
+        with pytest.raises(ValueError, match='nothing gives layer.weight its initial values again'):
+            build(pos_enc).init_weights()
+
+
+@pytest.mark.parametrize('asked, per_layer', [(('images',), True), (('image',), False)])
+def test_what_the_model_does_not_have(asked, per_layer):
+    with pytest.raises(ValueError, match='asks_for may name pos_embed, images, .*, and only with per_layer = False'):
+        register('embed', lambda self, x, grid, **given: x, asks_for=asked, per_layer=per_layer)
+
+
 def test_a_parameter_in_a_table():
     def init(self, **host):
         FixedEncoding.__init__(self, **host)

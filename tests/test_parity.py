@@ -108,13 +108,14 @@ def test_ape_is_timms_vit_with(kwargs):
     assert_same(ours, theirs, images((70, 58) if kwargs.get('dynamic_img_pad') else kwargs['img_size']))
 
 
+@pytest.mark.parametrize('narrow_images', [False, True])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('kwargs', [{}, dict(class_token=False, global_pool='avg')], ids=['token', 'no token'])
-def test_ape_is_timms_vit_under_autocast(kwargs, dtype):
+def test_ape_is_timms_vit_under_autocast(kwargs, dtype, narrow_images):
     """To the last bit: tokens stay in float32 between the layers, even without a class token."""
     kwargs = dict(depth=2, img_size=64, **kwargs)
     theirs = timm_model('vit_tiny_patch16_224', **kwargs)
-    x, found = images((64, 64)), []
+    x, found = images((64, 64)).to(dtype if narrow_images else torch.float32), []
     with torch.no_grad(), torch.autocast('cpu', dtype):
         expected = theirs(x)
         for pos_enc in ('ape', 'nope', 'rope2d', 'sincos2d+sape2_k'):

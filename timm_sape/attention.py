@@ -198,4 +198,3 @@ def adopt_blocks(blocks: Iterable[nn.Module]) -> None:
     for block in blocks:
         for module in (block, block.attn):
             module.__class__ = HOSTS[type(module)]
-        block.attn.encodings = LayerEncodings()

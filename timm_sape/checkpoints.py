@@ -214,14 +214,15 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     """Before anything is loaded directly, say plainly if a checkpoint has other encodings or another grid.
 
     Args:
-        model: A `VisionTransformerPosEnc`.
+        model: A `PosEncModel`.
         state_dict: The checkpoint.
         strict: If False, only shapes count; missing and additional entries are left to torch, which reports them.
 
     Raises:
         ValueError: If entries of encodings are missing, left over, or have another shape. The message says which
-            arguments create a model that fits.
+            arguments create a model that fits. Or if all entries are one level down, or have a prefix.
     """
+    _refuse_wrapped(model.state_dict(), state_dict)
     if strict:
         refuse_other_host(state_dict, model)
 
@@ -269,6 +270,27 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         f'is, create the model with the arguments that it was trained with{hint} Scripts take arguments that have no '
         "option of their own by --model-kwargs; timm's onnx_export.py cannot, so use examples/export.py. To adapt a "
         f'checkpoint of the same encodings to another size, {adapt}.{_hint_of_graft(state_dict, model)}')
+
+
+def _refuse_wrapped(expected: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    """
+    Args:
+        expected: The state dict of the model.
+        state_dict: What is to be loaded.
+
+    Raises:
+        ValueError: If it has no entry of the model, but they are in one of its values, or have a prefix.
+    """
+    if not expected.keys().isdisjoint(state_dict):
+        return
+    for key, value in state_dict.items():
+        if isinstance(value, Mapping) and not expected.keys().isdisjoint(value):
+            raise ValueError(f'These are not weights, but what a trainer saved. The weights are its entry {key!r}.')
+        prefix = next((key[:-len(name)] for name in expected if key.endswith(f'.{name}')), '')
+        if prefix and all(prefix + name in state_dict for name in expected):
+            raise ValueError(
+                f'The names of all weights begin with {prefix!r}. Remove it: {{name.removeprefix({prefix!r}): weight '
+                'for name, weight in weights.items()}.')
 
 
 def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:

@@ -122,8 +122,8 @@ class Grid:
             raise ValueError(
                 f'{name!r} computes with all {self.height}x{self.width} = {self.num_patches} patches of the grid, of '
                 f'which the sequence has {kept}. Beyond {MAX_PATCHES_UNCHECKED} patches, one in {MAX_PATCHES_PER_KEPT} '
-                'must be kept. Check patch_coord, drop fewer patches, or use an encoding that computes with the kept '
-                "ones alone, such as 'rope2d' or 'rpb'.")
+                'must be kept. Drop fewer patches (of a NaFlexVit, check patch_coord), or use an encoding that '
+                "computes with the kept ones alone, such as 'rope2d' or 'rpb'.")
 
     def keep_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Rows of the patches in the sequence: `[(h,) H*W, C]` unchanged, or `[B, h|1, K, C]` if some were dropped."""
@@ -200,6 +200,8 @@ def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
     if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or keep_indices.shape[0] != batch:
         got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
         raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
+    if keep_indices.shape[1] == 0:
+        raise ValueError('keep_indices keeps no patch. Keep one at least.')
     if keep_indices.device != like.device:
         raise ValueError(
             f'keep_indices must be on {like.device}, where the tokens are, and is on {keep_indices.device}.')
@@ -221,8 +223,8 @@ def check_kept_patches(keep_indices: torch.Tensor, num_patches: int) -> None:
         return  # a look at the values would make a GPU wait, and vmap does not allow it
     if keep_indices.numel() and (keep_indices.min() < 0 or keep_indices.max() >= num_patches):
         raise ValueError(
-            f'keep_indices must be from 0 to H*W - 1 = {num_patches - 1}, got {keep_indices.min().item()} to '
-            f'{keep_indices.max().item()}. Prefix tokens do not count.')
+            f'keep_indices must be from 0 to {num_patches - 1}, as there are {num_patches} patches, got '
+            f'{keep_indices.min().item()} to {keep_indices.max().item()}. Prefix tokens do not count.')
     ordered = keep_indices.sort(dim=1).values
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         raise ValueError('keep_indices has the same patch twice in an image. Name each patch once.')

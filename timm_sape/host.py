@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Uni
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import PatchDropout, PatchDropoutWithIndices
+from timm.layers import PatchDropout, PatchDropoutWithIndices, use_reentrant_ckpt
 from timm.models import checkpoint
 
 from . import checkpoints
@@ -138,6 +138,14 @@ class PosEncModel(nn.Module):
                     rotate_half=rotate_half,
                     needs_position=bool(own) or self.encodings.act_on_blocks() or own_rotation is not None,
                 )
+        unscaled = [
+            name for name, keywords in parts.items()
+            if 'resolution' in classes[name].rule_keywords and 'resolution' not in keywords]
+        if ref_grid_size is not None and self.ref_grid_size is None and unscaled:
+            warnings.warn(
+                f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because by default '
+                f'{" and ".join(unscaled)} extrapolates. To rescale positions: '
+                f"pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}.")
         # timm exempts the last two parameters from adaptive clipping, because it takes them for the head's.
         for name in ('head', 'head_dist'):
             if name in self._modules:
@@ -308,10 +316,12 @@ class PosEncModel(nn.Module):
             return block(x, attn_mask, is_causal, position)
 
         # Reentrant checkpointing finds gradients of those tensors alone that are arguments themselves.
-        def run(x, attn_mask, *tensors):
-            return block(x, attn_mask, is_causal, position.with_tensors(*tensors))
+        tensors = position.tensors() if use_reentrant_ckpt() else ()
 
-        return checkpoint(run, x, attn_mask, *position.tensors())
+        def run(x, attn_mask, *tensors):
+            return block(x, attn_mask, is_causal, position.with_tensors(*tensors) if tensors else position)
+
+        return checkpoint(run, x, attn_mask, *tensors)
 
 
 def check_model_args(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any, patch_drop_rate: Any) -> None:

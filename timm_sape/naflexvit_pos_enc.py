@@ -199,6 +199,9 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     ) -> Tuple[torch.Tensor, AnyPosition, Optional[torch.Tensor], Optional[torch.Tensor]]:
         """As `embed`, plus the `patch_valid` of the patches that are left, and their indices in the input, `[B, K]`."""
         if patch_coord is None:
+            for name, given in (('patch_valid', patch_valid), ('grid_size', grid_size)):
+                if given is not None:
+                    raise ValueError(f'{name}= has no effect on images. Leave it out, or give patch_coord=, too.')
             return self._embed_images(x, keep_indices, object_index)
         if torch.jit.is_tracing() or ops.is_exporting():
             raise ValueError(
@@ -212,12 +215,16 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if grid_size is None:
             grid_size = grid_sizes(patch_coord, patch_valid)
         tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
-        tokens = tokens.to(torch.promote_types(tokens.dtype, x.dtype))  # see SharedEncodings.embed
+        tokens = ops.wide_under_autocast(tokens)  # see SharedEncodings.embed
         sequence = Grid(1, x.shape[1], self.num_prefix_tokens, device=x.device)
-        if keep_indices is None and isinstance(self.patch_drop, PatchDropoutWithIndices) and self.patch_drop.training:
+        is_given = keep_indices is not None
+        if not is_given and isinstance(self.patch_drop, PatchDropoutWithIndices) and self.patch_drop.training:
             keep_indices = self._draw_patches(patch_valid)
         tokens, sequence = keep_patches(self.patch_drop, tokens, sequence, keep_indices)
         kept = sequence.keep_indices
+        if is_given:
+            _refuse_empty_images(
+                patch_valid.gather(1, kept), 'keep_indices keeps no valid patch', 'Keep one at least.')
         if kept is not None:
             x, patch_coord, patch_valid, object_index = (
                 None if t is None else t.gather(1, kept.view(*kept.shape, *(1,) * (t.ndim - 2)).expand(
@@ -388,10 +395,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         _check_tensor('patch_coord', coord, (*shape, 2), 'integers', x.device)
         if valid is not None:
             _check_tensor('patch_valid', valid, shape, 'bool or integers', x.device)
-            if not valid.bool().any(dim=1).all():
-                raise ValueError(
-                    'patch_valid is False for all patches of image '
-                    f'{int((~valid.bool().any(dim=1)).nonzero()[0])} of the batch. Leave such images out.')
+            _refuse_empty_images(valid.bool(), 'patch_valid is False for all patches', 'Leave such images out.')
         if grid_size is not None:
             _check_tensor('grid_size', grid_size, (shape[0], 2), 'integers')
         if object_index is not None:
@@ -475,11 +479,13 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
         Raises:
             ValueError: As `forward`; or if maps are asked for where there are none: of patches, or while some are
-                being dropped; or if patches are dropped and nothing would tell which.
+                being dropped; or if patches with coordinates are dropped at random and nothing would tell which.
         """
         if output_fmt not in ('NCHW', 'NLC'):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        is_given = keep_indices is not None or isinstance(x, Mapping) and x.get('keep_indices') is not None
+        is_random = not is_given and self.training and isinstance(self.patch_drop, PatchDropoutWithIndices)
         given = dict(grid_size=grid_size, keep_indices=keep_indices, object_index=object_index)
         x, position, valid, attn_mask = self._start(x, patch_coord, patch_valid, attn_mask, given)
         is_naflex = isinstance(position, MixedPosition)
@@ -487,7 +493,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             raise ValueError(
                 "There are no maps of patches whose images differ in size, nor with patches dropped: use "
                 "output_fmt='NLC'.")
-        if is_naflex and not output_dict and self.training and isinstance(self.patch_drop, PatchDropoutWithIndices):
+        if is_naflex and is_random and not output_dict:
             raise ValueError('With patches dropped use output_dict=True, which returns the patch_valid that is left.')
         x, taken = self._run_blocks(
             x, position, attn_mask, take=take_indices, num_blocks=max_index + 1 if stop_early else None)
@@ -571,6 +577,21 @@ def _refuse_misspelt(x: Mapping[str, Any], names: Sequence[str]) -> None:
             raise ValueError(
                 f'The dict has {key!r}, which is no argument. Padding is False in patch_valid [B, K]; attn_mask is for '
                 'pairs of tokens.')
+
+
+def _refuse_empty_images(valid: torch.Tensor, what: str, fix: str) -> None:
+    """
+    Args:
+        valid: Whether each patch is no padding, bool `[B, K]`.
+        what: What leaves an image without a patch, in words that 'of image 0' can follow.
+        fix: What to do.
+
+    Raises:
+        ValueError: If an image has no patch that is none.
+    """
+    empty = ~valid.any(dim=1)
+    if empty.any():
+        raise ValueError(f'{what} of image {int(empty.nonzero()[0])} of the batch. {fix}')
 
 
 def _check_tensor(

@@ -73,7 +73,7 @@ class MixedPosition:
     """What the layers share where the images of a batch have grids of their own.
 
     torch.compile compiles anew for another number of parts wherever it sees `parts`. So code outside of
-    `torch.compiler.disable` looks at all other fields only.
+    `torch.compiler.disable` looks at all other fields only, but for reentrant checkpointing.
 
     Args:
         groups: The groups of images of one grid.
@@ -219,8 +219,7 @@ class SharedEncodings(_Encodings):
                 "object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
         # Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
         # token widens it again. Here the dtype must be the same for all encodings.
-        if given['images'] is not None:
-            x = x.to(torch.promote_types(x.dtype, given['images'].dtype))
+        x = ops.wide_under_autocast(x)
         terms = [term.to(x.dtype) for term in self.terms(x, grid, given)]
         if not terms:
             return x

@@ -249,7 +249,10 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             'pos_embed': table, 'images': images, 'patch_size': self.patch_size, 'object_index': object_index}
 
     def _pos_embed(self, x: torch.Tensor, object_index: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """timm's step between patch embedding and blocks, for code that calls timm's methods one by one."""
+        """timm's step between patch embedding and blocks, for code that calls timm's methods one by one.
+
+        The model itself does not call it. A subclass overrides `embed` instead.
+        """
         size = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
         grid = Grid(*size, self.num_prefix_tokens, device=x.device)
         x, _ = self.encodings(self._with_prefix_tokens(x), grid, self._given(None, object_index))

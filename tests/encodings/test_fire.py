@@ -1,5 +1,6 @@
 """fire: a small MLP computes the bias of each distance, on a scale that ends at the largest one."""
 import pytest
+import timm
 import torch
 
 import bias_checks
@@ -162,6 +163,14 @@ def test_initial_values(again):
     assert 'threshold' in encodings[0].state_dict()
     paper = create('fire', random=False, **SIZES, log_scale=1.0, threshold=512)
     assert (paper.log_scale.item(), paper.threshold.item()) == (1, 512)
+
+
+def test_initial_values_after_a_change_of_size():
+    model = timm.create_model('test_vit_fire', img_size=32, patch_size=8)
+    model.set_input_size(64)
+    assert model.blocks[0].attn.encodings['fire'].threshold.item() == pytest.approx(18 ** 0.5)  # still the trained one
+    model.init_weights()
+    assert model.blocks[0].attn.encodings['fire'].threshold.item() == pytest.approx(98 ** 0.5)
 
 
 def test_number_of_parameters():

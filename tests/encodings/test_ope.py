@@ -448,7 +448,7 @@ def test_wrong_object_index():
 def test_tokens_alone():
     """Without images no objects can be found. A caller can still give them."""
     model, x, objects = make_model('ope'), make_images(), torch.arange(32).view(2, 16) % 5
-    tokens, text = model.patch_embed(x), "'ope' finds objects in the images, but got only tokens"
+    tokens, text = model.patch_embed(x), "'ope' finds objects in whole images, but got only tokens"
     with pytest.raises(ValueError, match=text):
         model._pos_embed(tokens)
     with pytest.raises(ValueError, match=text):

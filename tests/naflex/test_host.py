@@ -213,8 +213,13 @@ def gradients(model, given):
 def test_patch_dropout_and_keep_indices(pos_enc):
     model = small(pos_enc, patch_drop_rate=0.5).double()
     given = batch(pictures([GRID, (6, 5)]), padding=4)
+    model.train()
+    with pytest.raises(ValueError, match='With patches dropped use output_dict=True'):
+        model.forward_intermediates(given, output_fmt='NLC')
+    taken = model.forward_intermediates({**given, 'keep_indices': torch.tensor([[0, 1], [2, 3]])}, output_fmt='NLC')
+    assert taken[0].shape[1] == model.num_prefix_tokens + 2
     torch.manual_seed(0)
-    features = model.train().forward_features(given)
+    features = model.forward_features(given)
     kept = features['patches'].shape[1] - model.num_prefix_tokens
     assert kept == 17 and features['patch_valid'].shape == (2, kept)
     torch.manual_seed(0)
@@ -227,7 +232,8 @@ def test_patch_dropout_and_keep_indices(pos_enc):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     model.eval()
     only_padding = torch.stack([torch.arange(30, 34), torch.arange(4)])
-    assert model({**given, 'keep_indices': only_padding}).isfinite().all()
+    with pytest.raises(ValueError, match='keep_indices keeps no valid patch of image 0 of the batch'):
+        model({**given, 'keep_indices': only_padding})
 
 
 @pytest.mark.parametrize('global_pool', ['avg', 'token'])
@@ -471,7 +477,10 @@ def at(index, value):
     ({'grid_size': torch.tensor([[5, 6], [3, 3]])}, r'\(0, 3\) in image 1 .* outside its grid of 3x3'),
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
-    ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to'),
+    ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to 29, as there are 30 patches'),
+    ({'keep_indices': torch.zeros(2, 0).long()}, 'keep_indices keeps no patch. Keep one at least.'),
+    ({'keep_indices': torch.tensor([[0, 1], [1, 2]]), 'patch_valid': at((1, slice(0, 3)), False)},
+     'keep_indices keeps no valid patch of image 1 of the batch. Keep one at least.'),
     ({'patch_coord': at((1, slice(12, None)), 0), 'patch_valid': None}, r'\(0, 0\) twice .* patch_valid must be False'),
     ({name: lambda t: t[:0] for name in ('patches', 'patch_coord', 'patch_valid')}, r'at least one image .* \[0, 30,'),
     ({**{name: lambda t: t[:, :0] for name in ('patches', 'patch_coord')}, 'patch_valid': None}, r'patch, .* \[2, 0'),
@@ -488,6 +497,10 @@ def test_input_that_is_no_tensor():
 
 def test_wrong_arguments():
     model = small('rope2d')
+    for given in ({'patch_valid': torch.ones(2, 30).bool()}, {'grid_size': torch.tensor([[5, 6], [5, 6]])}):
+        for method in (model, model.forward_features, model.forward_intermediates, model.embed):
+            with pytest.raises(ValueError, match='has no effect on images. Leave it out, or give patch_coord='):
+                method(torch.randn(2, 3, 40, 48), **given)
     with pytest.raises(ValueError, match='without coordinates'):
         model(torch.randn(2, 30, 192))
     with pytest.raises(ValueError, match='does not divide'):

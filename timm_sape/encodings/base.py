@@ -435,7 +435,7 @@ class PositionEncoding(nn.Module):
         Raises:
             ValueError: If there are parameters of its own, and no override of this method that sets them.
         """
-        own = [name for name, _ in self.named_parameters(recurse=False)]
+        own = [name for name, _ in self.named_parameters() if not name.startswith('gate.')]
         if own and type(self).reset_parameters is PositionEncoding.reset_parameters:
             raise ValueError(
                 f'{self.name!r}: nothing gives {own[0]} its initial values again. Set the parameters of '
@@ -506,13 +506,16 @@ class FixedEncoding(PositionEncoding, ABC):
         return self.table if like is self.table and grid.matches(self.grid_size) else self._compute(grid, like)
 
     def table_like(self, grid: Grid) -> torch.Tensor:
-        """A tensor with the dtype and the device of tables: the table, or an empty tensor if that has no memory.
+        """A tensor with the dtype and the device of tables: the table, or an empty tensor if that cannot be used.
 
         A model that was built on the meta device and got its parameters by `load_state_dict(..., assign=True)` still
-        has its tables there. SDPA would read memory that is not theirs.
+        has its tables there. SDPA would read memory that is not theirs. And FSDP's `MixedPrecision` may have rounded
+        them, by its `buffer_dtype`.
         """
         if self.table.is_meta and grid.device is not None:
             return torch.empty(0, device=grid.device, dtype=self.table.dtype)
+        if self.table.is_floating_point() and self.table.dtype.itemsize < 4:
+            return torch.empty(0, device=self.table.device, dtype=torch.float32)
         return self.table
 
     def reset_parameters(self) -> None:

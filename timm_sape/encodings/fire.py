@@ -75,8 +75,7 @@ class FunctionalInterpolation(PositionEncoding):
             if (value is not None or name == 'log_scale') and (not is_number(value) or value <= 0):
                 raise ValueError(f"'fire' needs {name} to be a positive number, got {value!r}.")
         self.distance = distance
-        height, width = self.grid_size
-        self.start = log_scale, max(1.0, self._distance(height - 1, width - 1)) if threshold is None else threshold
+        self.start = log_scale, threshold
         dd = {'device': device, 'dtype': dtype}
         self.log_scale = nn.Parameter(torch.empty(1, **dd))
         self.register_buffer('threshold', torch.empty(1, **dd))
@@ -88,8 +87,11 @@ class FunctionalInterpolation(PositionEncoding):
         self._reset_scalars()
 
     def _reset_scalars(self) -> None:
-        for scalar, value in zip((self.log_scale, self.threshold), self.start):
-            nn.init.constant_(scalar, value)
+        log_scale, threshold = self.start
+        height, width = self.grid_size
+        largest = max(1.0, self._distance(height - 1, width - 1))
+        nn.init.constant_(self.log_scale, log_scale)
+        nn.init.constant_(self.threshold, largest if threshold is None else threshold)
 
     def reset_parameters(self) -> None:
         self._reset_scalars()

@@ -88,8 +88,8 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
             object_index = self.find_objects(images, grid, patch_size)
         else:
             raise ValueError(
-                "'ope' finds objects in the images, but got only tokens. Call model(images) or "
-                'model.embed(images), or pass object_index=.')
+                "'ope' finds objects in whole images, but got only tokens, or patches of which some are missing or "
+                'dropped. Call model(images) or model.embed(images), or pass object_index=.')
         table = self.table_for(grid)  # [H*W, D/2]
         objects = _waves(object_index.to(table), self.dim // 2)  # [B, H*W, D/2]
         table = torch.cat([objects, table.expand_as(objects)], dim=-1)  # [B, H*W, D]

@@ -44,6 +44,7 @@ RESERVED = {
     'logits', 'needs_position', 'position', 'rotate_half', 'terms', 'training'}
 # Functions that make a tensor without setting it
 UNSET = torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided
+GIVEN = 'pos_embed', 'images', 'patch_size', 'object_index'  # what hosts give to `SharedEncodings`
 AUTO = 'auto_'  # prefix of a name: what the encoding contributes is multiplied by a learned scalar, the gate
 HOST_KEYWORDS = set(inspect.signature(PositionEncoding.__init__).parameters) - {'self'}  # set by the model, not users
 
@@ -61,8 +62,9 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
     Raises:
         ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
             looks like a misspelled hook, a hook or the constructor does not take what the model passes, a keyword is
-            called `init`, or its `per_layer` does not fit its hooks: `mix` and `layer_embed` run once per model, hooks
-            that depend on q, k or probabilities run once per layer.
+            called `init`, it asks for what the model does not have, or its `per_layer` does not fit its hooks: `mix`,
+            `layer_embed` and an `embed` that asks for something run once per model, hooks that depend on q, k or
+            probabilities run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
@@ -77,6 +79,11 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
                         f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
+        unknown = [asked for asked in cls.asks_for if asked not in GIVEN]
+        if unknown or cls.asks_for and cls.per_layer:
+            raise ValueError(
+                f'Encoding {name!r}: asks_for may name {", ".join(GIVEN)}, and only with per_layer = False. Its class '
+                f'has asks_for = {cls.asks_for!r} and per_layer = {cls.per_layer}.')
         if cls.overrides('attend') and not cls.overrides('content_bias'):
             raise ValueError(
                 f"Encoding {name!r} overrides 'attend', which only computes the bias of 'content_bias' in another way. "

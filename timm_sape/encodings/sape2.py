@@ -198,6 +198,9 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             k = k.to(torch.promote_types(k.dtype, torch.float32))
             return k @ self.key_x.to(k.dtype), k @ self.key_y.to(k.dtype)
 
+    def _gain(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(like.dtype)
+
 
 class SemanticAwarePositionEncoding(SemanticAwareEncoding):
     """SaPE2: logits get bias_scale * (b^x + b^y), see `timm_sape.functional.sape2_bias` for the equations."""
@@ -211,9 +214,6 @@ class SemanticAwarePositionEncoding(SemanticAwareEncoding):
         return ops.sape2_attention(
             q, k, v, self.table_x, self.table_y, grid, **self._options(k, grid),
             bias_scale=self.gated(self._gain(ops.upcast(q)[0])), rotated=(rotated_q, rotated_k), mask=mask, **options)
-
-    def _gain(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(like.dtype)
 
 
 def _with_names(cls):

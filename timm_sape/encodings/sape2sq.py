@@ -46,8 +46,7 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
         with ops.no_autocast(q):
             codes = torch.cat(self.codes(q, k, grid), dim=-1)  # [B, h, N-P, W+H]
             codes = codes - codes.mean(dim=-2, keepdim=True)  # changes no distance
-            gain = codes.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(codes.dtype)
-            gain = self.gated(gain).view(-1, 1, 1)  # [h|1, 1, 1]
+            gain = self.gated(self._gain(codes)).view(-1, 1, 1)  # [h|1, 1, 1]
             # Both sides are multiplied by the square root of the gain's size, so that both are rounded alike. The side
             # of q has gain / size, which is 1 or -1 unless the gain is tiny, and carries the gradient of the gain.
             size = gain.detach().abs().clamp(min=MIN_GAIN)

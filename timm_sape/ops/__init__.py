@@ -22,7 +22,7 @@ from .cope import contextual_bias
 from .cpp_build import build_cpp
 from .devices import check_devices
 from .matrices import cayley, matrix_exp, skew
-from .precision import no_autocast, upcast
+from .precision import no_autocast, upcast, wide_under_autocast
 from .reference import pairwise_distance
 from .sape2 import axis_codes, sape2_attention, sape2_bias
 from .sizes import log_of_largest
@@ -50,4 +50,5 @@ __all__ = [
     'skew',
     'upcast',
     'using_backend',
+    'wide_under_autocast',
 ]

@@ -8,7 +8,7 @@ from typing import Callable, ContextManager, Tuple
 
 import torch
 
-__all__ = ['no_autocast', 'upcast', 'wide', 'without_autocast']
+__all__ = ['no_autocast', 'upcast', 'wide', 'wide_under_autocast', 'without_autocast']
 
 
 def upcast(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -26,10 +26,17 @@ def wide(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 
 def no_autocast(tensor: torch.Tensor) -> ContextManager:
     """Switch autocast off if it is on. If it is off this does nothing, so exported graphs contain no trace of it."""
+    return torch.autocast(tensor.device.type, enabled=False) if _has_autocast(tensor) else nullcontext()
+
+
+def wide_under_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, under autocast in float32 unless it is wider."""
+    return upcast(tensor)[0] if _has_autocast(tensor) else tensor
+
+
+def _has_autocast(tensor: torch.Tensor) -> bool:
     device_type = tensor.device.type
-    if device_type != 'meta' and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return device_type != 'meta' and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(function: Callable) -> Callable:
