@@ -271,6 +271,7 @@ def cells_of(line):
 
 def listed(names):
     """At least two names in a sentence."""
+    names = [name.replace(', 4 heads', ' (4 heads)') for name in names]
     return f'{", ".join(names[:-1])} and {names[-1]}'
 
 
@@ -398,7 +399,7 @@ def claims():
         ('after one more LayerNorm: {}.', five['LaPE'], five['APE'], 2, True),
         ('APE with four is ahead of APE with two, {},', five['APE, 4 heads'], five['APE'], 2, True),
         ('is not shown to differ from it: {}.', five[rope], five['APE, 4 heads'], 2, False),
-        ('ahead, too**: {} beside APE with four,', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2, True),
+        ('ahead, too**: {} beside APE with four.', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2, True),
         ('SaPE2(K) alone is not shown to be ahead of the model without position: {}.', five['SaPE2(K)'], five['none'],
          2, False),
         ('is not shown to differ from APE either: {}.', five[f'{sape2}, 4 heads'], five['APE, 4 heads'], 2, False),
@@ -494,7 +495,7 @@ def test_the_longer_training():
     assert ahead('RoPE-2D mixed') + 'it is ahead by less, with two seeds of three.' in text
     assert sum(gain > 0 for gain in gains['RoPE-2D mixed']) == 2 and 0 < statistics.mean(gains['RoPE-2D mixed']) < 2.19
     assert ahead('RoPE-2D, 4 heads') + 'RoPE-2D is ahead with every seed, but by less than' in text
-    assert min(gains['RoPE-2D, 4 heads']) > 0 and statistics.mean(gains['RoPE-2D, 4 heads']) < 2.34
+    assert min(gains['RoPE-2D, 4 heads']) > 0 and statistics.mean(gains['RoPE-2D, 4 heads']) < 1.5
     assert 'SaPE2(K)+APE is behind APE: both intervals exclude 0.' in text
     assert corrected.pop('SaPE2(K)+APE') == [False, True] and not any(map(any, corrected.values()))
     assert 'Corrected for the four comparisons, only the unpaired one does.' in text
@@ -742,8 +743,18 @@ def test_sape2_in_the_reference_table():
         shown[model] = all(', -' in interval for interval in intervals[:2])
     assert shown['SaPE2(K)'] and not any(shown[name] for name in ('SaPE2(K)+APE', 'SaPE2(Q)+APE', 'RoPE-2D'))
     ahead = [cells[0] for cells in rows[2:] if all(interval.startswith('[+') for interval in cells[7:9])]
-    assert ahead == ['RoPE-2D, 4 heads'] and 'which the corrected intervals show as well' in prose(ANSWERS)
-    assert 'no encoding with two heads is shown to be ahead.' in prose(ANSWERS)
+    assert not ahead and 'rows of the reference table, no encoding is shown to be ahead.' in prose(ANSWERS)
+    assert 'beside APE with four. The corrected intervals do not show it.' in prose(ANSWERS)
+    path, first = RESULTS / 'cpu_cifar10' / 'reference' / 'first_trainings.jsonl', {}
+    for run in map(json.loads, path.read_text().splitlines()):
+        first.setdefault(run['label'], {})[run['seed']] = run['epochs']['eval_top1'][-1]
+    gain, *intervals = corrected_intervals(first['RoPE-2D, 4 heads'], first['APE, 4 heads'], len(rows) - 3)
+    assert f'it was {gain:.2f} points ahead, and they did.' in prose(ANSWERS) and min(low for low, _ in intervals) > 0
+    five = five_seeds()
+    four, rotated = (
+        difference_of(five[name], five['APE'], 2).split()[0].lstrip('+') for name in ('APE, 4 heads', 'RoPE-2D'))
+    text = f'Four in place of two gave APE {four} points more, RoPE-2D with two {rotated}.'
+    assert text in prose(DOCS / 'choosing.md')
     text = (
         f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown with its corrected intervals. '
         f'SaPE2(K)+APE is {gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}; '
