@@ -1122,7 +1122,7 @@ def test_hooks_may_rename_entries():
             state_dict[key.removeprefix('module.')] = state_dict.pop(key)
 
     state_dict = {f'module.{key}': value for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match='does not fit'):
+    with pytest.raises(ValueError, match="begin with 'module.'. Remove it"):
         other.load_state_dict(state_dict)
     other.register_load_state_dict_pre_hook(rename)
     other.load_state_dict(state_dict)
