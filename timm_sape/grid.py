@@ -200,8 +200,6 @@ def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
     if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or keep_indices.shape[0] != batch:
         got = f'{keep_indices.dtype} {list(keep_indices.shape)}' if is_tensor else type(keep_indices).__name__
         raise ValueError(f'keep_indices must be int64 [B, K] = [{batch}, K], got {got}.')
-    if keep_indices.shape[1] == 0:
-        raise ValueError('keep_indices keeps no patch. Keep one at least.')
     if keep_indices.device != like.device:
         raise ValueError(
             f'keep_indices must be on {like.device}, where the tokens are, and is on {keep_indices.device}.')

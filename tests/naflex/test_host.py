@@ -478,7 +478,7 @@ def at(index, value):
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),
     ({'keep_indices': torch.tensor([[0, 1], [2, 40]])}, 'keep_indices must be from 0 to 29, as there are 30 patches'),
-    ({'keep_indices': torch.zeros(2, 0).long()}, 'keep_indices keeps no patch. Keep one at least.'),
+    ({'keep_indices': torch.zeros(2, 0).long()}, 'keep_indices keeps no valid patch of image 0 of'),
     ({'keep_indices': torch.tensor([[0, 1], [1, 2]]), 'patch_valid': at((1, slice(0, 3)), False)},
      'keep_indices keeps no valid patch of image 1 of the batch. Keep one at least.'),
     ({'patch_coord': at((1, slice(12, None)), 0), 'patch_valid': None}, r'\(0, 0\) twice .* patch_valid must be False'),
