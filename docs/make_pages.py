@@ -394,7 +394,7 @@ def kernels():
     return table(['dtype, head dim', 'grid', *(f'{v[0]}.{v[1]}: {w}' for v in versions for w in what)], found)
 
 
-GPU_COMMIT = 'f892df1'
+GPU_COMMIT, GPU_COMMIT_AGAIN = 'f892df1', 'dd1c9aa'
 
 
 def gpu():
@@ -410,23 +410,31 @@ def gpu():
     return table(['grid', 'images', *head], found)
 
 
-def gpu_step_rows():
+def gpu_step_rows(commit=GPU_COMMIT):
     """Training steps of ViT-S with 128 images on an H200, by model and backend, then by way."""
     found = {}
     for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
-        if f'commit {GPU_COMMIT}' in row['notes'] and row['batch'] == '128':
+        if f'commit {commit}' in row['notes'] and row['batch'] == '128':
             found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
     return found
 
 
-def gpu_steps():
+STEPS = {
+    'eager': 'eager', 'compiled': '`torch.compile`', 'reduce-overhead': "with `mode='reduce-overhead'`",
+    'graph': 'CUDA graph'}
+
+
+def gpu_steps(commit=GPU_COMMIT, ways=('eager', 'compiled', 'graph')):
     """Training steps of ViT-S on an H200, beside APE in the same process."""
-    ways = ('eager', 'compiled', 'graph')
     cell = '{ms:.0f} ms, {to_ape:.2f}'.format
-    return table(['model', 'backend', 'eager', '`torch.compile`', 'CUDA graph'], [
+    return table(['model', 'backend', *map(STEPS.get, ways)], [
         [f'`{model}`', backend and f'`{backend}`', *(
             cell(ms=float(own[way]['ms']), to_ape=float(own[way]['to_ape'])) if way in own else '' for way in ways)]
-        for (model, backend), own in gpu_step_rows().items()])
+        for (model, backend), own in gpu_step_rows(commit).items()])
+
+
+def gpu_steps_again():
+    return gpu_steps(GPU_COMMIT_AGAIN, tuple(STEPS))
 
 
 def timms():
@@ -577,7 +585,7 @@ TABLES = {
     f.__name__: f
     for f in (
         results, choosing, reference, longer, encodings, rules, sizes, finetune, position_bias, cost, cost_liere, timms,
-        naflex, sape2, sape2_models, sape2_compiled, gpu, gpu_steps, kernels)}
+        naflex, sape2, sape2_models, sape2_compiled, gpu, gpu_steps, gpu_steps_again, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 

@@ -643,6 +643,18 @@ def test_advice_is_that_of_the_results():
     assert round(slower) == 4 and 'use `torch`, whose step took four times as long' in prose(DOCS / 'cost.md')
     reference = float(steps['vit_small_sape2_k_ape', 'reference', 'eager']['ms'])
     assert f'use `reference`, whose step took {reference / 1000:.1f} s because of `cdist`' in prose(DOCS / 'cost.md')
+    again = {
+        (row['model'], row['backend'], row['batch'], row['way']): row
+        for row in read_csv(RESULTS / 'h200' / 'steps.csv') if 'dd1c9aa' in row['notes']}
+    gains = [
+        round(100 * float(again[model + ('128', 'reduce-overhead')]['to_ape']) - 100)
+        for model in (('vit_small_sape2_k_ape', 'triton'), ('vit_small_rope2d', ''))]
+    many = again['vit_small_sape2_k_ape', 'triton', '512', 'eager']
+    text = '`ape+sape2_k` takes {} % longer than `ape`, and `rope2d` {} %. With 512 images `ape+sape2_k` takes {:.0f} %'
+    assert text.format(*gains, 100 * float(many['to_ape']) - 100) in prose(DOCS / 'cost.md')
+    took = [float(row['ms']) for row in (
+        again['vit_small_sape2_k_ape', 'torch', '128', 'eager'], steps['vit_small_sape2_k_ape', 'torch', 'eager'])]
+    assert 'A step with `torch` then took {:.0f} ms in place of {:.0f};'.format(*took) in prose(DOCS / 'cost.md')
     (other,) = [
         row for row in read_csv(RESULTS / 'h200' / 'steps.csv')
         if 'H100' in row['notes'] and row['backend'] == 'triton']
