@@ -222,7 +222,8 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         ValueError: If entries of encodings are missing, left over, or have another shape. The message says which
             arguments create a model that fits. Or if all entries are one level down, or have a prefix.
     """
-    _refuse_wrapped(model.state_dict(), state_dict)
+    own = model.state_dict()
+    _refuse_wrapped(own, state_dict)
     if strict:
         refuse_other_host(state_dict, model)
 
@@ -232,7 +233,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
             k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and (
                 k in TABLES or k.startswith('encodings.') or '.attn.encodings.' in k)}
 
-    given, expected = position(state_dict), position(model.state_dict())
+    given, expected = position(state_dict), position(own)
     if not strict:
         given = {k: v for k, v in given.items() if k in expected}
         expected = {k: v for k, v in expected.items() if k in given}
@@ -244,7 +245,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
             of_other_grids[path] = encoding, saved
     what = 'position encodings of the model' if report else 'model'
     if strict and not report:
-        stems = {k: v for k, v in model.state_dict().items() if k in STEMS and k in state_dict}
+        stems = {k: v for k, v in own.items() if k in STEMS and k in state_dict}
         report = misfit({k: state_dict[k] for k in stems}, stems)
     if not report:
         return

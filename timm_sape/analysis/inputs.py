@@ -634,20 +634,21 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
     given = getattr(data, 'class_map', None)
     if given or given is None and not hasattr(data, 'reader'):  # one image, or a data set of the caller's own
         return
-    files = {model: _find(model).class_map for model in models}
+    sources = {model: _find(model) for model in models}
     if not isinstance(data, _ImageFolder):
         # torchvision's data sets have no reader, and train.py no class map for them
         fix = 'Give it, too: --class-map {}.' if hasattr(data, 'reader') else (
             'It does not apply to a data set of torchvision: measure on a folder of images, without --dataset.')
-        for model, file in files.items():
-            if file:
-                raise ValueError(f'{model} was trained with a class map. {fix.format(file)}')
+        for model, source in sources.items():
+            if source.class_map:
+                raise ValueError(f'{model} was trained with a class map. {fix.format(source.class_map)}')
         return
     if '' in data.by_name:
         return
     numbers = {
-        model: _read_class_map(file, data.reader.root) if file else _numbers_by_labels(model, data.by_name)
-        for model, file in files.items()}
+        model: _read_class_map(source.class_map, data.reader.root) if source.class_map else _numbers_by_labels(
+            source.name, data.by_name)
+        for model, source in sources.items()}
     first = next(iter(numbers))
     for model in numbers:
         if numbers[model] != numbers[first]:
@@ -658,9 +659,8 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
     data.number(numbers[first])
 
 
-def _numbers_by_labels(model: str, by_name: Dict[str, int]) -> Dict[str, int]:
+def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
     """The index of each class in the `label_names` of a saved model. If they do not name all classes: `by_name`."""
-    name = _find(model).name
     if name.startswith('local-dir:'):
         cfg, *_ = load_model_config_from_path(name.removeprefix('local-dir:'))
     elif ':' in name:

@@ -20,6 +20,7 @@ __all__ = [
     'image_size',
     'loading',
     'measured_on',
+    'named',
     'readable',
     'size',
     'warn_untrained',
@@ -101,6 +102,11 @@ def add_pos_enc_option(parser: argparse.ArgumentParser) -> None:
 def chosen_encoding(args: argparse.Namespace) -> Dict[str, str]:
     """`--pos-enc` as an argument of `load_model`."""
     return {} if args.pos_enc is None else {'pos_enc': args.pos_enc}
+
+
+def named(args: argparse.Namespace) -> str:
+    """The model, with the encoding that `--pos-enc` has chosen for it."""
+    return args.model if args.pos_enc is None else f'{args.model} with {args.pos_enc}'
 
 
 def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:

@@ -11,6 +11,7 @@ from .data_options import (
     add_pos_enc_option,
     chosen_encoding,
     image_size,
+    named,
     readable,
     warn_untrained,
 )
@@ -109,8 +110,7 @@ def _map(args: argparse.Namespace) -> int:
         _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
 
-    what = args.model if args.pos_enc is None else f'{args.model} with {args.pos_enc}'
-    notes = f'{what}, {args.image}, {WHAT[args.what]}; {about(torch.device("cpu"))}'
+    notes = f'{named(args)}, {args.image}, {WHAT[args.what]}; {about(torch.device("cpu"))}'
     if args.what == 'distance':
         distances = [_finite(attention_distance(layer.attention, maps.grid), args.model) for layer in maps.layers]
         rows = [

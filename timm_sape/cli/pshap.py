@@ -12,6 +12,7 @@ from .data_options import (
     chosen_encoding,
     loading,
     measured_on,
+    named,
     readable,
     warn_untrained,
 )
@@ -84,10 +85,9 @@ def _pshap(args: argparse.Namespace) -> int:
         background = f'{halves} (there are too few images for more)'
     else:
         background = f'{args.background}' + (f', {halves} for the last {rest} images' if rest else '')
-    what = args.model if args.pos_enc is None else f'{args.model} with {args.pos_enc}'
     permuted = ', positions permuted in each layer' if args.per_layer else ''
     notes = (
-        f'{what}{permuted}, seed {args.seed}, {measured_on(args, len(found.values))}, background {background}; '
+        f'{named(args)}{permuted}, seed {args.seed}, {measured_on(args, len(found.values))}, background {background}; '
         f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
     if not found.correct.any():
         notes += (
