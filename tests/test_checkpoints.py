@@ -823,8 +823,25 @@ def test_prefixes_of_wrappers(prefix, tmp_path):
     model = tiny('ape+sape2_k')
     before = snapshot(model)
     for strict in (True, False):
-        with pytest.raises(ValueError, match=f"The names of all weights begin with '{prefix}'. Remove it: "):
+        with pytest.raises(ValueError, match=f"The names of the weights begin with '{prefix}' here. Remove it: "):
             model.load_state_dict(state, strict=strict)
+    assert_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize('change', [
+    lambda state: {k: v for k, v in state.items() if not k.startswith('head.')},
+    lambda state: {k: v for k, v in state.items() if 'encodings' not in k},
+    lambda state: {**state, 'loss.weight': torch.ones(1)},
+], ids=['no head', 'no encoding', 'a loss'])
+@pytest.mark.parametrize('is_nested', [False, True])
+def test_prefixes_of_other_checkpoints(change, is_nested):
+    """Without strict nothing was loaded, silently."""
+    model = tiny('ape+sape2_k')
+    state = {f'student.{name}': value for name, value in change(model.state_dict()).items()}
+    before = snapshot(model)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="entry 'model'" if is_nested else "begin with 'student.' here"):
+            model.load_state_dict({'model': state, 'epoch': 3} if is_nested else state, strict=strict)
     assert_equal(model.state_dict(), before)
 
 
@@ -1122,7 +1139,7 @@ def test_hooks_may_rename_entries():
             state_dict[key.removeprefix('module.')] = state_dict.pop(key)
 
     state_dict = {f'module.{key}': value for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="begin with 'module.'. Remove it"):
+    with pytest.raises(ValueError, match="begin with 'module.' here. Remove it"):
         other.load_state_dict(state_dict)
     other.register_load_state_dict_pre_hook(rename)
     other.load_state_dict(state_dict)

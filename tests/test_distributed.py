@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from batches import Twins, pictures
 from batches import batch as naflex_batch
 from common import Maker, ToyLayer, ToyShared, images, registered
+
+import timm_sape
+from timm_sape import Grid
 
 CASES = {
     'ape+sape2_k': {'sape2_k': {'bias_scale': 'learned'}},
@@ -136,19 +138,31 @@ def test_processes_share_the_work(pos_enc, results):
     assert max(result[pos_enc, 'fsdp2', 'held'] for result in results) < 0.6 * total
 
 
-if __name__ == '__main__':
-    main(sys.argv[1])
+def encoding_and_grid(pos_enc, **kwargs):
+    grid = Grid(14, 14, num_prefix_tokens=1)
+    encoding = timm_sape.create_encoding(
+        pos_enc, dim=64, num_heads=2, grid_size=grid.size, num_prefix_tokens=1, depth=1, **kwargs)
+    return encoding, grid
 
 
-@pytest.mark.parametrize('pos_enc', ['rope1d', 'auto_rope1d', 'auto_rope2d', 'sincos2d', 'alibi2d'])
+@pytest.mark.parametrize('pos_enc', ['rope1d', 'auto_rope1d', 'auto_rope2d', 'sincos2d', 'alibi2d', 'cape'])
 def test_tables_that_fsdp_rounds(pos_enc):
     """As MixedPrecision(buffer_dtype=torch.bfloat16) does it: they are computed anew in each pass."""
-    torch.manual_seed(0)
-    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=112, patch_size=8).eval()
-    x = torch.randn(2, 3, 112, 112)
-    with torch.no_grad():
-        expected = model(x)
-        for encoding in model.position_encodings().values():
-            encoding.table.data = encoding.table.data.bfloat16()
-        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
-        assert {encoding.table.dtype for encoding in model.position_encodings().values()} == {torch.bfloat16}
+    encoding, grid = encoding_and_grid(pos_enc)
+    expected = encoding.table_for(grid).clone()
+    encoding.table.data = encoding.table.data.bfloat16()
+    assert not torch.allclose(encoding.table.float(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(encoding.table_for(grid), expected, rtol=0, atol=1e-6)
+
+
+def test_random_positions_where_fsdp_rounds_tables():
+    """cape draws in the dtype of its table."""
+    encoding, grid = encoding_and_grid('cape', max_global_shift=0, max_local_shift=0, max_scale=1 + 1e-9)
+    x = torch.zeros(2, 197, 64)
+    expected = encoding(x, grid=grid, hook='embed')
+    encoding.table.data = encoding.table.data.bfloat16()
+    torch.testing.assert_close(encoding(x, grid=grid, hook='embed'), expected, rtol=0, atol=1e-6)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1])

@@ -291,22 +291,29 @@ def test_parameters_that_nothing_sets_again():
         build(device='meta').to_empty(device='cpu').init_weights()
 
 
-def test_layers_that_nothing_sets_again():
+@pytest.mark.parametrize('base', [PositionEncoding, FixedEncoding])
+def test_layers_that_nothing_sets_again(base):
     """Else timm's rule for linear layers would set them, which is another than that of the constructor."""
     def init(self, *, device=None, dtype=None, **host):
-        PositionEncoding.__init__(self, device=device, dtype=dtype, **host)
+        base.__init__(self, device=device, dtype=dtype, **host)
         self.layer = nn.Linear(2, self.dim, device=device, dtype=dtype)
+        if base is FixedEncoding:
+            self.make_table()
 
-    register('__init__', init, embed=lambda self, x, grid: grid.pad_tokens(self.layer(grid.coordinates(x.device))))
+    register(
+        '__init__', init, base, embed=lambda self, x, grid: grid.pad_tokens(self.layer(grid.coordinates(x.device))),
+        compute=lambda self, grid, device, dtype: grid.coordinates(device, dtype))
     for pos_enc in ('mine', 'auto_mine'):
         with pytest.raises(ValueError, match='nothing gives layer.weight its initial values again'):
             build(pos_enc).init_weights()
 
 
-@pytest.mark.parametrize('asked, per_layer', [(('images',), True), (('image',), False)])
-def test_what_the_model_does_not_have(asked, per_layer):
-    with pytest.raises(ValueError, match='asks_for may name pos_embed, images, .*, and only with per_layer = False'):
-        register('embed', lambda self, x, grid, **given: x, asks_for=asked, per_layer=per_layer)
+@pytest.mark.parametrize('asked, per_layer, hook', [
+    (('images',), True, 'embed'), (('image',), False, 'embed'), (('images'), False, 'embed'), (None, False, 'embed'),
+    (('images',), False, 'position_bias')])
+def test_what_the_model_does_not_have(asked, per_layer, hook):
+    with pytest.raises(ValueError, match="a tuple of some of 'pos_embed', 'images', .*, for an 'embed' with per_layer"):
+        register(hook, lambda self, x, grid, **given: x, asks_for=asked, per_layer=per_layer)
 
 
 def test_a_parameter_in_a_table():

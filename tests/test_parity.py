@@ -109,24 +109,26 @@ def test_ape_is_timms_vit_with(kwargs):
 
 
 @pytest.mark.parametrize('narrow_images', [False, True])
+@pytest.mark.parametrize('narrow_model', [False, True])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('kwargs', [{}, dict(class_token=False, global_pool='avg')], ids=['token', 'no token'])
-def test_ape_is_timms_vit_under_autocast(kwargs, dtype, narrow_images):
-    """To the last bit: tokens stay in float32 between the layers, even without a class token."""
+def test_ape_is_timms_vit_under_autocast(kwargs, dtype, narrow_model, narrow_images):
+    """To the last bit: tokens keep the model's dtype between the layers, even without a class token."""
+    of_model = dtype if narrow_model else torch.float32
     kwargs = dict(depth=2, img_size=64, **kwargs)
-    theirs = timm_model('vit_tiny_patch16_224', **kwargs)
+    theirs = timm_model('vit_tiny_patch16_224', **kwargs).to(of_model)
     x, found = images((64, 64)).to(dtype if narrow_images else torch.float32), []
     with torch.no_grad(), torch.autocast('cpu', dtype):
         expected = theirs(x)
         for pos_enc in ('ape', 'nope', 'rope2d', 'sincos2d+sape2_k'):
-            ours = timm.create_model('vit_tiny_ape', pos_enc=pos_enc, **kwargs).eval()
+            ours = timm.create_model('vit_tiny_ape', pos_enc=pos_enc, **kwargs).to(of_model).eval()
             ours.blocks[-1].register_forward_hook(lambda block, args, out: found.append(out.dtype))
             if pos_enc == 'ape':
                 ours.load_state_dict(theirs.state_dict())
                 assert torch.equal(ours(x), expected)
             else:
                 ours(x)
-    assert found == [torch.float32] * 4
+    assert found == [of_model] * 4
 
 
 @pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])

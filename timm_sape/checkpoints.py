@@ -9,6 +9,7 @@ import errno
 import math
 import re
 import warnings
+from collections import Counter
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
@@ -285,13 +286,21 @@ def _refuse_wrapped(expected: Mapping[str, Any], state_dict: Mapping[str, Any]) 
     if not expected.keys().isdisjoint(state_dict):
         return
     for key, value in state_dict.items():
-        if isinstance(value, Mapping) and not expected.keys().isdisjoint(value):
+        if isinstance(value, Mapping) and (not expected.keys().isdisjoint(value) or _prefix(expected, value)):
             raise ValueError(f'These are not weights, but what a trainer saved. The weights are its entry {key!r}.')
-        prefix = next((key[:-len(name)] for name in expected if key.endswith(f'.{name}')), '')
-        if prefix and all(prefix + name in state_dict for name in expected):
-            raise ValueError(
-                f'The names of all weights begin with {prefix!r}. Remove it: {{name.removeprefix({prefix!r}): weight '
-                'for name, weight in weights.items()}.')
+    prefix = _prefix(expected, state_dict)
+    if prefix:
+        raise ValueError(
+            f'The names of the weights begin with {prefix!r} here. Remove it: {{name.removeprefix({prefix!r}): weight '
+            f'for name, weight in weights.items() if name.startswith({prefix!r})}}.')
+
+
+def _prefix(expected: Mapping[str, Any], state_dict: Mapping[Any, Any]) -> str:
+    """What stands before the names of at least half of the expected entries, with the dot; empty if nothing does."""
+    found = Counter(
+        key[:dot.end()] for key in state_dict if isinstance(key, str) for dot in re.finditer(r'\.', key)
+        if key[dot.end():] in expected)
+    return next((prefix for prefix, count in found.most_common(1) if 2 * count >= len(expected)), '')
 
 
 def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:

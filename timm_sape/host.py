@@ -141,11 +141,13 @@ class PosEncModel(nn.Module):
         unscaled = [
             name for name, keywords in parts.items()
             if 'resolution' in classes[name].rule_keywords and 'resolution' not in keywords]
-        if ref_grid_size is not None and self.ref_grid_size is None and unscaled:
+        if ref_grid_size is not None and self.ref_grid_size is None:
+            fix = 'Leave it out'
+            if unscaled:
+                fix += f", or rescale positions by pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}"
             warnings.warn(
-                f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because by default '
-                f'{" and ".join(unscaled)} extrapolates. To rescale positions: '
-                f"pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}.")
+                f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because none of its '
+                f'encodings rescales positions. {fix}.')
         # timm exempts the last two parameters from adaptive clipping, because it takes them for the head's.
         for name in ('head', 'head_dist'):
             if name in self._modules:

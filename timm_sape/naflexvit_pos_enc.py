@@ -215,10 +215,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if grid_size is None:
             grid_size = grid_sizes(patch_coord, patch_valid)
         tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
-        tokens = ops.wide_under_autocast(tokens)  # see SharedEncodings.embed
+        tokens = ops.wide_under_autocast(tokens, self.embeds.proj.weight)  # see VisionTransformerPosEnc
         sequence = Grid(1, x.shape[1], self.num_prefix_tokens, device=x.device)
         is_given = keep_indices is not None
-        if not is_given and isinstance(self.patch_drop, PatchDropoutWithIndices) and self.patch_drop.training:
+        if not is_given and self._drops_patches():
             keep_indices = self._draw_patches(patch_valid)
         tokens, sequence = keep_patches(self.patch_drop, tokens, sequence, keep_indices)
         kept = sequence.keep_indices
@@ -232,6 +232,9 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         groups = group_by_grid(patch_coord, patch_valid, grid_size, self.num_prefix_tokens)
         tokens, position = self._encode_groups(tokens, x, groups, object_index)
         return self.norm_pre(self.pos_drop(tokens)), position, patch_valid, kept
+
+    def _drops_patches(self) -> bool:
+        return isinstance(self.patch_drop, PatchDropoutWithIndices) and self.patch_drop.training
 
     def _draw_patches(self, valid: torch.Tensor) -> Optional[torch.Tensor]:
         """Indices of the patches that patch dropout keeps, `[B, K']`: as timm draws them, among padding too.
@@ -282,6 +285,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
                 'the model with dynamic_img_pad=True.')
         grid = Grid(height // ph, width // pw, self.num_prefix_tokens, device=images.device)
         tokens, _ = self.embeds(images)
+        tokens = ops.wide_under_autocast(tokens, self.embeds.proj.weight)  # see VisionTransformerPosEnc
         tokens, grid = keep_patches(self.patch_drop, tokens, grid, keep_indices)
         tokens, position = self._encode(
             tokens, grid, {**self._given(images), 'images': images, 'object_index': object_index}, is_naflex=False)
@@ -485,7 +489,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}.")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         is_given = keep_indices is not None or isinstance(x, Mapping) and x.get('keep_indices') is not None
-        is_random = not is_given and self.training and isinstance(self.patch_drop, PatchDropoutWithIndices)
+        is_random = not is_given and self._drops_patches()
         given = dict(grid_size=grid_size, keep_indices=keep_indices, object_index=object_index)
         x, position, valid, attn_mask = self._start(x, patch_coord, patch_valid, attn_mask, given)
         is_naflex = isinstance(position, MixedPosition)

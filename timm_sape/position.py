@@ -217,9 +217,6 @@ class SharedEncodings(_Encodings):
         if given['object_index'] is not None and not any('object_index' in e.asks_for for e in self.values()):
             raise ValueError(
                 "object_index= is for encodings that use it, such as 'ope'; the model has none. Leave it out.")
-        # Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
-        # token widens it again. Here the dtype must be the same for all encodings.
-        x = ops.wide_under_autocast(x)
         terms = [term.to(x.dtype) for term in self.terms(x, grid, given)]
         if not terms:
             return x

@@ -237,7 +237,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
     def _with_prefix_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """From the output of the patch embedding to tokens without position, `[B, P+H*W, D]`."""
-        x = x.flatten(1, -2)  # [B, H*W, D]
+        # Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
+        # token widens it again. Here the dtype must be the same for all encodings.
+        x = ops.wide_under_autocast(x.flatten(1, -2), self.patch_embed.proj.weight)  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         return torch.cat([*prefix, x], dim=1)
 

@@ -214,8 +214,13 @@ def test_patch_dropout_and_keep_indices(pos_enc):
     model = small(pos_enc, patch_drop_rate=0.5).double()
     given = batch(pictures([GRID, (6, 5)]), padding=4)
     model.train()
-    with pytest.raises(ValueError, match='With patches dropped use output_dict=True'):
-        model.forward_intermediates(given, output_fmt='NLC')
+    for training in (True, False):
+        model.train(training).patch_drop.train()  # dropping depends on the mode of this layer alone
+        with pytest.raises(ValueError, match='With patches dropped use output_dict=True'):
+            model.forward_intermediates(given, output_fmt='NLC')
+        model.train(training).patch_drop.eval()
+        assert model.forward_intermediates(given, output_fmt='NLC')[0].shape[1] == model.num_prefix_tokens + 34
+    model.train()
     taken = model.forward_intermediates({**given, 'keep_indices': torch.tensor([[0, 1], [2, 3]])}, output_fmt='NLC')
     assert taken[0].shape[1] == model.num_prefix_tokens + 2
     torch.manual_seed(0)

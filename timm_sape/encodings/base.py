@@ -436,7 +436,7 @@ class PositionEncoding(nn.Module):
             ValueError: If there are parameters of its own, and no override of this method that sets them.
         """
         own = [name for name, _ in self.named_parameters() if not name.startswith('gate.')]
-        if own and type(self).reset_parameters is PositionEncoding.reset_parameters:
+        if own and type(self).reset_parameters in (PositionEncoding.reset_parameters, FixedEncoding.reset_parameters):
             raise ValueError(
                 f'{self.name!r}: nothing gives {own[0]} its initial values again. Set the parameters of '
                 f'{type(self).__name__} in reset_parameters, and end its constructor by self.reset_parameters().')
@@ -519,6 +519,7 @@ class FixedEncoding(PositionEncoding, ABC):
         return self.table
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:

@@ -101,7 +101,7 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
 
     def embed(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         if self.training and (self.max_global_shift > 0 or self.max_local_shift > 0 or self.max_scale > 1):
-            table = self._waves(self._augmented(grid, x.shape[0], x.device, self.table.dtype))  # [B, H*W, D]
+            table = self._waves(self._augmented(grid, x.shape[0], x.device, self.table_like(grid).dtype))  # [B, H*W, D]
             return grid.keep_tokens(grid.pad_tokens(table))  # [B, N, D]
         return grid.keep_tokens(grid.pad_tokens(self.table_for(grid)))  # [(B,) N, D]
 

@@ -79,11 +79,12 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
                 if cls.overrides(hook) and cls.per_layer is not per_layer:
                     raise ValueError(
                         f'Encoding {name!r} overrides {hook!r}, so its class must set per_layer = {per_layer}.')
-        unknown = [asked for asked in cls.asks_for if asked not in GIVEN]
-        if unknown or cls.asks_for and cls.per_layer:
+        asked = cls.asks_for
+        is_known = isinstance(asked, (tuple, list)) and all(element in GIVEN for element in asked)
+        if not is_known or asked and (cls.per_layer or not cls.overrides('embed')):
             raise ValueError(
-                f'Encoding {name!r}: asks_for may name {", ".join(GIVEN)}, and only with per_layer = False. Its class '
-                f'has asks_for = {cls.asks_for!r} and per_layer = {cls.per_layer}.')
+                f"Encoding {name!r}: asks_for is a tuple of some of {', '.join(map(repr, GIVEN))}, for an 'embed' with "
+                f'per_layer = False. Its class has asks_for = {asked!r} and per_layer = {cls.per_layer}.')
         if cls.overrides('attend') and not cls.overrides('content_bias'):
             raise ValueError(
                 f"Encoding {name!r} overrides 'attend', which only computes the bias of 'content_bias' in another way. "

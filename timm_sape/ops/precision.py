@@ -29,9 +29,9 @@ def no_autocast(tensor: torch.Tensor) -> ContextManager:
     return torch.autocast(tensor.device.type, enabled=False) if _has_autocast(tensor) else nullcontext()
 
 
-def wide_under_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, under autocast in float32 unless it is wider."""
-    return upcast(tensor)[0] if _has_autocast(tensor) else tensor
+def wide_under_autocast(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The tensor, under autocast in the dtype of the weight if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, weight.dtype)) if _has_autocast(tensor) else tensor
 
 
 def _has_autocast(tensor: torch.Tensor) -> bool:
