@@ -67,6 +67,12 @@ def stages(out):
     plan = (
         f'{COMMAND} experiment train_configs/gpu_cifar10/{{name}}.yaml --data-dir {os.environ.get("CIFAR10", "")} '
         f'--script {os.environ.get("TIMM_SCRIPTS", "")}/train.py --output {out}/{{name}} --jobs 3')
+    images = (
+        f'{COMMAND} data cifar10-subset --source {os.environ.get("CIFAR10", "")} --output {out}/images '
+        '--per-class 4800 1000 --held-out 200')
+    table = (
+        f'{PYTHON} examples/reference_table.py --plan train_configs/gpu_cifar10/reference.yaml run --data-dir '
+        f'{out}/images --script {os.environ.get("TIMM_SCRIPTS", "")}/train.py --output {out}/reference --jobs 3')
     sanitizer = [
         (f'{tool}-{dtype}', f'{SANITIZER} {tool}{options} {CHECKS} small --dtype {dtype}', 100)
         for tool, options in (('memcheck', ' --report-api-errors no'), ('racecheck', ''))
@@ -98,7 +104,10 @@ def stages(out):
         'tiles': [('tiles', f'{CHECKS} tiles --jobs {JOBS} --output {out}/tiles_gpu.csv', 200)],
         'epoch': [(f'epoch-{model}', train.format(model=model), 100) for model in TRAINED],
         'plans': [
-            (f'plan-{name}', plan.format(name=name), 24 * 60 * 60) for name in ('repository', 'plan', 'paper')],
+            ('plan-repository', plan.format(name='repository'), 24 * 60 * 60),
+            ('images', images, 100),
+            ('plan-reference', table, 24 * 60 * 60),
+            *((f'plan-{name}', plan.format(name=name), 24 * 60 * 60) for name in ('plan', 'paper'))],
     }
 
 

@@ -47,6 +47,7 @@ from timm_sape.lab.experiment import (
     archive_runs,
     check_splits,
     images_in,
+    import_modules,
     load_plan,
     make_slots,
     notes_of,
@@ -113,11 +114,22 @@ def with_rates(plan, rates):
         run._replace(config={**run.config, 'lr': rates[run.label]}) for run in plan.runs if run.label in rates])
 
 
-def measure(checkpoint, data_dir):
+def read_plan(path, options=None):
+    """The plan, with the modules imported that register its models and encodings, as train.py does it."""
+    plan = load_plan(path, options)
+    import_modules(plan.runs)
+    return plan
+
+
+def device_of(plan):
+    return plan.runs[0].config.get('device', 'cuda')
+
+
+def measure(checkpoint, data_dir, device):
     """Measure what the table shows beside accuracy."""
     data = open_dataset(data_dir, split='test')
     size = load_model(checkpoint).patch_embed.img_size[0]
-    options = dict(batch_size=250, progress=False)
+    options = dict(batch_size=250, device=device, progress=False)
     sizes = [round(scale * size) for scale in SCALES]
     rows = sweep([checkpoint], data, sizes, num_images=TESTED, **options)  # a rotation has eight rules
     shifted, = shift_sweep([checkpoint], data, [SHIFT], **options)
@@ -125,15 +137,16 @@ def measure(checkpoint, data_dir):
         **{f'top1_{row["height"]}px_{row["rule"]}': row['top1'] for row in rows},
         f'top1_shifted_{SHIFT}px': shifted['top1'],
         f'same_shifted_{SHIFT}px': shifted['same'],
-        'position_shap': explain(checkpoint, data_dir),
+        'position_shap': explain(checkpoint, data_dir, device),
     }
 
 
-def explain(checkpoint, data_dir):
+def explain(checkpoint, data_dir, device):
     """Position-SHAP. Old lines have `pshap`, of images in the order of their classes, which is too high."""
-    data, model = open_dataset(data_dir, split='test'), load_model(checkpoint)
+    data, model = open_dataset(data_dir, split='test'), load_model(checkpoint).to(device)
     data.transform = preprocessing(model)
-    return round(position_shap(model, load_images(data, 250, EXPLAINED, shuffle=True)).value, 4)
+    images = load_images(data, 250, EXPLAINED, shuffle=True)
+    return round(position_shap(model, images, device=device).value, 4)
 
 
 def training_of(result):
@@ -177,9 +190,10 @@ def tell(line):
 
 def train(args):
     """Train and measure model by model. Returns the number of runs that did not finish."""
-    plan = load_plan(args.plan, script_options(args.script))
+    plan = read_plan(args.plan, script_options(args.script))
     check_splits(('train', 'held_out', 'test'), args.data_dir)
-    slots = make_slots(plan.runs[0].config['device'], args.jobs)
+    device = device_of(plan)
+    slots = make_slots(device, args.jobs)
     options = dict(script=args.script, data_dir=args.data_dir, slots=slots, tell=tell)
     failed = 0
     for label in args.models or plan.labels:
@@ -202,15 +216,16 @@ def train(args):
             checkpoint = each.folder(args.output) / 'last.pth.tar'
             if (each.label, each.seed) in measured or result.status != 'finished' or not checkpoint.exists():
                 continue
-            keep_measures([{
-                'model': each.label, 'seed': each.seed, 'training': training_of(result),
-                **measure(str(checkpoint), args.data_dir), 'measured_on': about(torch.device('cpu'))}], args.output)
+            line = {'model': each.label, 'seed': each.seed, 'training': training_of(result)}
+            line |= measure(str(checkpoint), args.data_dir, device) | {'measured_on': about(torch.device(device))}
+            keep_measures([line], args.output)
     return failed
 
 
 def add_position_shap(args):
     """Measure Position-SHAP where the measures of a run lack it and its checkpoint is there."""
-    plan = load_plan(args.plan)
+    plan = read_plan(args.plan)
+    device = device_of(plan)
     refuse_other_images(images_in(['test'], args.data_dir), args.output)
     runs = with_rates(plan, chosen_rates(plan, args.output)).select(args.models, None)
     archive_runs(runs, args.output, args.output / ARCHIVE)  # refuses checkpoints of other trainings than are known
@@ -219,8 +234,9 @@ def add_position_shap(args):
         line, checkpoint = measured.get((run.label, run.seed)), run.folder(args.output) / 'last.pth.tar'
         if line is None or 'position_shap' in line or not checkpoint.exists():
             continue
-        line = {**line, 'training': training_of(result), 'position_shap': explain(str(checkpoint), args.data_dir)}
-        line['measured_on'] += f'; P-SHAP: {about(torch.device("cpu"))}'
+        value = explain(str(checkpoint), args.data_dir, device)
+        line = {**line, 'training': training_of(result), 'position_shap': value}
+        line['measured_on'] += f'; P-SHAP: {about(torch.device(device))}'
         keep_measures([line], args.output)
         tell(f'{run.name}: P-SHAP {line["position_shap"]:.4f}')
     return 0
@@ -228,7 +244,7 @@ def add_position_shap(args):
 
 def table(args):
     """Write reference.csv, a row per run, and reference.md, a row per model, the most accurate first."""
-    plan = load_plan(args.plan)
+    plan = read_plan(args.plan)
     rates = chosen_rates(plan, args.output)
     if plan.baseline not in rates:
         raise ValueError(f'{args.output} has no finished trials of {plan.baseline!r}; name the folder of `run`')
@@ -336,7 +352,7 @@ def _best_rule(lines, prefix):
 
 def write_row(args):
     """Write all that is known of one model to a file, with its main figures on top for people."""
-    plan = load_plan(args.plan)
+    plan = read_plan(args.plan)
     rates = chosen_rates(plan, args.output)
     first = plan.select([args.label], None)[0]
     if args.label not in rates:
@@ -375,7 +391,7 @@ def _digest(options):
 
 def merge(args):
     """Add the rows of files to a folder, if they were made as the plan says."""
-    plan = load_plan(args.plan)
+    plan = read_plan(args.plan)
     for path in args.files:
         try:
             row = json.loads(path.read_text())
@@ -416,7 +432,7 @@ def main():
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser('run', help='train and measure what is missing')
     training.add_argument('--script', type=Path, default=Path('train.py'), help="timm's train.py")
-    training.add_argument('--jobs', type=int, help='trainings at a time (default: one per core)')
+    training.add_argument('--jobs', type=int, help='trainings at a time (default: one per core, or per GPU)')
     explaining = commands.add_parser('pshap', help='measure Position-SHAP where it is missing and checkpoints are left')
     for command in (training, explaining):
         command.add_argument('--data-dir', type=Path, required=True, help='has train, held_out and test')
@@ -424,10 +440,10 @@ def main():
     tables = commands.add_parser('table', help='write the table from what there is')
     tables.add_argument('--costs', type=Path, default=COSTS, help='of `timm-sape bench` (default: %(default)s)')
     single = commands.add_parser('row', help='write a file of one model')
-    single.add_argument('label', metavar='LABEL')
+    single.add_argument('label', metavar='LABEL', help='of the plan')
     single.add_argument('--file', type=Path, required=True, help='to write')
     merging = commands.add_parser('merge', help='add files of single models')
-    merging.add_argument('files', nargs='+', type=Path, metavar='FILE')
+    merging.add_argument('files', nargs='+', type=Path, metavar='FILE', help='files that `row` wrote')
     for command, function in (
             (training, train), (explaining, add_position_shap), (tables, table), (single, write_row), (merging, merge)):
         command.add_argument('--output', type=Path, required=True, help='folder of the runs')

@@ -307,8 +307,8 @@ def reference(lab, monkeypatch):
     measured = {
         'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90.,
         'position_shap': .25}
-    monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir: dict(measured))
-    monkeypatch.setattr(example, 'explain', lambda checkpoint, data_dir: .125)
+    monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir, device: dict(measured))
+    monkeypatch.setattr(example, 'explain', lambda checkpoint, data_dir, device: .125)
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=.001)
     lab.plan({
         'A': {'model': 'test_vit_ape', 'model_kwargs': {'best_rate': .001, 'top1': {1: 50, 2: 52}}},
@@ -389,6 +389,22 @@ def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsy
     assert found['A, 4 heads'] == ['A', '+4.00']
     dunnett, = (line.split(' | ')[9] for line in table.splitlines() if line.startswith('| B, 4 heads'))
     assert not dunnett.strip()  # Dunnett's comparisons have one control
+
+
+def test_modules_of_a_plan_are_imported(lab, reference, tmp_path, monkeypatch, capsys):
+    """They register encodings of one's own. train.py imports them too, but models are measured in this process."""
+    models = {'A': {'model': 'test_vit_ape', 'model_kwargs': {'top1': {1: 50, 2: 52}}}}
+    lab.plan(models, args={'device_modules': ['timm_sape', 'my_own_encoding']})
+    assert reference(*reference.training) == 2
+    assert 'A: device_modules has my_own_encoding, which cannot be imported' in capsys.readouterr().err
+    assert not lab.output.exists()
+    (tmp_path / 'my_own_encoding.py').touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    assert reference(*reference.training) == 0
+    for command in (('table',), ('row', 'A', '--file', tmp_path / 'A')):
+        assert sys.modules.pop('my_own_encoding').__file__ == str(tmp_path / 'my_own_encoding.py')
+        assert reference(*command) == 0
 
 
 def train_again(lab, reference):
@@ -1513,7 +1529,21 @@ def test_plans_are_there():
         'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
         'cpu_cifar10/repository': 'cpu_cifar10', 'cpu_cifar10/reference': 'cpu_cifar10',
         'cpu_cifar10/long': 'cpu_cifar10', 'gpu_cifar10/plan': 'deit_cifar10',
-        'gpu_cifar10/paper': 'paper_cifar10', 'gpu_cifar10/repository': 'repository_cifar10'}
+        'gpu_cifar10/paper': 'paper_cifar10', 'gpu_cifar10/repository': 'repository_cifar10',
+        'gpu_cifar10/reference': 'deit_cifar10'}
+
+
+def test_reference_plans_have_the_same_rows():
+    """On a GPU all rows have the six heads of ViT-S, so there are none of four beside those of two."""
+    small, large = (
+        {run.label: run.config for run in load_plan(CHECKOUT / 'train_configs' / folder / 'reference.yaml').runs}
+        for folder in ('cpu_cifar10', 'gpu_cifar10'))
+    assert list(large) == [label for label in small if not label.endswith(', 4 heads')] + ['LookHere']
+    for label, config in large.items():
+        if label in small:
+            assert config['model'].replace('small', 'tiny') == small[label]['model'], label
+            for key in ('pos_enc', 'pos_enc_kwargs'):
+                assert config['model_kwargs'].get(key) == small[label]['model_kwargs'].get(key), label
 
 
 @pytest.mark.skipif('TIMM_SCRIPTS' not in os.environ, reason="set TIMM_SCRIPTS to the directory of timm's train.py")

@@ -35,9 +35,9 @@ def test_commands(gpu, tmp_path, monkeypatch, capsys):
     """Files that the commands name exist, and `timm-sape` knows the options."""
     assert not call(gpu, monkeypatch, tmp_path / 'out', '--dry-run')
     commands = capsys.readouterr().out.splitlines()
-    assert len(commands) == 27
+    assert len(commands) == 29
     for command in commands:
-        for file in re.findall(r'(?:tests|train_configs|\.ci)/[\w./]+', command):
+        for file in re.findall(r'(?:tests|train_configs|examples|\.ci)/[\w./]+', command):
             assert (ROOT / file).is_file(), command
         _, _, ours = command.partition(' -m timm_sape ')
         if ours and not ours.startswith('run '):

@@ -1,5 +1,6 @@
 """The figures in the documents are those that were measured. As a script, prints the encodings' table."""
 import csv
+import hashlib
 import itertools
 import json
 import operator
@@ -377,18 +378,56 @@ def verdicts(values, others):
 
 
 def claims():
-    """What the answers say about differences: words, the values of both sides, digits, and whether it is shown."""
+    """What each page says about differences: words, the values of both sides, digits, and whether it is shown."""
     ten, six, rates = top1_of('plan'), top1_of('pairs', '456789'), top1_of('rates')
     changes, pooled, digits = top1_of('ablations'), top1_of('pooling'), digits_top1()
     sape2, sape2_half, ape_half = 'SaPE2(K)+APE', 'SaPE2(K)+APE, rate .00075', 'APE, rate .00075'
     gains = [[a - b for a, b in zip(six[f'{model}, rate .00075'], six[model])] for model in (sape2, 'APE')]
     sizes, shifts = kept('resolutions_cpu.csv', 'height', '32', '64'), kept('shifts_cpu.csv', 'shift', '0', '8')
-    roc = areas('white')[sape2]
+    roc, half = areas('white')[sape2], top1_of('half_rate')
     distance = roc['trained', 'distance', 'own']
     five, nothing = five_seeds(), [0, 0, 0]
     rope, mixed = 'RoPE-2D', 'RoPE-2D mixed'
     rows, equal = repository(), ', no LayerScale'
-    return [
+    answers = [
+        ('ahead, too**: {} beside APE with four (five seeds).', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2,
+         True),
+        ('and sincos2d, too: {}.', retrofit('kept', 'sincos2d', 64), retrofit('kept', 'APE', 64), 1, True),
+        ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
+        ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
+        ('with the five seeds {}. In the', five[sape2], five['SaPE2(Q)+APE'], 2, False),
+        ('Alone, SaPE2(K) is behind APE: {}', ten['SaPE2(K)'], ten['APE'], 2, True),
+        ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
+        ('covers a loss and a gain, six seeds: {}', six[sape2_half], six[ape_half], 2, False),
+        ('at half the rate, six seeds: {}', six['RoPE-2D, rate .00075'], six[sape2_half], 2, True),
+        ('costs SaPE2(K)+APE far more, {},', rates[f'{sape2}, rate .003'], rates[sape2], 2, True),
+        ('than APE, {}.', rates['APE, rate .003'], rates['APE'], 2, True),
+        ('to 80 %: {}', digits[f'{sape2}, rate .0005'], digits[sape2], 2, True),
+        ('SaPE2(K)+APE gains more than APE at half the rate, six seeds: {}', *gains, 2, False),
+        ('K minus Q, both with APE: {}', changes[sape2], changes['SaPE2(Q)+APE'], 2, False),
+        ('squared distances cost most, {},', changes['K+APE, squared distance'], changes[sape2], 2, True),
+        ('then tables that start at .5: {}', changes['K+APE, table .5'], changes[sape2], 2, True),
+        ('87 %: {}', sizes[sape2, 'own'], sizes['APE', 'own'], 1, False),
+        ('if positions are rescaled, more than APE: {}', sizes['RoPE-2D', 'rescale'], sizes['APE', 'own'], 1, True),
+        ('less than APE: {}', sizes['RoPE-2D', 'extrapolate'], sizes['APE', 'own'], 1, True),
+        ('82 %: {}', shifts[sape2, 'own'], shifts['APE', 'own'], 1, False),
+        ('SaPE2(K) alone keeps more than APE, {};', shifts['SaPE2(K)', 'own'], shifts['APE', 'own'], 1, True),
+        ('so does a model without position, {}.', shifts['none', 'own'], shifts['APE', 'own'], 1, True),
+        ('with the masks of other images: {}', distance, roc['trained', 'distance', 'shuffled'], 3, True),
+        ("does better: SaPE2's area minus that is {}", distance, roc['trained', 'keys', 'own'], 3, True),
+        ('without a class token, its mean is as far behind APE: {}',
+         pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
+        ('our SaPE2(Q)+APE, has none: {}; both intervals', rows['q.e+APE'], rows['APE'], 2, True),
+        ('without LayerScale, it is {}, but the other interval includes 0.',
+         rows['q.e+APE'], rows[f'APE{equal}'], 2, False),
+        ('Q is ahead of K by {}, but the other interval includes 0.', rows['q.e+APE'], rows['k.e+APE'], 2, False),
+        ('it changes RoPE-2D mixed by {}.', rows[mixed], rows[mixed + equal], 2, True),
+        ('LaPE has the highest mean. It is ahead of APE, {}, but was picked', five['LaPE'], five['APE'], 2, True),
+        ("at the recipe's rate, SaPE2(Q) is ahead: {}.", changes['SaPE2(Q)'], ten['none'], 2, True),
+        ('keeps more of its accuracy above chance than APE, {},',
+         retrofit('kept', rope, 64), retrofit('kept', 'APE', 64), 1, True),
+    ]
+    details = [
         ('LayerScale itself changes APE by {},', rows['APE'], rows[f'APE{equal}'], 2, False),
         ('RoPE-2D by {} and', rows[rope], rows[rope + equal], 2, True),
         ('RoPE-2D mixed by {}: it', rows[mixed], rows[mixed + equal], 2, True),
@@ -404,7 +443,6 @@ def claims():
          2, False),
         ('is not shown to differ from APE either: {}.', five[f'{sape2}, 4 heads'], five['APE, 4 heads'], 2, False),
         ('RoPE-2D with four heads is ahead of it: {}.', five[f'{rope}, 4 heads'], five[f'{sape2}, 4 heads'], 2, True),
-        ('with the five seeds {}. Of the other changes', five[sape2], five['SaPE2(Q)+APE'], 2, False),
         ('not shown to be ahead of the model without position: {}. LookHere', five['FIRE'], five['none'], 2, False),
         ('RoPE-2D keeps more than APE, {},', retrofit('kept', rope, 64), retrofit('kept', 'APE', 64), 1, True),
         ('and sincos2d, too: {}.', retrofit('kept', 'sincos2d', 64), retrofit('kept', 'APE', 64), 1, True),
@@ -419,47 +457,41 @@ def claims():
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
         ("RoPE-2D mixed comes nearest, at the recipe's rate: {}", ten['RoPE-2D mixed'], ten['APE'], 2, False),
         ('Relative bias is behind APE, {};', ten['relative bias'], ten['APE'], 2, True),
-        ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
-        ('covers a loss and a gain, six seeds: {}', six[sape2_half], six[ape_half], 2, False),
-        ('at half the rate, six seeds: {}', six['RoPE-2D, rate .00075'], six[sape2_half], 2, True),
-        ('SaPE2(K) alone is behind APE: {}', ten['SaPE2(K)'], ten['APE'], 2, True),
-        ('costs SaPE2(K)+APE far more, {},', rates[f'{sape2}, rate .003'], rates[sape2], 2, True),
-        ('than APE, {}.', rates['APE, rate .003'], rates['APE'], 2, True),
-        ('to 80 %: {}', digits[f'{sape2}, rate .0005'], digits[sape2], 2, True),
-        ('SaPE2(K)+APE gains more than APE at half the rate, six seeds: {}', *gains, 2, False),
-        ('nor that APE loses anything there, six seeds: {}', six[ape_half], six['APE'], 2, False),
-        ('K minus Q, both with APE: {}', changes[sape2], changes['SaPE2(Q)+APE'], 2, False),
-        ('squared distances cost most, {},', changes['K+APE, squared distance'], changes[sape2], 2, True),
-        ('then tables that start at .5: {}', changes['K+APE, table .5'], changes[sape2], 2, True),
-        ('87 %: {}', sizes[sape2, 'own'], sizes['APE', 'own'], 1, False),
-        ('if positions are rescaled, more than APE: {}', sizes['RoPE-2D', 'rescale'], sizes['APE', 'own'], 1, True),
-        ('less than APE: {}', sizes['RoPE-2D', 'extrapolate'], sizes['APE', 'own'], 1, True),
-        ('82 %: {}', shifts[sape2, 'own'], shifts['APE', 'own'], 1, False),
-        ('SaPE2(K) alone keeps more than APE, {};', shifts['SaPE2(K)', 'own'], shifts['APE', 'own'], 1, True),
-        ('so does a model without position, {}.', shifts['none', 'own'], shifts['APE', 'own'], 1, True),
-        ('with the masks of other images: {}', distance, roc['trained', 'distance', 'shuffled'], 3, True),
-        ("does better: SaPE2's area minus that is {}", distance, roc['trained', 'keys', 'own'], 3, True),
-        ("makes SaPE2's distance worse at this: {}", distance, roc['untrained', 'distance', 'own'], 3, True),
-        ('without a class token, its mean is as far behind APE: {}',
-         pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
+        ('With six seeds APE changes by {} and', six[ape_half], six['APE'], 2, False),
+        ('in white ink training makes it worse, {}.', distance, roc['untrained', 'distance', 'own'], 3, True),
+        *((f'{form} {{}}', five[form], five['none'], 2, False)
+          for form in ('SaPE2(Q)', 'SaPE2(QK)', 'SaPE2(K) squared', 'SaPE2(Q) squared')),
+        ('with seeds 1 to 3 and each comparison on its own: SaPE2(Q), {},', changes['SaPE2(Q)'], ten['none'], 2, True),
+        ('with the distance subtracted, {}.', changes['K, negative'], ten['none'], 2, True),
+        ('Half the rate gives it {} more,', half['none, rate .00075'], ten['none'], 2, True),
     ]
+    return {ANSWERS: answers, DETAILS: details}
 
 
-def test_answers_are_those_of_the_runs():
-    """Each difference in the prose, and whether it counts as shown."""
-    text = ' '.join(line for line in ANSWERS.read_text().splitlines() if not line.startswith('|'))
-    checked = []
-    for words, values, others, digits, shown in claims():
+def without_tables(page):
+    """The prose of a page in one line."""
+    return ' '.join(' '.join(line for line in page.read_text().splitlines() if not line.startswith('|')).split())
+
+
+@pytest.mark.parametrize('page', [ANSWERS, DETAILS], ids=lambda page: page.stem)
+def test_answers_are_those_of_the_runs(page):
+    """Each difference in the prose, and whether it counts as shown. (The details have more, which are tested below.)"""
+    text, checked = without_tables(page), []
+    for words, values, others, digits, shown in claims()[page]:
         checked.append(difference_of(values, others, digits))
         assert words.format(checked[-1]) in text, (words, checked[-1])
         assert all(verdicts(values, others)) == shown, words
-    assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
+    if page == ANSWERS:
+        assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
+
+
+def test_sape2_added_to_rotations():
     five = five_seeds()
     for rotation in ('RoPE-2D', 'RoPE-2D mixed'):
         for gate in ('', ', gate 0'):
             values, others = five[f'{rotation}+SaPE2(K){gate}'], five[rotation]
             row = f'| {rotation}{gate.replace("gate", "gate at")} | {difference_of(values, others, 2)} | no'
-            assert row in ANSWERS.read_text() and not all(verdicts(values, others))
+            assert row in DETAILS.read_text() and not all(verdicts(values, others))
 
 
 def losses_apart(runs):
@@ -502,7 +534,8 @@ def test_the_longer_training():
     assert 'SaPE2(Q)+APE is behind APE with every seed, which is not shown.' in text and max(gains['SaPE2(Q)+APE']) < 0
     low, high = losses_apart(runs.values())
     _, most = losses_apart(run for (label, _), run in reference.items() if ', trial at ' not in label)
-    assert f'ends {low} to {high} above that on training images, in the reference table at most {most}.' in text
+    text = f'ends {low} to {high} above that on training images, in the reference table at most {most}.'
+    assert text in prose(DETAILS)
 
 
 def test_the_comparison_of_the_repository_is_that_of_the_runs():
@@ -514,11 +547,15 @@ def test_the_comparison_of_the_repository_is_that_of_the_runs():
             cells += [difference_of(rows[model], rows[base]), '[{:+.2f}, {:+.2f}]'.format(
                 *unpaired_interval(rows[model], rows[base]))]
             shown[model, base] = all(verdicts(rows[model], rows[base]))
-        assert f'| {" | ".join(cells)} |' in ANSWERS.read_text(), cells
-    assert 'q.e+APE is ahead of APE and of RoPE-2D mixed' in prose(ANSWERS)
+        assert f'| {" | ".join(cells)} |' in DETAILS.read_text(), cells
+    for page in (ANSWERS, DETAILS):
+        assert 'As in the repository, q.e+APE is ahead of APE and of RoPE-2D mixed' in prose(page)
+    for page, names in ((ANSWERS, 'q.e+APE and k.e+APE'), (DETAILS, 'both')):
+        text = f'With equal blocks {names} are behind RoPE-2D mixed, and neither is shown to differ from APE'
+        assert text in prose(page)
+    assert 'there q.e+APE is ahead of APE and of RoPE-2D mixed, each as a single comparison' in prose(DETAILS)
     assert shown['q.e+APE', 'APE'] and shown['q.e+APE', 'RoPE-2D mixed']
     assert statistics.mean(rows['q.e+APE']) > max(statistics.mean(rows[name]) for name in ('APE', 'RoPE-2D mixed'))
-    assert 'With equal blocks both are behind RoPE-2D mixed, and neither is shown to differ from APE' in prose(ANSWERS)
     for model in ('q.e+APE', 'k.e+APE'):
         assert shown[model, 'RoPE-2D mixed, no LayerScale'] and not shown[model, 'APE, no LayerScale']
         assert statistics.mean(rows[model]) < statistics.mean(rows['RoPE-2D mixed, no LayerScale'])
@@ -527,7 +564,11 @@ def test_the_comparison_of_the_repository_is_that_of_the_runs():
         ('q.e+APE', 'k.e+APE'), ('q.e+APE', 'q.e, separate keys+APE')]
     found = [
         corrected_intervals(*(dict(enumerate(rows[model])) for model in pair), len(pairs))[1:] for pair in pairs]
-    assert f'Corrected for all {len(pairs)} of this section, only the change of RoPE-2D mixed by' in prose(ANSWERS)
+    assert f'Corrected for all {len(pairs)} of this section, only the change of RoPE-2D mixed by' in prose(DETAILS)
+    assert f'Corrected for all {len(pairs)} comparisons, only this change is shown.' in prose(ANSWERS)
+    # what the answers say about the other interval
+    for model, other in (('q.e+APE', 'APE, no LayerScale'), ('q.e+APE', 'k.e+APE')):
+        assert verdicts(rows[model], rows[other]) == [True, False]
     assert [pair for pair, intervals in zip(pairs, found) if all(low > 0 or high < 0 for low, high in intervals)] == [
         ('RoPE-2D mixed', 'RoPE-2D mixed, no LayerScale')]
 
@@ -592,8 +633,8 @@ def test_differences_in_the_prose_of_the_details():
         for pair in itertools.permutations(models.values(), 2):
             paired.add(difference_of(*pair, digits))
             unpaired.add('[{:+.{d}f}, {:+.{d}f}]'.format(*unpaired_interval(*pair), d=digits))
-    text = ' '.join(line for line in DETAILS.read_text().splitlines() if not line.startswith('|'))
-    found = re.findall(r'([+-][\d.]+ \[.*?\])|(\[[+-][\d.]+, .*?\])', text)
+    paired |= {difference_of(values, others, digits) for _, values, others, digits, _ in claims()[DETAILS]}
+    found = re.findall(r'([+-][\d.]+ \[.*?\])|(\[[+-][\d.]+, .*?\])', without_tables(DETAILS))
     assert found and {one for one, _ in found} - {''} <= paired and {one for _, one in found} - {''} <= unpaired
 
 
@@ -638,7 +679,7 @@ def test_advice_is_that_of_the_results():
         (row['model'], row['backend'], row['batch'], row['way']): row
         for row in read_csv(RESULTS / 'h200' / 'steps.csv') if 'dd1c9aa' in row['notes']}
     sape2, rope2d = (
-        {way: round(100 * float(again[*model, '128', way]['to_ape']) - 100)
+        {way: round(100 * float(again[(*model, '128', way)]['to_ape']) - 100)
          for way in ('eager', 'compiled', 'reduce-overhead', 'graph')}
         for model in (('vit_small_sape2_k_ape', 'triton'), ('vit_small_rope2d', '')))
     text = (
@@ -691,7 +732,7 @@ def rows_of_retrofit(section):
 
 
 def test_what_is_left_at_other_sizes():
-    """The table of results/README.md, the rules that were chosen, and biases beside RoPE-2D."""
+    """The table of results/details.md, the rules that were chosen, and biases beside RoPE-2D."""
     folder = RESULTS / 'cpu_cifar10' / 'retrofit'
     rows = [row for row in read_csv(folder / 'retrofit.csv') if row['model'] == 'not fine-tuned']
     bases = dict.fromkeys(row['base'] for row in rows)
@@ -700,28 +741,31 @@ def test_what_is_left_at_other_sizes():
         found = [retrofit('kept', base, size) for size in ('64', '96', '128')]
         assert {len(values) for values in found} == {5}
         cells = (spread_of(values, 1) for values in found)
-        assert f'| {base} | {" | ".join(cells)} |' in ANSWERS.read_text()
+        assert f'| {base} | {" | ".join(cells)} |' in DETAILS.read_text()
     section = (folder / 'retrofit.md').read_text().partition('\n## ')[0]
     found = {base: cells for base, size, *cells in rows_of_retrofit(section) if size == 96}
     for base, shown in (('FIRE', 'yes'), ('CPB', 'yes'), ('LookHere, 4 heads', 'no')):
-        assert found[base][-1] == shown and f'| {" | ".join((base, *found[base]))} |' in ANSWERS.read_text()
+        assert found[base][-1] == shown and f'| {" | ".join((base, *found[base]))} |' in DETAILS.read_text()
+    text = 'are behind RoPE-2D at 96 px, by {} and {} points of top-1 (shown with corrected intervals)'
+    assert f'FIRE and CPB, biases made for other sizes, {text}'.format(
+        *(found[base][0].lstrip('-') for base in ('FIRE', 'CPB'))) in prose(ANSWERS)
     gain, *_, shown = next(cells for base, size, *cells in rows_of_retrofit(section) if (base, size) == ('FIRE', 32))
-    assert shown == 'yes' and f'FIRE is behind at 32 px already, by {gain[1:]}' in prose(ANSWERS)
+    assert shown == 'yes' and f'FIRE is behind at 32 px already, by {gain[1:]}' in prose(DETAILS)
     differences = list(rows_of_retrofit(section))
-    assert f'corrected for the {len(differences)} rows' in prose(ANSWERS)
+    assert f'corrected for the {len(differences)} rows' in prose(DETAILS)
     assert {cells[-1] for base, size, *cells in differences if base == 'CPB' and size in (64, 128)} == {'no'}
     for size in ('64', '96', '128'):
         assert not all(verdicts(*(retrofit('kept', f'{name}, 4 heads', size) for name in ('LookHere', 'APE'))))
     images = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('test', size))
               for size in ('64', '96', '128')]
-    assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(ANSWERS)
+    assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(DETAILS)
     scaled = [sum(row['rule'].endswith('+log') for row in rows if (row['split'], row['size']) == ('test', size))
               for size in ('64', '96', '128')]
     assert scaled[1] == scaled[2]
-    assert 'for {} of the 40 models at 64 px and for {} at 96 and 128 px'.format(*scaled) in prose(ANSWERS)
+    assert 'for {} of the 40 models at 64 px and for {} at 96 and 128 px'.format(*scaled) in prose(DETAILS)
     choosing = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('held_out', size))
                 for size in ('96', '128')]
-    assert 'the rule was chosen on {} and {} images'.format(*choosing) in prose(ANSWERS)
+    assert 'the rule was chosen on {} and {} images'.format(*choosing) in prose(DETAILS)
 
 
 def test_segmentation():
@@ -732,16 +776,24 @@ def test_segmentation():
         cells = cells_of(line)
         if len(cells) >= 8 and cells[1].endswith(' px'):
             found[cells[0], cells[1]] = cells[2:8]
-    assert '## Which encoding gives the best maps of features? APE has the highest mean' in prose(ANSWERS)
+    for page in (ANSWERS, DETAILS):
+        assert '## Which encoding gives the best maps of features? APE has the highest mean' in prose(page)
     models = [model for model, size in found if size == '32 px' and model != 'pixels']
     assert models[0] == 'APE'  # the best is first
     assert all(gain.startswith('-') for (model, _), (*_, gain, _, _, _) in found.items() if model in models[1:])
     for model in models:
-        assert f'| {" | ".join((model, *found[model, "32 px"]))} |' in ANSWERS.read_text()
+        assert f'| {" | ".join((model, *found[model, "32 px"]))} |' in DETAILS.read_text()
     gains = [found[model, '64 px'][2] for model in models[1:]]
     text = f'At 64 px, in the order of this table, the differences are {", ".join(gains[:-1])} and {gains[-1]}.'
-    assert text in prose(ANSWERS)
-    assert f'pixels of a patch give {found["pixels", "32 px"][1]} %' in prose(ANSWERS)
+    assert text in prose(DETAILS)
+    assert f'pixels of a patch give {found["pixels", "32 px"][1]} %' in prose(DETAILS)
+    _, best, *_ = found['APE', '32 px']
+    assert f'intersection over union of {best.split()[0]} % with APE.' in prose(ANSWERS)
+    _, _, gain, paired, _, shown = found['RoPE-2D', '32 px']
+    low, high = re.findall(r'[\d.]+', paired)
+    text = f'RoPE-2D is behind by {gain[1:]} points (corrected interval {high} to {low}), which is shown.'
+    assert text in prose(ANSWERS) and shown == 'yes' and float(paired.split(', ')[1].rstrip(']')) < 0
+    assert 'SaPE2(K)+APE is not shown to be.' in prose(ANSWERS) and found['SaPE2(K)+APE', '32 px'][-1] == 'no'
 
 
 def test_sape2_in_the_reference_table():
@@ -754,13 +806,14 @@ def test_sape2_in_the_reference_table():
         shown[model] = all(', -' in interval for interval in intervals[:2])
     assert shown['SaPE2(K)'] and not any(shown[name] for name in ('SaPE2(K)+APE', 'SaPE2(Q)+APE', 'RoPE-2D'))
     ahead = [cells[0] for cells in rows[2:] if all(interval.startswith('[+') for interval in cells[7:9])]
-    assert not ahead and 'rows of the reference table, no encoding is shown to be ahead.' in prose(ANSWERS)
-    assert 'beside APE with four. The corrected intervals do not show it.' in prose(ANSWERS)
+    for page in (ANSWERS, DETAILS):
+        assert not ahead and 'rows of the reference table, no encoding is shown to be ahead.' in prose(page)
+    assert 'beside APE with four. The corrected intervals do not show it.' in prose(DETAILS)
     path, first = RESULTS / 'cpu_cifar10' / 'reference' / 'first_trainings.jsonl', {}
     for run in map(json.loads, path.read_text().splitlines()):
         first.setdefault(run['label'], {})[run['seed']] = run['epochs']['eval_top1'][-1]
     gain, *intervals = corrected_intervals(first['RoPE-2D, 4 heads'], first['APE, 4 heads'], len(rows) - 3)
-    assert f'it was {gain:.2f} points ahead, and they did.' in prose(ANSWERS) and min(low for low, _ in intervals) > 0
+    assert f'it was {gain:.2f} points ahead, and they did.' in prose(DETAILS) and min(low for low, _ in intervals) > 0
     five = five_seeds()
     four, rotated = (
         difference_of(five[name], five['APE'], 2).split()[0].lstrip('+') for name in ('APE, 4 heads', 'RoPE-2D'))
@@ -770,7 +823,32 @@ def test_sape2_in_the_reference_table():
         f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown with its corrected intervals. '
         f'SaPE2(K)+APE is {gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}; '
         'neither is shown.')
+    assert text in prose(DETAILS)
+
+
+def test_sape2_beside_the_model_without_position():
+    """No form without APE is shown to be ahead with five seeds; two are at the recipe's rate, with three."""
+    five, three = five_seeds(), top1_of('ablations')
+    forms = [model for model in five if model.startswith('SaPE2') and '+' not in model]
+    names = ['SaPE2(K)', 'SaPE2(Q)', 'SaPE2(QK)', 'SaPE2(K) squared', 'SaPE2(Q) squared']
+    assert sorted(forms) == sorted(names) and not any(all(verdicts(five[name], five['none'])) for name in forms)
+    gains = [f'{difference_of(five[name], five["none"]).split()[0]} for {name}' for name in names]
+    text = (
+        'With the five seeds of the reference table no form without APE is shown to be ahead of the model without '
+        f'position. The mean differences from it are {", ".join(gains[:-1])} and {gains[-1]}.')
     assert text in prose(ANSWERS)
+    gains = [f'{name} {difference_of(five[name], five["none"])}' for name in names[1:]]
+    text = f'with the same five seeds: {", ".join(gains[:-1])} and {gains[-1]}. (For the last one the other interval'
+    assert text in prose(DETAILS) and verdicts(five[names[-1]], five['none']) == [False, True]
+    none = top1_of('plan')['none']
+    ahead = {
+        model for model, found in three.items()
+        if '+APE' not in model and model != 'APE' and statistics.mean(found) > statistics.mean(none)
+        and all(verdicts(found, none))}
+    assert ahead == {'SaPE2(Q)', 'K, negative'}
+    assert "At the recipe's rate two forms are ahead of it, with seeds 1 to 3" in prose(DETAILS)
+    rates = {row['model']: row['lr'] for row in read_csv(RESULTS / 'cpu_cifar10/reference/reference.csv')}
+    assert rates['none'] == '0.00075'
 
 
 def test_rows_of_the_reference_table_in_the_prose():
@@ -781,15 +859,18 @@ def test_rows_of_the_reference_table_in_the_prose():
     ahead = [
         model for model in two_heads if 'SaPE2' not in model and model not in ('APE', 'RoPE-2D mixed')
         and statistics.mean(five[model]) > statistics.mean(five['APE']) and all(verdicts(five[model], five['APE']))]
-    assert f'They show the same for {listed(ahead)} (two heads, without SaPE2; [figures]' in prose(ANSWERS)
+    assert f'They show the same for {listed(ahead)} (two heads, without SaPE2; [figures]' in prose(DETAILS)
     table = (RESULTS / 'cpu_cifar10' / 'reference' / 'reference.md').read_text().split('\n\n')[3]
     heading, _, *rows = map(cells_of, table.splitlines())
     dunnett = {cells[0]: cells[heading.index('Dunnett')] for cells in rows}
     shown = [model for model in two_heads if dunnett[model].startswith('[+')]
     alone, combined = ([model for model in shown if ('+' in model) is plus] for plus in (False, True))
     assert len(combined) == 4
-    assert f'do exclude 0 for {listed(alone)}, and for four rows of two encodings.)' in prose(ANSWERS)
-    assert f'), {len(five)} models | chosen for each model out of these two |' in ANSWERS.read_text()
+    assert f'do exclude 0 for {listed(alone)}, and for four rows of two encodings.)' in prose(DETAILS)
+    assert f'), {len(five)} models | chosen for each model out of these two |' in DETAILS.read_text()
+    assert order[0].endswith('4 heads') and two_heads[0] == 'LaPE'
+    assert 'Of the models with two heads in the [reference table]' in prose(ANSWERS)
+    assert '(five seeds) LaPE has the highest mean.' in prose(ANSWERS)
     hardware = {row['model']: row['hardware'] for row in read_csv(RESULTS / 'cpu_cifar10/reference/reference.csv')}
     xeon = [model for model in order if hardware[model].startswith('Intel')]
     assert {hardware[model].split(',')[0] for model in order} == {'AMD EPYC', hardware[xeon[0]].split(',')[0]}
@@ -815,6 +896,23 @@ def test_rows_that_were_trained_twice():
     text = prose(DOCS / 'choosing.md')
     assert f'can be seen from {listed(again)}, which ' in text
     assert f'of a seed differ by up to {of_a_seed:.1f} points of top-1, and the means by up to {of_means:.1f}.' in text
+
+
+def test_repeated_runs():
+    """The hashes are those of the runs in the table: of all losses and accuracies, and of train.py's options."""
+    folder = RESULTS / 'cpu_cifar10' / 'reference'
+    runs, measures = (
+        {(line.get('label', line.get('model')), str(line['seed'])): line
+         for line in map(json.loads, (folder / name).read_text().splitlines())}
+        for name in ('runs.jsonl', 'measures.jsonl'))
+    rows = read_csv(folder / 'repeats.csv')
+    assert len(rows) == 2 and 'Two runs of the [reference table]' in prose(DETAILS)
+    for row in rows:
+        run = runs[row['model'], row['seed']]
+        options = json.dumps(run['args'], sort_keys=True).encode()
+        assert row['sha256_of_args'] == hashlib.sha256(options).hexdigest()
+        assert row['training_again'] == row['training'] == measures[row['model'], row['seed']]['training']
+        assert row['commit'] == run['starts'][0]['commit'] != row['commit_again']
 
 
 def test_interrupted_runs_are_named():
@@ -846,7 +944,7 @@ def test_grafts_at_other_sizes():
         ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed'), ('fire', 'cpb', 'pape', 'sape2_k'), (32, 48, 64, 96, 128)))
     for sizes, what in (((48, 64, 96, 128), 'of that accuracy at larger sizes'), ((32,), 'at 32 px')):
         largest = max(abs(gain) for (*_, size), gain in grafts.items() if size in sizes)
-        assert f'by up to {largest:.1f} % {what}' in prose(ANSWERS)
+        assert f'by up to {largest:.1f} % {what}' in prose(DETAILS)
     widths = {}  # of the intervals over the four bases
     for name in ('fire', 'cpb', 'sape2_k', 'pape'):
         _, low, high = mean_interval(over_bases('kept', 96, name, 'unchanged'))
@@ -863,7 +961,7 @@ def test_grafts_at_other_sizes():
     for names, what in ((('fire', 'cpb'), 'of a patch'), (('sape2_k',), 'SaPE2(K)'), (('pape',), 'PaPE')):
         values = [value for name in names for value in moved[name]]
         low, high = (f'{value:.2f}'.removeprefix('0') for value in (min(values), max(values)))
-        assert f'{what} by {low} to {high}' in prose(ANSWERS)
+        assert f'{what} by {low} to {high}' in prose(DETAILS)
 
 
 def test_figures_in_docs():

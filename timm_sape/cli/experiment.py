@@ -139,24 +139,16 @@ def _files(args: argparse.Namespace) -> List[Path]:
 
 def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
     """Refuse what would make every run fail, or worse, train on the wrong images."""
-    import importlib
-
     import timm
 
     from ..analysis.inputs import split_folder
-    from ..lab.experiment import SPLITS
+    from ..lab.experiment import SPLITS, import_modules
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')
+    import_modules(runs)
     for run in runs:
-        config, name = run.config, run.config['model']
-        for module in config['device_modules'] or ():
-            try:
-                importlib.import_module(module)
-            except ImportError as e:
-                raise CommandError(
-                    f'{run.label}: device_modules has {module}, which cannot be imported: {e}. If it is a file of '
-                    'yours, add its folder to PYTHONPATH') from e
+        name = run.config['model']
         if ':' not in name and not timm.is_model(name):
             raise CommandError(f'{run.label}: there is no model {name!r}; see timm.list_models()')
         for option, split in run.splits.items():

@@ -1,5 +1,5 @@
 """Experiments: train models with several seeds by one recipe, through timm's train.py, and compare the results."""
-from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, load_plan, script_options
+from .plan import ARCHIVE, OUTPUTS, SPLITS, Plan, Run, import_modules, load_plan, script_options
 from .records import Trained, alone, hash_of, lock, trained_models, write_text
 from .report import notes_of, plot_curves, rows_of, summary_table, trained_with
 from .results import archive_runs, read_results
@@ -20,6 +20,7 @@ __all__ = [
     'estimate',
     'hash_of',
     'images_in',
+    'import_modules',
     'load_plan',
     'lock',
     'make_slots',

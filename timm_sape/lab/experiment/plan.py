@@ -1,6 +1,7 @@
 """Read plans: YAML files that name a recipe, models and seeds."""
 import ast
 import difflib
+import importlib
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 
 import yaml
 
-__all__ = ['ARCHIVE', 'OUTPUTS', 'SPLITS', 'Option', 'Plan', 'Run', 'load_plan', 'script_options']
+__all__ = ['ARCHIVE', 'OUTPUTS', 'SPLITS', 'Option', 'Plan', 'Run', 'import_modules', 'load_plan', 'script_options']
 
 KEYS = ('recipe', 'models', 'seeds', 'baseline', 'args')
 OUTPUTS = ('.csv', '.md', '.png')  # files named after the plan, beside the folders of the models
@@ -223,6 +224,22 @@ def _declared(given: Mapping[str, ast.expr]) -> Option:
     if action is not None or nargs == '?':  # values of other types are possible
         kind = None
     return Option(kind, nargs is not None, default)
+
+
+def import_modules(runs: Iterable[Run]) -> None:
+    """Import what `device_modules` names: the modules that register the models and encodings of the runs.
+
+    Raises:
+        ValueError: If one of them cannot be imported.
+    """
+    for run in runs:
+        for module in run.config['device_modules'] or ():
+            try:
+                importlib.import_module(module)
+            except ImportError as e:
+                raise ValueError(
+                    f'{run.label}: device_modules has {module}, which cannot be imported: {e}. If it is a file of '
+                    'yours, add its folder to PYTHONPATH') from e
 
 
 def _check_labels(labels: Iterable[Any], path: Path) -> None:
