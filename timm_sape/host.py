@@ -141,13 +141,11 @@ class PosEncModel(nn.Module):
         unscaled = [
             name for name, keywords in parts.items()
             if 'resolution' in classes[name].rule_keywords and 'resolution' not in keywords]
-        if ref_grid_size is not None and self.ref_grid_size is None:
-            fix = 'Leave it out'
-            if unscaled:
-                fix += f", or rescale positions by pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}"
+        if ref_grid_size is not None and self.ref_grid_size is None and unscaled:
             warnings.warn(
                 f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because none of its '
-                f'encodings rescales positions. {fix}.')
+                'encodings rescales positions. Leave it out, or rescale them by '
+                f"pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}.")
         # timm exempts the last two parameters from adaptive clipping, because it takes them for the head's.
         for name in ('head', 'head_dist'):
             if name in self._modules:
