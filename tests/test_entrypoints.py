@@ -337,6 +337,16 @@ def test_sizes_that_make_no_model(kwargs, says):
         tiny(**kwargs)
 
 
+def test_ref_grid_size_without_a_rule():
+    """Someone who gives it to `rope2d` expects its positions to be rescaled."""
+    with pytest.warns(UserWarning, match=r"changes nothing .*'rope2d': \{'resolution': 'rescale'\}"):
+        tiny('rope2d', ref_grid_size=(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        tiny('rope2d', ref_grid_size=(2, 2), pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}})
+        tiny('ape', ref_grid_size=(2, 2))
+
+
 @pytest.mark.parametrize('ref_grid_size', [(0, 2), (2, -1), (3,), (2, 2, 2), (2.5, 2)], ids=str)
 def test_ref_grid_size_that_is_no_grid(ref_grid_size):
     with pytest.raises(ValueError, match='ref_grid_size'):
