@@ -29,10 +29,12 @@ After `contact`, `tests` and `sanitizer` have passed, enter the GPU in `TRITON_T
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +65,7 @@ def stages(out):
     train = (
         f'{PYTHON} .ci/gpu_checks.py busy -- {COMMAND} run {os.environ.get("TIMM_SCRIPTS", "")}/train.py '
         f'--config train_configs/deit_cifar10/{{model}}.yaml --data-dir {os.environ.get("CIFAR10", "")} --epochs 1 '
-        f'--warmup-epochs 0 --amp --amp-dtype bfloat16 --workers 12 --output {out}/train --experiment {{model}}')
+        f'--warmup-epochs 0 --amp --amp-dtype bfloat16 --workers 4 --output {out}/train --experiment {{model}}')
     plan = (
         f'{COMMAND} experiment train_configs/gpu_cifar10/{{name}}.yaml --data-dir {os.environ.get("CIFAR10", "")} '
         f'--script {os.environ.get("TIMM_SCRIPTS", "")}/train.py --output {out}/{{name}} --jobs 3')
@@ -111,6 +113,20 @@ def stages(out):
     }
 
 
+def stop(process, patience=20):
+    """End a command that is still running, and what it has started. An experiment ends its trainings first."""
+    if process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):  # as soon as no process of its group is left
+        os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + patience
+        while time.monotonic() < end:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(.1)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(step, command, out, seconds):
     """Whether a step has succeeded, now or before. Its output is in OUT/STEP.log."""
     done = out / f'{step}.ok'
@@ -118,12 +134,14 @@ def run(step, command, out, seconds):
         print(f'{step:<32} done before')
         return True
     start = time.monotonic()
-    with open(out / f'{step}.log', 'w') as log:
+    with open(out / f'{step}.log', 'w') as log, subprocess.Popen(
+            ['bash', '-c', command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True) as process:
         try:
-            code = subprocess.run(
-                ['bash', '-c', command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, timeout=seconds).returncode
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = 'out of time'
+        finally:
+            stop(process)
     took = time.monotonic() - start
     print(f'{step:<32} {"ok" if code == 0 else f"FAILED ({code})"}, {took:.0f} s')
     if code == 0:

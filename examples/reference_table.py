@@ -29,6 +29,7 @@ import csv
 import hashlib
 import json
 import re
+import signal
 import sys
 import tempfile
 from datetime import datetime
@@ -195,6 +196,7 @@ def train(args):
     device = device_of(plan)
     slots = make_slots(device, args.jobs)
     options = dict(script=args.script, data_dir=args.data_dir, slots=slots, tell=tell)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the runs, as after Ctrl-C
     failed = 0
     for label in args.models or plan.labels:
         first = plan.select([label], None)[0]
@@ -290,7 +292,8 @@ def table(args):
     trained = sum(map(bool, top1.values()))
     about_rows = (
         f'{trained} of {len(planned)} rows{" so far" if trained < len(planned) else ""}. Intervals are corrected for '
-        f'{comparisons} comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}')
+        f'{comparisons} comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}. '
+        f'Step and memory, at 224 px: {_notes(args.costs)}; empty: not measured there')
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
     if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
         about_columns += (
@@ -339,6 +342,12 @@ def _costs(pos_enc, path):
     return {
         heading: f'{float(row[key]):.2f}' if row.get(key) else ''
         for heading, key in (('step, ViT-S', 'step_ratio'), ('memory, ViT-S', 'step_peak_ratio'))}
+
+
+def _notes(path):
+    """What a file of `timm-sape bench` says about its measurement."""
+    with open(path, newline='') as f:
+        return next(csv.DictReader(f))['notes']
 
 
 def _best_rule(lines, prefix):

@@ -70,6 +70,22 @@ def test_a_step_that_hangs_leaves_time_for_others(gpu, tmp_path, monkeypatch, ca
     assert re.search('later +ok', capsys.readouterr().out)
 
 
+def test_a_step_without_time_left_ends_what_it_started(gpu, tmp_path, monkeypatch):
+    """Trainings have sessions of their own. They would keep the GPU if the experiment had no chance to end them."""
+    begun, ended = tmp_path / 'begun', tmp_path / 'ended'
+    (tmp_path / 'step.py').write_text(
+        'import signal, sys, time\n'
+        f'signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(open({str(ended)!r}, "w").close())))\n'
+        f'open({str(begun)!r}, "w").close()\n'
+        'time.sleep(60)\n')
+    monkeypatch.setattr(gpu, 'stages', lambda out: {
+        'plans': [('trains', f'{sys.executable} {tmp_path}/step.py; true', 1)]})
+    monkeypatch.setenv('TIMM_SCRIPTS', 'x')
+    monkeypatch.setenv('CIFAR10', 'x')
+    assert call(gpu, monkeypatch, tmp_path / 'out', '--minutes', '1') == 'Failed: trains'
+    assert begun.exists() and ended.exists()
+
+
 def test_nothing_more_where_the_first_kernel_fails(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, 'stages', lambda out: {'contact': [('first', 'false', 1), ('contact', 'true', 1)]})
     assert 'nothing else was tried' in call(gpu, monkeypatch, tmp_path / 'out')
