@@ -157,9 +157,9 @@ def choosing():
     answer = (
         f'Trained from scratch for ten epochs, `rope2d` is ahead of `ape`, {rope} points of top-1, but after [40 '
         'epochs](../results/README.md#does-the-order-hold-in-a-longer-training) no lead is shown. At twice the trained '
-        f'size it keeps more of its accuracy above chance than `ape` does, {rope_kept} percentage points, if each has a '
-        f'rule chosen on held-out images. SaPE2 is not shown to improve `ape`: `ape+sape2_k` minus `ape` is {sape2}, and {half} at half the '
-        'learning rate.')
+        f'size it keeps more of its accuracy above chance than `ape` does, {rope_kept} percentage points, if each has '
+        f'a rule chosen on held-out images. SaPE2 is not shown to improve `ape`: `ape+sape2_k` minus `ape` is {sape2}, '
+        f'and {half} at half the learning rate.')
     return textwrap.fill(answer, 120, break_long_words=False, break_on_hyphens=False) + '\n\n' + table([
         'you want to', 'take', 'measured'], [
         ['train a small model from scratch', '`rope2d`',

@@ -356,7 +356,7 @@ def test_what_the_reference_table_measures(digits, runs, tmp_path):
     checkpoint = str(next(runs.glob('RoPE/seed1/last.pth.tar')))
     for name, split in (('test', 'test'), ('val', 'train')):  # images beside the test images change nothing
         (tmp_path / name).symlink_to(digits / split)
-    found = example.measure(checkpoint, tmp_path)
+    found = example.measure(checkpoint, tmp_path, 'cpu')
     data = open_dataset(str(digits))
     for size in (48, 64):
         for row in sweep([checkpoint], data, [size], progress=False):

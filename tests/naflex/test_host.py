@@ -365,6 +365,10 @@ def test_autocast_and_bfloat16(pos_enc):
         assert (model(given) - expected).abs().max() < 0.05
     low = model.bfloat16()({**given, 'patches': given['patches'].bfloat16()})
     assert low.dtype == torch.bfloat16 and (low - expected).abs().max() < 0.1
+    with torch.autocast('cpu', torch.bfloat16):  # tokens keep the dtype of the weights
+        for dtype in (torch.float32, torch.bfloat16):
+            low = model({**given, 'patches': given['patches'].to(dtype)})
+            assert low.dtype == torch.bfloat16 and (low - expected).abs().max() < 0.1
 
 
 @pytest.mark.parametrize('pos_enc', [pytest.param('rope2d', marks=pytest.mark.full), 'sape2_k'])
