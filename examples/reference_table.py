@@ -361,7 +361,7 @@ def _best_rule(lines, prefix):
 
 def write_row(args):
     """Write all that is known of one model to a file, with its main figures on top for people."""
-    plan = read_plan(args.plan)
+    plan = load_plan(args.plan)
     rates = chosen_rates(plan, args.output)
     first = plan.select([args.label], None)[0]
     if args.label not in rates:
@@ -400,7 +400,7 @@ def _digest(options):
 
 def merge(args):
     """Add the rows of files to a folder, if they were made as the plan says."""
-    plan = read_plan(args.plan)
+    plan = load_plan(args.plan)
     for path in args.files:
         try:
             row = json.loads(path.read_text())

@@ -402,9 +402,8 @@ def test_modules_of_a_plan_are_imported(lab, reference, tmp_path, monkeypatch, c
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv('PYTHONPATH', str(tmp_path))
     assert reference(*reference.training) == 0
-    for command in (('table',), ('row', 'A', '--file', tmp_path / 'A')):
-        assert sys.modules.pop('my_own_encoding').__file__ == str(tmp_path / 'my_own_encoding.py')
-        assert reference(*command) == 0
+    assert sys.modules.pop('my_own_encoding').__file__ == str(tmp_path / 'my_own_encoding.py')
+    assert reference('table') == 0 and 'my_own_encoding' in sys.modules
 
 
 def train_again(lab, reference):

@@ -28,6 +28,7 @@ from .encodings import (
     is_per_layer,
 )
 from .grid import MAX_SIDE, Grid, check_keep_indices, check_kept_patches, is_grid_size
+from .ops import wide_under_autocast
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     'check_sizes',
     'keep_patches',
 ]
+
+torch.fx.wrap('wide_under_autocast')  # it cannot trace dtypes
 
 
 class PosEncModel(nn.Module):
@@ -165,6 +168,14 @@ class PosEncModel(nn.Module):
         """Replace timm's PatchDropout by the one that returns indices, which tell encodings what patches are left."""
         if isinstance(patch_drop, (PatchDropout, PatchDropoutWithIndices)):
             self.patch_drop = PatchDropoutWithIndices(patch_drop.prob, self.num_prefix_tokens, patch_drop.ordered)
+
+    def widen(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens, under autocast in the dtype of the blocks' norms if that is wider.
+
+        Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
+        token widens it again. Here the dtype must be the same for all encodings.
+        """
+        return wide_under_autocast(tokens, getattr(self.blocks[0].norm1, 'weight', None))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.

@@ -215,7 +215,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if grid_size is None:
             grid_size = grid_sizes(patch_coord, patch_valid)
         tokens, _ = self.embeds(x, patch_coord=patch_coord, patch_valid=patch_valid)
-        tokens = ops.wide_under_autocast(tokens, self.blocks[0].attn.proj.weight)  # see VisionTransformerPosEnc
+        tokens = self.widen(tokens)
         sequence = Grid(1, x.shape[1], self.num_prefix_tokens, device=x.device)
         is_given = keep_indices is not None
         if not is_given and self._drops_patches():
@@ -285,8 +285,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
                 'the model with dynamic_img_pad=True.')
         grid = Grid(height // ph, width // pw, self.num_prefix_tokens, device=images.device)
         tokens, _ = self.embeds(images)
-        tokens = ops.wide_under_autocast(tokens, self.blocks[0].attn.proj.weight)  # see VisionTransformerPosEnc
-        tokens, grid = keep_patches(self.patch_drop, tokens, grid, keep_indices)
+        tokens, grid = keep_patches(self.patch_drop, self.widen(tokens), grid, keep_indices)
         tokens, position = self._encode(
             tokens, grid, {**self._given(images), 'images': images, 'object_index': object_index}, is_naflex=False)
         return self.norm_pre(self.pos_drop(tokens)), position, None, grid.keep_indices

@@ -39,13 +39,11 @@ from .host import (
     check_sizes,
     keep_patches,
 )
-from .ops import wide_under_autocast
 from .position import Position
 
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
 
 torch.fx.wrap('keep_patches')  # in each module that calls it
-torch.fx.wrap('wide_under_autocast')
 
 
 class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
@@ -239,9 +237,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
     def _with_prefix_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """From the output of the patch embedding to tokens without position, `[B, P+H*W, D]`."""
-        # Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
-        # token widens it again. Here the dtype must be the same for all encodings.
-        x = wide_under_autocast(x.flatten(1, -2), self.blocks[0].attn.proj.weight)  # [B, H*W, D]
+        x = self.widen(x.flatten(1, -2))  # [B, H*W, D]
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         return torch.cat([*prefix, x], dim=1)
 

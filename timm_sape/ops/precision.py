@@ -4,7 +4,7 @@ In bfloat16 a suffix sum would be off by .02 positions at a width of 14, and by 
 """
 import functools
 from contextlib import nullcontext
-from typing import Callable, ContextManager, Tuple
+from typing import Callable, ContextManager, Optional, Tuple
 
 import torch
 
@@ -29,9 +29,10 @@ def no_autocast(tensor: torch.Tensor) -> ContextManager:
     return torch.autocast(tensor.device.type, enabled=False) if _has_autocast(tensor) else nullcontext()
 
 
-def wide_under_autocast(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The tensor, under autocast in the dtype of the weight if that is wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, weight.dtype)) if _has_autocast(tensor) else tensor
+def wide_under_autocast(tensor: torch.Tensor, weight: Optional[torch.Tensor]) -> torch.Tensor:
+    """The tensor, under autocast in the dtype of the weight if that is wider; without a weight in float32."""
+    dtype = torch.float32 if weight is None else weight.dtype
+    return tensor.to(torch.promote_types(tensor.dtype, dtype)) if _has_autocast(tensor) else tensor
 
 
 def _has_autocast(tensor: torch.Tensor) -> bool:
