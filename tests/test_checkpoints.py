@@ -958,6 +958,14 @@ def test_damaged_grid(pos_enc, grid, tmp_path):
     assert message.endswith('The file is damaged; if you know the grid, set this entry to torch.tensor([H, W]).')
 
 
+def test_a_grid_without_numbers_beside_another_encoding():
+    """The message would have named the grid, and could not read it."""
+    state = tiny('rpb').state_dict()
+    state['blocks.1.attn.encodings.rpb._extra_state'] = torch.empty(2, dtype=torch.int64, device='meta')
+    with pytest.raises(ValueError, match="does not fit the .*pos_enc='sape2_k'"):
+        tiny('sape2_k').load_state_dict(state)
+
+
 # ---- after a failure
 
 

@@ -185,7 +185,7 @@ def saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
     """The grids that encodings have saved with their parameters, by the path of the encoding."""
     return {
         key.removesuffix(GRID): tuple(value.tolist()) for key, value in entries.items()
-        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,)}
+        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,) and not value.is_meta}
 
 
 def _spell(grids: Iterable[GridSize]) -> str:
