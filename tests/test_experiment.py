@@ -1510,7 +1510,7 @@ def test_plans_of_ours(path):
     plan = load_plan(path, dict.fromkeys(line for line in lines if not line.startswith('#')))
     assert plan.baseline == plan.labels[0] == {
         'pooling': 'APE, pooled', 'half_rate': 'APE, rate .00075',
-        'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075',
+        'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075', 'lape': 'RoPE-2D',
         'repository': 'APE, no LayerScale'}.get(path.stem, 'APE')
     for run in plan.runs[:len(plan.labels)]:
         config = run.config
@@ -1525,7 +1525,8 @@ def test_plans_are_there():
         'cpu_cifar10/plan': 'cpu_cifar10', 'cpu_cifar10/ablations': 'cpu_cifar10',
         'cpu_cifar10/pooling': 'cpu_cifar10', 'cpu_cifar10/rates': 'cpu_cifar10',
         'cpu_cifar10/half_rate': 'cpu_cifar10', 'cpu_cifar10/half_rate_ablations': 'cpu_cifar10',
-        'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/foreground': 'cpu_cifar10',
+        'cpu_cifar10/pairs': 'cpu_cifar10', 'cpu_cifar10/lape': 'cpu_cifar10',
+        'cpu_cifar10/foreground': 'cpu_cifar10',
         'cpu_cifar10/repository': 'cpu_cifar10', 'cpu_cifar10/reference': 'cpu_cifar10',
         'cpu_cifar10/long': 'cpu_cifar10', 'gpu_cifar10/plan': 'deit_cifar10',
         'gpu_cifar10/paper': 'paper_cifar10', 'gpu_cifar10/repository': 'repository_cifar10',
