@@ -26,7 +26,7 @@ import timm_sape
 from timm_sape.lab.machine import about
 from timm_sape.lab.tables import write_csv
 from timm_sape.lab.intervals import mean_interval, spread
-from timm_sape.position_data import load_cifar10_splits
+from timm_sape.lab.position_data import load_cifar10_splits
 
 BASE_CLASSES, CLASSES = range(6), range(6, 10)
 SIZE = dict(

@@ -47,7 +47,7 @@ from timm_sape.lab.machine import about
 from timm_sape.lab.tables import markdown, write_csv
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
-from timm_sape.position_data import load_cifar10_splits
+from timm_sape.lab.position_data import load_cifar10_splits
 
 SIDE, PATCH = 32, 4
 DIGIT = 24  # pixels, three times the eight of scikit-learn

@@ -28,7 +28,7 @@ import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_shap
 from timm_sape.lab.machine import about
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.position_data import CIFAR10Position, load_cifar10_splits
+from timm_sape.lab.position_data import CIFAR10Position, load_cifar10_splits
 
 SIZE = dict(
     img_size=32, patch_size=4, num_classes=16, embed_dim=96, depth=4, num_heads=3, mlp_ratio=2, class_token=False,

@@ -404,16 +404,16 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('name, kwargs, message', [
     ('resnet18', {}, 'ResNet cannot be grafted'),
-    ('vit_base_patch16_18x2_224', {}, 'has no version of ParallelThingsBlock'),
-    ('vit_pwee_patch16_reg1_gap_256', {}, 'has no version of ParallelScalingBlock'),
-    ('vit_dwee_patch16_reg1_gap_256', {}, 'has no version of DiffAttention'),
+    ('vit_base_patch16_18x2_224', {}, 'does not support ParallelThingsBlock'),
+    ('vit_pwee_patch16_reg1_gap_256', {}, 'does not support ParallelScalingBlock'),
+    ('vit_dwee_patch16_reg1_gap_256', {}, 'does not support DiffAttention'),
     ('vit_small_patch16_rope_224', dict(attn_only_layer_scale=True), 'Eva cannot be converted if .* it lacks'),
     ('vit_small_patch16_rope_224', dict(use_post_transformer_norm=False), 'Eva cannot be converted .* it lacks norm'),
     (
         'vit_small_patch16_rope_ape_224', dict(no_embed_class=False),
         'Eva cannot be converted .* it has pos_embed .*, leave it out: no_embed_class.$'),
-    ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only its log-coordinate MLP'),
-    ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only its log-coordinate MLP'),
+    ('vit_relpos_small_patch16_224', dict(rel_pos_type='bias'), 'only rel_pos_type=.mlp. can be converted'),
+    ('vit_relpos_small_patch16_224', dict(rel_pos_type='mlp_swin'), 'only rel_pos_type=.mlp. can be converted'),
     (
         'test_vit_ape', {},
         "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0.*_overlay={'mean': "),
@@ -481,7 +481,7 @@ def test_changed_models_are_refused():
     (dict(base='test_vit'), 'vit_graft needs a base and encodings'),
     (dict(base='vit_smal_patch16_224', pos_enc='sape2_k'), "not a model of timm. Did you mean 'vit_small_patch16_224'"),
     (dict(base='test_vit', pos_enc='auto_ape'), "'auto_ape' cannot be grafted: the base already has 'ape'"),
-    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "base has its own 'cpb'"),
+    (dict(base='test_vit_relpos', pos_enc='cpb', pos_enc_kwargs={'cpb': {'mode': 'swin'}}), "base's own encoding"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'cope': {'npos': 3}}), "'cope', which is not a part of"),
     (dict(base='test_vit', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'npos': 3}}), "'auto_rope2d' has no keyword"),
     (dict(base='test_vit', pos_enc='pemix+sincos2d'), "'pemix' cannot be grafted: it has no neutral form"),

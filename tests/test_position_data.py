@@ -17,9 +17,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import ColorJitter
 from torchvision.transforms.functional import pil_to_tensor
 
-from timm_sape.lab import position_data
 from timm_sape.cli import main
-from timm_sape.position_data import (
+from timm_sape.lab import position_data
+from timm_sape.lab.position_data import (
     CORNERS,
     GEOMETRIC_OPS,
     CIFAR10Position,

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, ResPostBlock
 from .position import AnyPosition, LayerEncodings
 
 __all__ = [
-    'HOSTS',
+    'HostsEncodings',
     'PosEncAttention',
     'PosEncAttentionRope',
     'PosEncBlock',

@@ -105,7 +105,6 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
         The weights in the form that the model has. With another number of channels than declared they stay as they are.
     """
     embeds, channels = model.embeds, _num_channels(model)
-    height, width = embeds.patch_size
     trained = trained_kernel(weight, model)
     if weight.ndim == 2 and weight.shape[1] == math.prod(trained) * channels:
         shape = (*trained, channels) if embeds.channels_last else (channels, *trained)
@@ -114,7 +113,7 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     if weight.ndim != 4:
         return weight
     if weight.shape[2:] != embeds.patch_size:
-        weight = resample_patch_embed(weight, [height, width])
+        weight = resample_patch_embed(weight, list(embeds.patch_size))
     if weight.shape[1] == channels:
         weight = adapt_input_conv(embeds.in_chans, weight, channels)
     if embeds.is_linear:

@@ -189,9 +189,7 @@ def _check(
     sizes = {'grid_size': grid_size, **({} if ref_grid_size is None else {'ref_grid_size': ref_grid_size})}
     for name, size in sizes.items():
         if not is_grid_size(size):
-            raise ValueError(
-                f'{name} must be (H, W), integers of Python from 1 on, got {size!r}. No side may have more than '
-                f'{MAX_SIDE:,}.')
+            raise ValueError(f'{name} must be (H, W), two Python ints from 1 to {MAX_SIDE:,}, got {size!r}.')
     if mode not in MODES:
         raise ValueError(f'Unknown mode {mode!r}. Choose one of {", ".join(map(repr, MODES))}.')
     if not (is_integer(num_prefix_tokens, 0) or isinstance(num_prefix_tokens, torch.SymInt)):

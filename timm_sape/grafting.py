@@ -125,11 +125,11 @@ def graft(
         `use_naflex=True` is among the keywords.
 
     Raises:
-        ValueError: If the model cannot be grafted, or its parameters or layers were changed since timm made it, or have
-            hooks or patched methods (other hooks than those of modules, and buffers that are not saved, are not looked
-            at and not taken over); if the model
-            has all that is to be added; if an encoding has no neutral form (`lookhere`, `cape`, `pemix`) or cannot be
-            combined with the model's own; if nothing says on which grid weights were trained and a rule needs it.
+        ValueError: If the model cannot be grafted. If its parameters or layers were changed since timm made it, or it
+            has hooks or patched methods. (Only hooks of modules are looked for. Others, and buffers that are not saved,
+            are not copied.) If the model has all that is to be added. If an encoding has no neutral form (`lookhere`,
+            `cape`, `pemix`), or cannot be combined with the model's own. If a rule needs the grid that the weights were
+            trained on, and nothing says what it is.
     """
     ours = {key: kwargs.pop(key) for key in ('logit_scaling', 'ref_grid_size') if key in kwargs}
     if not pos_enc or not isinstance(pos_enc, str):
@@ -149,7 +149,7 @@ def graft(
             'model. Leave them out.')
     model = unwrap_model(model)
     if isinstance(model, PosEncModel):
-        raise ValueError(_is_ours(model, pos_enc, pos_enc_kwargs))
+        raise ValueError(_already_ours(model, pos_enc, pos_enc_kwargs))
     _check_kind(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     if not is_model(cfg.get('architecture') or ''):
@@ -171,7 +171,7 @@ def graft(
     if not (adds or pos_enc_kwargs or ours or 'nope' in parse_pos_enc(pos_enc)):
         raise ValueError(
             f'{cfg["architecture"]!r} has {pos_enc!r} already, so nothing would be added. Name other encodings, or '
-            "'nope' if the model shall only become one of timm_sape.")
+            "'nope' to convert the model without adding any.")
     is_read = kwargs.get('pretrained') and not kwargs.get('checkpoint_path')
     needs_grid = ours.get('ref_grid_size') is None and _needs_trained_grid(grafted)
     is_file = is_read and ':' not in name and {'pretrained_cfg', 'pretrained_cfg_overlay'} & kwargs.keys()
@@ -336,7 +336,7 @@ def _set_trained_grid(model: PosEncModel, grid: GridSize) -> None:
                 encoding.set_ref_grid_size(grid)
 
 
-def _is_ours(
+def _already_ours(
         model: PosEncModel,
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
@@ -391,15 +391,19 @@ def _check_kind(model: nn.Module) -> None:
         attn = getattr(model.blocks[0], 'attn', None)
         if kinds or attn is None:
             kinds = kinds or [type(model.blocks[0]).__name__]
-            raise ValueError(f'{what}: timm_sape has no version of {" and ".join(kinds)} in which position acts.')
+            raise ValueError(
+                f'{what}: timm_sape does not support {" and ".join(kinds)}. Choose a model with plain blocks, such as '
+                "'vit_small_patch16_224'.")
         if attn.num_heads * attn.head_dim != model.embed_dim:
             raise ValueError(
-                f'{what}: its {attn.num_heads} heads of {attn.head_dim} channels are not of its width, '
-                f'{model.embed_dim}.')
+                f'{what}: its {attn.num_heads} heads have {attn.num_heads * attn.head_dim} channels, and its tokens '
+                f'{model.embed_dim}. Choose a model where these are equal.')
     elif isinstance(model, VisionTransformerRelPos):
         mlps = [model.shared_rel_pos, *(block.attn.rel_pos for block in model.blocks)]
         if any(mlp is not None and not (isinstance(mlp, RelPosMlp) and mlp.mode == 'cr') for mlp in mlps):
-            raise ValueError(f"{what}: only its log-coordinate MLP (rel_pos_type='mlp') has a counterpart, 'cpb'.")
+            raise ValueError(
+                f"{what}: of timm's relative positions only rel_pos_type='mlp' can be converted (to 'cpb'). Choose a "
+                'model that has it.')
 
 
 def _is_naver(model: Eva) -> bool:
@@ -519,14 +523,18 @@ def _merge(
     for name, keywords in plain_keywords(pos_enc_kwargs).items():
         part = placed(name)
         if part not in parts:
-            raise ValueError(f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}.')
+            raise ValueError(
+                f'pos_enc_kwargs has keywords for {name!r}, which is not a part of pos_enc={pos_enc!r}. Leave them '
+                'out, or add it to pos_enc.')
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
         # The rule for other sizes may be changed: it makes no difference on the grid that the base was trained on.
         meant = {key: value for key, value in keywords.items() if key not in get_encoding(part).rule_keywords}
         if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
-            raise ValueError(f'pos_enc_kwargs: the base has its own {part!r} with {own[part]}. Leave it out.')
+            raise ValueError(
+                f"pos_enc_kwargs: {part!r} is the base's own encoding, with {own[part]}, which cannot be changed. "
+                'Leave its keywords out.')
         parts[part].update(keywords)
     return parse_pos_enc('+'.join(parts) or 'nope', parts)
 
@@ -752,7 +760,7 @@ def _known_base(base: Any) -> str:
         if get_pretrained_cfg(name) is None:
             raise ValueError(
                 f'base={base!r} is a name that has no config in timm, such as a deprecated one. Give the current name, '
-                'with its tag: timm.create_model says it in a warning.')
+                f'with its tag: timm.create_model({base!r}) prints it in a warning.')
         return name
     close = difflib.get_close_matches(name, [n for n in timm.list_models() if not is_model_in_modules(n, OUR_MODULES)])
     hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else "See timm.list_models('*vit*')."

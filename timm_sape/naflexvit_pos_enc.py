@@ -151,9 +151,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def patch_size(self) -> Tuple[int, int]:
         return self.embeds.patch_size
 
-    @property
-    def kernel_size(self) -> Tuple[int, int]:
-        return self.embeds.patch_size
+    kernel_size = patch_size
 
     def convert_checkpoint(self, state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return convert_to_naflex(state_dict, self)

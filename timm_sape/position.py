@@ -32,7 +32,7 @@ class Position:
 
     Args:
         grid: The grid.
-        rotation: Table of the rotation that all layers share, `[(B, 1,| h,) N-P, 2*d]`.
+        rotation: Table of the rotation that all layers share, `[N-P, 2*d]`, `[h, N-P, 2*d]` or `[B, 1|h, N-P, 2*d]`.
         bias: Sum of the biases that all layers share, broadcastable to `[B, h, N, N]`.
         layer_terms: What is added to the input of each attention layer, `[L, (B,) N, D]`.
         layer_rotations: Tables of a rotation of the host's own that differs from layer to layer, like `rotation`,

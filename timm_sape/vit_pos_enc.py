@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import HybridEmbed
+from timm.layers import HybridEmbed, to_2tuple
 from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
@@ -30,7 +30,6 @@ from .entrypoints import SIZES, base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
 from .host import (
     PosEncModel,
-    as_pair,
     check_flags,
     check_integers,
     check_logit_scaling,
@@ -195,8 +194,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             ValueError: If the patch size does not divide the image size.
         """
         kernel, stride = self.patch_embed.patch_size, self.patch_size
-        new_kernel = kernel if patch_size is None else as_pair(patch_size)
-        new_size = self.patch_embed.img_size if img_size is None else as_pair(img_size)
+        new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
+        new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
         check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
             check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
@@ -263,19 +262,19 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             x: torch.Tensor,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
-            object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """From images `[B, C, height, width]` to class logits. Arguments as for `forward_features`."""
-        return self.forward_head(self.forward_features(x, attn_mask, is_causal, object_index, keep_indices))
+        return self.forward_head(self.forward_features(x, attn_mask, is_causal, keep_indices, object_index))
 
     def forward_features(
             self,
             x: torch.Tensor,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
-            object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """From images to normed tokens.
 
@@ -285,10 +284,10 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
                 `[B, h, P+H*W, P+H*W]`, of two or four dimensions, for all tokens of the grid; entries of dropped
                 patches are ignored. A token whose row is all False, or all -inf, gets zeros from attention.
             is_causal: Mask out all later tokens.
-            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
-                If it is not given, they derive it from the image.
             keep_indices: Raster indices of the patches to keep, as for masked autoencoders, int64 `[B, K]`, distinct
                 and in any order. They replace patch dropout in this pass, and N is P + K.
+            object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
+                If it is not given, they derive it from the image.
 
         Returns:
             `[B, N, D]`.
@@ -313,8 +312,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             output_dict: bool = False,
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
-            object_index: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
+            object_index: Optional[torch.Tensor] = None,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]], Dict[str, Any]]:
         """Features of several blocks in one forward pass, with the arguments and results of timm's method.
 
@@ -329,8 +328,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
             attn_mask: As for `forward_features`.
             is_causal: Mask out all later tokens.
-            object_index: As for `forward_features`.
             keep_indices: As for `forward_features`.
+            object_index: As for `forward_features`.
 
         Returns:
             The final features `[B, N, D]` and a list of intermediates, or what the flags above say.

@@ -315,8 +315,8 @@ WRONG = {  # in bias and attention alike
     'prefix forgotten': (
         dict(num_prefix_tokens=0), 'q has 8 tokens, but 0 prefix tokens and a 2 x 3 grid make 6.*num_prefix_tokens'),
     'empty grid': (
-        dict(grid_size=(0, 3)), r'^grid_size must be \(H, W\), integers of Python from 1 on, got \(0, 3\)'),
-    'negative grid': (dict(grid_size=(-2, -3)), r'^grid_size must be \(H, W\), integers of Python from 1.*\(-2, -3\)'),
+        dict(grid_size=(0, 3)), r'^grid_size must be \(H, W\), two Python ints from 1 to 16,383, got \(0, 3\)'),
+    'negative grid': (dict(grid_size=(-2, -3)), r'^grid_size must be \(H, W\), two Python ints from 1.*\(-2, -3\)'),
     'grid of three': (dict(grid_size=(1, 2, 3)), r'^grid_size must be \(H, W\).*got \(1, 2, 3\)'),
     'grid as a number': (dict(grid_size=6), r'^grid_size must be \(H, W\).*got 6'),
     'empty trained grid': (dict(ref_grid_size=(2, 0)), r'^ref_grid_size must be \(H, W\).*got \(2, 0\)'),

@@ -19,6 +19,7 @@ GROUPS = {
     'content': 'added to logits, from the content of the scene (first head)',
 }
 PATCH_SIZE = 4
+COLUMNS = 12  # panels in a row
 
 
 class Panel(NamedTuple):
@@ -37,7 +38,6 @@ def gallery_panels(
         names: Optional[Sequence[str]] = None,
         grid_size: Tuple[int, int] = (14, 14),
         patch: Tuple[int, int] = (5, 4),
-        seed: int = 0,
 ) -> List[Panel]:
     """Compute what encodings add between one patch and all others, in untrained models of one layer.
 
@@ -48,7 +48,6 @@ def gallery_panels(
         names: Encodings. Default: all of them.
         grid_size: (H, W).
         patch: (y, x) of the patch.
-        seed: Seed of the initial values.
 
     Returns:
         A panel for each encoding, by group.
@@ -58,19 +57,19 @@ def gallery_panels(
     """
     if not all(0 <= at < size for at, size in zip(patch, grid_size)):
         raise ValueError(f'There is no patch {tuple(patch)} on a grid of {grid_size[0]} x {grid_size[1]}.')
-    panels = [_panel(name, grid_size, tuple(patch), seed) for name in names or list_encodings()]
+    panels = [_panel(name, grid_size, tuple(patch)) for name in names or list_encodings()]
     return sorted(panels, key=lambda panel: list(GROUPS).index(panel.group))
 
 
-def _panel(name: str, grid_size: Tuple[int, int], patch: Tuple[int, int], seed: int) -> Panel:
+def _panel(name: str, grid_size: Tuple[int, int], patch: Tuple[int, int]) -> Panel:
     cls = get_encoding(name)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = timm.create_model(
         'vit_small_pos_enc', pos_enc=name if cls.alone else f'{name}+sincos2d',
         img_size=[size * PATCH_SIZE for size in grid_size], patch_size=PATCH_SIZE, depth=1, num_classes=0,
         class_token=False, global_pool='avg').eval()
     if cls.gate_init == 1:
-        randomize_encodings(model, std=1, seed=seed)
+        randomize_encodings(model, std=1)
     places = cls.acts_on()
     qkv = model.blocks[0].attn.qkv
     dim = qkv.in_features
@@ -112,7 +111,7 @@ def _unit(is_cosine: bool, largest: float) -> str:
     return f'1 = {largest:.{2 if largest < 10 else 0}f} logits' if largest else 'adds nothing'
 
 
-def draw_gallery(panels: Sequence[Panel], columns: int = 12):
+def draw_gallery(panels: Sequence[Panel]):
     """Draw panels in one figure with one scale.
 
     White is 0. Cosines are drawn as they are, logits in units of the largest of their panel, which stands below it.
@@ -120,7 +119,6 @@ def draw_gallery(panels: Sequence[Panel], columns: int = 12):
 
     Args:
         panels: What `gallery_panels` returned.
-        columns: Panels in a row.
 
     Returns:
         The matplotlib figure.
@@ -132,8 +130,8 @@ def draw_gallery(panels: Sequence[Panel], columns: int = 12):
     from matplotlib.patches import Rectangle
 
     groups = [(title, [panel for panel in panels if panel.group == group]) for group, title in GROUPS.items()]
-    groups = [(title, [own[i:i + columns] for i in range(0, len(own), columns)]) for title, own in groups if own]
-    columns = min(columns, len(panels))
+    groups = [(title, [own[i:i + COLUMNS] for i in range(0, len(own), COLUMNS)]) for title, own in groups if own]
+    columns = min(COLUMNS, len(panels))
     rows = sum(len(lines) for _, lines in groups)
     figure = new_figure(1.25 * columns + 0.9, 1.62 * rows + 0.3 * len(groups) + 0.2)
     body, side = figure.subfigures(1, 2, width_ratios=[1.25 * columns, 0.9])

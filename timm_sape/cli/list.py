@@ -54,10 +54,11 @@ def _list(args: argparse.Namespace) -> int:
 
     from ..analysis.inputs import why_unknown
     from ..encodings import list_encodings
+    from ..grafting import OUR_MODULES
 
     if what == 'models':
         names = sorted(
-            name for module in ('vit_pos_enc', 'naflexvit_pos_enc', 'grafting')
+            name for module in OUR_MODULES
             for name in timm.list_models(pattern, module=module, exclude_filters='vit_graft'))  # which needs a base
     else:
         names = list_encodings(pattern, aliases=True)

@@ -12,8 +12,8 @@
 | `channels` | logits, from q, k and the tokens | more channels of q and k, whose product is the bias |
 | `values` | values | a term for the output of attention |
 
-Two more belong to these. `attend` computes attention with the bias of `content_bias` faster, without forming that bias.
-`logit_factor` is for rules for other grids: what q.k is multiplied by.
+Two further hooks add nothing themselves. `attend` computes attention with the bias of `content_bias` faster, without
+forming that bias. `logit_factor` is for rules for other grids: what q.k is multiplied by.
 
 *One rule for dropped patches*: everything that a hook gets or returns covers only the tokens in the sequence. If some
 patches were dropped, `grid.keep_indices` lists those that remain. Methods of `Grid` reduce a result for the whole grid
@@ -558,10 +558,10 @@ class RotaryEncoding(PositionEncoding, ABC):
     def rotation(self, grid: Grid) -> torch.Tensor:
         return grid.keep_rows(self.rotation_of_grid(grid))
 
-    def _require_head_dim(self, name: str, multiple: int) -> None:
+    def _require_head_dim(self, multiple: int) -> None:
         if self.head_dim % multiple:
             raise ValueError(
-                f'{name!r} needs a head dim that is a multiple of {multiple}, got {self.head_dim}. '
+                f'{self.name!r} needs a head dim that is a multiple of {multiple}, got {self.head_dim}. '
                 'Choose another num_heads.')
 
 

@@ -27,8 +27,8 @@ EPSILON = 1e-6  # as implementations for language models have it
 class FunctionalInterpolation(PositionEncoding):
     """Functional interpolation (FIRE).
 
-    Logits get f(log(1 + |c| r) / log(1 + |c| max(T, R))), where r is the distance of two
-    patches, R the largest in the image, and T the largest in the trained grid. f and c are learned.
+    Logits get f(log(1 + |c| r) / log(1 + |c| max(T, R))), where r is the distance of two patches, R the largest in the
+    image, and T the largest in the trained grid. f and c are learned.
 
     f = fc2(relu(fc1(.))) has one input and an output for each head. Each layer learns f and c. The paper is about text:
     there r is the distance i - j of two tokens, and R the position i of the query, which is the largest distance that

@@ -76,7 +76,7 @@ class ImageRelativePositionEncoding(PositionEncoding):
             **host,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        name = f'irpe_{self.on}'
+        name = self.name
         for keyword, value, known in (('method', method, METHODS), ('mode', mode, MODES)):
             if value not in known:
                 raise ValueError(f'{name!r}: {keyword} must be one of {", ".join(map(repr, known))}, got {value!r}.')

@@ -55,7 +55,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
             **host,
     ) -> None:
         super().__init__(**host)
-        self._require_head_dim('mrope', 2)
+        self._require_head_dim(2)
         num_pairs = self.head_dim // 2
         if num_pairs < 3:
             raise ValueError(

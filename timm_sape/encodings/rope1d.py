@@ -37,7 +37,7 @@ class RotaryEncoding1d(FixedRotaryEncoding, FrequencyEncoding):
 
     def __init__(self, **host) -> None:
         super().__init__(**host)
-        self._require_head_dim('rope1d', 2)
+        self._require_head_dim(2)
         self.make_table()
 
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ class AxialRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
 
     def __init__(self, **host) -> None:
         super().__init__(**host)
-        self._require_head_dim(self.name, 4)
+        self._require_head_dim(4)
         self.make_table()
 
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -36,7 +36,7 @@ class MixedRotaryEncoding(RotaryEncoding, FrequencyEncoding):
 
     def __init__(self, *, device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        self._require_head_dim(self.name, 4)
+        self._require_head_dim(4)
         self.freqs = nn.Parameter(torch.empty(2, self.num_heads, self.head_dim // 2, device=device, dtype=dtype))
         MixedRotaryEncoding.reset_parameters(self)  # a subclass has no parameters of its own yet
 

@@ -60,7 +60,7 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
             **host,
     ) -> None:
         super().__init__(**host)
-        self._require_head_dim('rope_dinov3', 4)
+        self._require_head_dim(4)
         if not is_number(base) or base <= 0:
             raise ValueError(f"'rope_dinov3' needs base to be a positive number, got {base!r}.")
         if normalize not in ('separate', 'max', 'min'):

@@ -51,7 +51,7 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
             **host,
     ) -> None:
         super().__init__(**host)
-        self._require_head_dim('rope_golden', 2)
+        self._require_head_dim(2)
         if not is_number(min_freq) or not is_number(max_freq) or not 0 < min_freq <= max_freq:
             raise ValueError(
                 f"'rope_golden' needs numbers 0 < min_freq <= max_freq, got min_freq={min_freq!r}, "

@@ -44,7 +44,7 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
 
     def __init__(self, *, num_directions: Optional[int] = None, max_freq: float = 1.5, **host) -> None:
         super().__init__(**host)
-        self._require_head_dim('rope_spiral', 4)
+        self._require_head_dim(4)
         most = 2 * math.ceil(self.head_dim / 8)  # a group in each half for two of them; the last may be a single pair
         if num_directions is None:
             num_directions = min(4, most)

@@ -81,7 +81,6 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
     Raises:
         ValueError: If a value is none of these.
     """
-    family: str
     mode: str
     adds = 'L * (W + H + 2) * d'
     on_other_grids = 'positions and codes are scaled to the trained grid'
@@ -102,7 +101,7 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             **host,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        name = self._name
+        name = self.name
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f'{name!r}: unknown preset {preset!r}. Choose one of {", ".join(map(repr, PRESETS))}.')
         if npos is not None and not is_integer(npos, 2):
@@ -144,10 +143,6 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             self.register_parameter(name, matrix)
         self.reset_parameters()
 
-    @property
-    def _name(self) -> str:
-        return f'{self.family}_{self.mode}'
-
     def _number(self, keyword: str, value: Union[str, float]) -> float:
         if value == 'head_dim':
             return self.head_dim ** -0.5
@@ -156,7 +151,7 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         if not is_number(value):
             learned = ", 'learned'" if keyword == 'bias_scale' else ''
             raise ValueError(
-                f"{self._name!r}: {keyword} must be 'head_dim', 'one'{learned} or a number, got {value!r}.")
+                f"{self.name!r}: {keyword} must be 'head_dim', 'one'{learned} or a number, got {value!r}.")
         return float(value)
 
     def _table_sizes(self) -> Tuple[int, int]:
@@ -204,7 +199,6 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
 
 class SemanticAwarePositionEncoding(SemanticAwareEncoding):
     """SaPE2: logits get bias_scale * (b^x + b^y), see `timm_sape.functional.sape2_bias` for the equations."""
-    family = 'sape2'
 
     def content_bias(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> torch.Tensor:
         bias = ops.sape2_bias(q, k, self.table_x, self.table_y, grid, **self._options(k, grid))

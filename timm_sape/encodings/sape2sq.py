@@ -33,7 +33,6 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
     norms are computed from the rounded codes, so the result is the exact distance between these, which has no error
     where distances are zero. And each norm has two channels, the second for what rounding leaves of it.
     """
-    family = 'sape2sq'
 
     def channels(
             self,

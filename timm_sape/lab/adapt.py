@@ -230,8 +230,8 @@ def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: in
     hits, n = int((predicted == labels).sum()), len(labels)
     if wilson_interval(hits, n)[0] <= 1 / max(len(labels.unique()), 2):
         raise ValueError(
-            f'{name} gets {100 * hits / n:.1f} % of the labels right at {where}, which is not shown to be more than by '
-            f'chance: the labels may be of other classes. {fix}')
+            f'{name} gets {100 * hits / n:.1f} % of the labels right at {where}, which is not shown to be better than '
+            f'guessing. Perhaps the labels are of other classes. {fix}')
 
 
 def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:

@@ -56,6 +56,6 @@ def plot_sweep(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _short(model: str, most: int = 90) -> str:
+def _short(model: str) -> str:
     """Keep the end of a long path, where models differ."""
-    return model if len(model) <= most else f'...{model[-most:]}'
+    return model if len(model) <= 90 else f'...{model[-90:]}'

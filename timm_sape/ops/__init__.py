@@ -17,7 +17,7 @@
 | `sizes` | sizes that may be symbolic |
 """
 from .attention import attend, check_mask, merge_masks, open_empty_rows, probabilities
-from .backend import BACKENDS, using_backend
+from .backend import using_backend
 from .cope import contextual_bias
 from .cpp_build import build_cpp
 from .devices import check_devices
@@ -29,7 +29,6 @@ from .sizes import log_of_largest
 from .transforms import is_exporting
 
 __all__ = [
-    'BACKENDS',
     'attend',
     'axis_codes',
     'build_cpp',

@@ -9,12 +9,7 @@ from ..grid import Grid
 from .double_backward import differentiable_gradients
 from .reference import axis_codes
 
-__all__ = ['empty_codes', 'patches_of', 'register_codes', 'sources_of']
-
-
-def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """The tensors that the embeddings are multiplied with."""
-    return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
+__all__ = ['empty_codes', 'patches_of', 'register_codes']
 
 
 def patches_of(height: int, width: int, *tensors: torch.Tensor) -> List[torch.Tensor]:

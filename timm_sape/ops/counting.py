@@ -5,7 +5,7 @@ import torch
 
 from ..grid import Grid
 
-__all__ = ['cells', 'gates_of', 'in_raster_order', 'interpolate', 'suffix_sum']
+__all__ = ['cells', 'gates_of', 'in_raster_order', 'interpolate', 'sources_of', 'suffix_sum']
 
 
 def in_raster_order(
@@ -31,6 +31,11 @@ def in_raster_order(
     order = grid.keep_indices.argsort(dim=1)
     there, back = (Grid(1, order.shape[1], keep_indices=index) for index in (order, order.argsort(dim=1)))
     return grid.pad_prefix(back.keep_pairs(bias_of(there.keep_rows(q), there.keep_rows(k))))
+
+
+def sources_of(mode: str, q: torch.Tensor, k: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """The tensors that SaPE2's embeddings are multiplied with."""
+    return {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
 
 
 def suffix_sum(gates: torch.Tensor) -> torch.Tensor:

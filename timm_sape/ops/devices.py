@@ -17,4 +17,4 @@ def check_devices(**tensors: Union[torch.Tensor, float, None]) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
     if len(set(devices.values())) > 1:
         found = ', '.join(f'{name} on {device}' for name, device in devices.items())
-        raise ValueError(f'All tensors must be on the same device, got {found}.')
+        raise ValueError(f'All tensors must be on the same device, got {found}. Move them with .to(device).')

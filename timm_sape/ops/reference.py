@@ -7,7 +7,7 @@ from typing import Optional, Tuple, Union
 import torch
 
 from ..grid import Grid
-from .counting import in_raster_order, interpolate, suffix_sum
+from .counting import in_raster_order, interpolate, sources_of, suffix_sum
 from .precision import no_autocast, upcast
 from .transforms import is_forward_mode
 
@@ -103,7 +103,7 @@ def axis_codes(
             gates_y = gates_y * kept.transpose(-2, -1)[:, :, :, None, :]
         pos_x = suffix_sum(gates_x).flatten(2, 3)  # [B, h, H*W, W]
         pos_y = suffix_sum(gates_y).transpose(2, 3).flatten(2, 3)  # [B, h, H*W, H]
-        sources = {'q': (q,), 'k': (k,), 'qk': (q, k)}[mode]
+        sources = sources_of(mode, q, k)
         codes = []
         for pos, table, size, ref in (
                 (pos_x, table_x, width, ref_grid_size and ref_grid_size[1]),

@@ -8,8 +8,8 @@ from typing import List, Tuple
 import torch
 
 from .chunks import chunks
-from .codes import empty_codes, patches_of, register_codes, sources_of
-from .counting import cells, gates_of, suffix_sum
+from .codes import empty_codes, patches_of, register_codes
+from .counting import cells, gates_of, sources_of, suffix_sum
 from .precision import wide, without_autocast
 
 __all__ = ['torch_axis_codes']

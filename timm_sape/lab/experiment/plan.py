@@ -151,7 +151,7 @@ def load_plan(path: Path, options: Optional[Mapping[str, Optional[Option]]] = No
     if not isinstance(seeds, list) or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise ValueError(f'{path}: seeds must be a list of integers of at least 0, such as [1, 2, 3], got {seeds!r}')
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f'{path}: seeds has a seed twice: {seeds}')
+        raise ValueError(f'{path}: seeds has a seed twice: {seeds}. Remove one')
     baseline = plan.get('baseline', next(iter(models)))
     if baseline not in list(models):  # a list, because an unhashable baseline cannot be looked up in a dict
         raise ValueError(f'{path}: the baseline {baseline!r} is not one of the models, {", ".join(map(str, models))}')
@@ -353,6 +353,6 @@ def _refuse_repeated_keys(node: Optional[yaml.Node], path: Path) -> None:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1:
-                raise ValueError(f'{path}: {key!r} is there twice')
+                raise ValueError(f'{path}: the key {key!r} is there twice. Remove one')
         for _, value in node.value:
             _refuse_repeated_keys(value, path)
