@@ -30,6 +30,39 @@ def check_same(model, expected, x):
     assert model.state_dict().keys() == expected.state_dict().keys()
 
 
+class Wrapped(nn.Module):
+    """As adapters and profilers do it: the attributes of what is inside are not there."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize('host', ['vit', 'naflexvit'])
+@pytest.mark.parametrize('pos_enc', ['ape', 'ape+auto_rope2d', 'ape+peg', 'ape+sape2_k'])
+def test_wrapped_layers(pos_enc, host):
+    """Blocks and attention layers in modules of another library: the same logits and gradients, with a mask, too."""
+    x, mask = images((3, 5)), torch.zeros(20, 20)
+    mask[:, 3] = float('-inf')
+    for wrap_attn in (True, False):
+        expected, model = (Maker(pos_enc, host=host)() for _ in range(2))
+        for i, block in enumerate(model.blocks):
+            if wrap_attn:
+                block.attn = Wrapped(block.attn)
+            else:
+                model.blocks[i] = Wrapped(block)
+        for m in (expected, model):
+            m.train()(x, attn_mask=mask).square().sum().backward()
+        grads = {name.replace('.module.', '.'): p.grad for name, p in model.named_parameters()}
+        for name, p in expected.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=0, atol=0)
+        with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+            assert torch.equal(model.eval()(x), expected.eval()(x))
+
+
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
 def test_feature_extractor_of_torchvision(pos_enc):
     make = Maker(pos_enc)

@@ -331,7 +331,7 @@ CHANGES = {
     'the forward pass': (scaled, 'logits differ by up to .* no parameter: give it to create_model'),
     'a module without parameters': (other_activation, 'logits differ by up to'),
     'the layers': (new_head, r'could not be loaded back: .*head\.0\.weight'),
-    'the dtype': (twice_as_precise, r'other values when .* float32: convert it first, model\.float\(\)'),
+    'the dtype': (twice_as_precise, r'other values when .* torch.float32, the default: convert it first, model\.to'),
     'the sense': (diverged, 'logits for random images are not finite'),
     'the memory format': (lambda model: model.to(memory_format=torch.channels_last), r'channels_last.*model\.to\('),
     'all': (lambda model: torch.nn.Linear(2, 2), 'cannot be saved as timm saves those that timm.create_model makes: '),

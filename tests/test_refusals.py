@@ -2,6 +2,9 @@
 import pytest
 import timm
 import torch
+import torch.nn as nn
+from timm.models import load_checkpoint
+from torch.nn.utils import prune
 
 import timm_sape
 from timm_sape.analysis import position_shap
@@ -18,7 +21,34 @@ PATCHES = {
     'patch_coord': torch.tensor([[[0, 0], [0, 1], [1, 0], [1, 1]]]),
     'patch_valid': torch.ones(1, 4, dtype=torch.bool),
 }
+
+
+def with_another(stem, name='test_vit_ape'):
+    model = timm.create_model(name)
+    model.patch_embed = stem
+    return model
+
+
+def pruned(pos_enc):
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc)
+    for module in (model, *model.position_encodings().values()):
+        for name in {'pos_embed', 'table'} & dict(module.named_parameters(recurse=False)).keys():
+            prune.l1_unstructured(module, name, amount=0.5)
+    return model
+
+
 MISTAKES = {
+    'a file of JAX': (
+        lambda: timm.create_model('test_vit_ape', checkpoint_path='weights.npz'),
+        'VisionTransformerPosEnc cannot read weights in .npz'),
+    'a file of JAX for NaFlexVit': (
+        lambda: load_checkpoint(timm.create_model('test_naflexvit_rope2d'), 'weights.npz'),
+        'NaFlexVitPosEnc cannot read weights in .npz'),
+    'TorchScript': (lambda: timm.create_model('test_vit_ape', scriptable=True), 'does not work with torch.jit.script'),
+    'a stem without a grid': (
+        lambda: with_another(nn.Conv2d(3, 64, 16, 16))(torch.zeros(1, 3, 160, 160)), 'is a Conv2d, which does not'),
+    'a pruned table': (lambda: pruned('rpb').set_input_size(128), 'blocks.0.attn.encodings.rpb.table is pruned'),
+    "timm's table, pruned": (lambda: pruned('ape').set_input_size(128), 'pos_embed is pruned'),
     'weights that are no dict': (lambda: unwrap([1]), 'not a state dict but a list'),
     'gallery off the grid': (lambda: gallery_panels(['ape'], grid_size=(4, 4), patch=(4, 0)), 'no patch'),
     'no such file': (lambda: load_model('test_vit_ape@nothing.pth'), "no file 'nothing.pth'"),

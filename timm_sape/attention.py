@@ -125,6 +125,12 @@ class PosEncAttentionRope(HostsEncodings, AttentionRope):
         return q, *(t.repeat_interleave(self.num_kv_groups, dim=1) if self.num_kv_groups > 1 else t for t in (k, v))
 
 
+def _encodings_of(attn: nn.Module) -> LayerEncodings:
+    """Those of an attention layer, also if it is wrapped, as adapters and profilers do."""
+    encodings = getattr(attn, 'encodings', None)
+    return next(m for m in attn.modules() if isinstance(m, LayerEncodings)) if encodings is None else encodings
+
+
 class PosEncBlock(Block):
     """timm's `Block`, which passes the position on to its attention layer."""
 
@@ -139,7 +145,7 @@ class PosEncBlock(Block):
         y = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.ls1(y))
         x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return self.attn.encodings.add_after(x, position)
+        return _encodings_of(self.attn).add_after(x, position)
 
 
 class PosEncResPostBlock(ResPostBlock):
@@ -156,7 +162,7 @@ class PosEncResPostBlock(ResPostBlock):
         y = self.attn(x, attn_mask=attn_mask, is_causal=is_causal, position=position)
         x = x + self.drop_path1(self.norm1(y))
         x = x + self.drop_path2(self.norm2(self.mlp(x)))
-        return self.attn.encodings.add_after(x, position)
+        return _encodings_of(self.attn).add_after(x, position)
 
 
 class PosEncEvaBlock(EvaBlock):
@@ -174,7 +180,7 @@ class PosEncEvaBlock(EvaBlock):
         x = x + self.drop_path1(y if self.gamma_1 is None else self.gamma_1 * y)
         y = self.mlp(self.norm2(x))
         x = x + self.drop_path2(y if self.gamma_2 is None else self.gamma_2 * y)
-        return self.attn.encodings.add_after(x, position)
+        return _encodings_of(self.attn).add_after(x, position)
 
 
 HOSTS = {

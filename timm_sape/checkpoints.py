@@ -46,6 +46,9 @@ STEMS = 'patch_embed.proj.weight', 'embeds.proj.weight'  # of the plain ViT and 
 PRETRAINED_PATHS = (
     'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
     "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
+CONVERT_FOREIGN = (
+    'Load them into the model of timm that they are for, and graft that, or save its state_dict() to a file for this '
+    'model.')
 TABLES = 'pos_embed', 'embeds.pos_embed'  # timm's learned table in its plain ViT and in its NaFlexVit
 LOGIT_SCALING = 'encodings.logit_scaling'  # path of that module in a model
 

@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Type
 import torch
 import torch.nn as nn
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.layers import is_scriptable
 from timm.models import build_model_with_cfg, resolve_pretrained_cfg
 
 from . import checkpoints
@@ -159,15 +160,19 @@ def build_by_timm(
         kwargs: For timm's builder and for `build`.
 
     Raises:
-        ValueError: If weights are in a format that only a model of timm's own can read, or cannot be read.
+        ValueError: If weights are in a format that only a model of timm's own can read, or cannot be read, or the model
+                is to be scriptable.
     """
     cfg = resolve_pretrained_cfg(variant, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
     is_handed_over = cfg.custom_load and not cfg.state_dict and (
         cfg.file or not cfg.hf_hub_id or cfg.custom_load == 'hf')
     if pretrained and is_handed_over:  # timm would give the file to the model, and nothing would check what fits
         raise ValueError(
-            f'{variant} cannot read weights with custom_load, such as .npz files. Load them into the model of timm '
-            'that they are for, and graft that, or save its state_dict() to a file for this model.')
+            f'{variant} cannot read weights with custom_load, such as .npz files. {checkpoints.CONVERT_FOREIGN}')
+    if is_scriptable():
+        raise ValueError(
+            f'{variant} does not work with torch.jit.script, so it cannot be made with scriptable=True (in train.py '
+            '--torchscript). Use torch.compile, torch.export or torch.jit.trace.')
     depth = kwargs.get('depth', 3)
     # timm takes the last 3 layers; an invalid depth is refused later
     out_indices = kwargs.pop('out_indices', min(3, depth) if is_integer(depth, 1) else 3)

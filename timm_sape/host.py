@@ -110,9 +110,10 @@ class PosEncModel(nn.Module):
         vars(self)['pos_enc'] = '+'.join(parts)
         vars(self)['pos_enc_kwargs'] = {name: keywords for name, keywords in parts.items() if keywords}
         vars(self)['logit_scaling'] = logit_scaling
+        self.num_heads = self.blocks[0].attn.num_heads
         host = dict(
             dim=self.embed_dim,
-            num_heads=self.blocks[0].attn.num_heads,
+            num_heads=self.num_heads,
             grid_size=self.grid_size,
             num_prefix_tokens=self.num_prefix_tokens,
             depth=len(self.blocks),
@@ -174,7 +175,8 @@ class PosEncModel(nn.Module):
         Under autocast the patch embedding returns a narrow dtype. In timm's models, adding the float32 table or class
         token widens it again. Here the dtype must be the same for all encodings.
         """
-        return wide_under_autocast(tokens, getattr(self.blocks[0].norm1, 'weight', None))
+        norm = getattr(self.blocks[0], 'norm1', None)  # blocks may be wrapped
+        return wide_under_autocast(tokens, getattr(norm, 'weight', None))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
         """As in torch, but refuses a checkpoint of other encodings or another grid before anything is loaded.
@@ -190,12 +192,22 @@ class PosEncModel(nn.Module):
         finally:
             check.remove()
 
+    def load_pretrained(self, checkpoint_path: str, prefix: str = '') -> None:
+        """Refuse files of JAX, which timm's `load_checkpoint` hands over: nothing would check what fits.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f'{checkpoint_path}: {type(self).__name__} cannot read weights in .npz or .npy files. '
+            f'{checkpoints.CONVERT_FOREIGN}')
+
     def train(self, mode: bool = True) -> 'PosEncModel':
         """As in torch, with a warning if a gate is 0 and frozen: its encoding does nothing, and cannot learn."""
         if mode and any(p.requires_grad for p in self.parameters()):
             gates = [
                 (name, encoding.gate.weight)
-                for encodings in (self.encodings, *(block.attn.encodings for block in self.blocks))
+                for encodings in self.modules() if isinstance(encodings, (SharedEncodings, LayerEncodings))
                 for name, encoding in encodings.items() if encoding.gate is not None]
             closed = sorted({
                 name for name, weight in gates

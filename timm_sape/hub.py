@@ -564,9 +564,10 @@ def _refuse_other_logits(model: nn.Module, folder: Path, input_size: Sequence[in
     state = model.state_dict()
     changed = [name for name, value in loaded.state_dict().items() if not torch.equal(value, state[name])]
     if changed:
+        dtype = torch.get_default_dtype()
         raise ValueError(
             f'Not saved, since {len(changed)} entries such as {changed[0]} have other values when it is loaded back in '
-            'float32: convert it first, model.float().')
+            f'{dtype}, the default: convert it first, model.to({dtype}).')
     for own, other in zip(model.modules(), loaded.modules()):
         if hasattr(own, 'fused_attn'):  # how attention is computed is not saved: exportable=True, set_fused_attn
             other.fused_attn = own.fused_attn

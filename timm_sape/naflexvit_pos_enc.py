@@ -520,7 +520,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             return x, position, valid, None
         num_patches = patches.shape[1] if isinstance(position, MixedPosition) else position.grid.num_patches
         num_tokens = self.num_prefix_tokens + num_patches
-        ops.check_mask(attn_mask, (len(x), self.blocks[0].attn.num_heads, num_tokens, num_tokens), x.device)
+        ops.check_mask(attn_mask, (len(x), self.num_heads, num_tokens, num_tokens), x.device)
         if kept is not None:
             attn_mask = Grid(1, num_patches, self.num_prefix_tokens, keep_indices=kept).keep_pairs(attn_mask)
         return x, position, valid, attn_mask

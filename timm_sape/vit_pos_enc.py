@@ -25,7 +25,7 @@ from timm.models.vision_transformer import VisionTransformer
 from . import checkpoints, ops
 from .attention import PosEncAttention, PosEncBlock
 from .conversion import convert_to_plain
-from .encodings import encoding_keywords, parse_pos_enc
+from .encodings import ResizedEncoding, encoding_keywords, parse_pos_enc
 from .entrypoints import SIZES, base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
 from .host import (
@@ -191,7 +191,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             patch_size: New patch size (height, width) in pixels, None to keep it.
 
         Raises:
-            ValueError: If the patch size does not divide the image size.
+            ValueError: If the patch size does not divide the image size, or a table is pruned or parametrized.
         """
         kernel, stride = self.patch_embed.patch_size, self.patch_size
         new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
@@ -199,9 +199,22 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
             check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
+            self._check_tables()
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():
             encoding.set_grid_size(self.patch_embed.grid_size)
+
+    def _check_tables(self) -> None:
+        """Check before anything is resized that every table can be, because half a resized model is of no use."""
+        tables = [('pos_embed', self)] if self.pos_embed is not None else []
+        for path, encoding in self.position_encodings().items():
+            if isinstance(encoding, ResizedEncoding):
+                tables += [(f'{path}.{name}', encoding) for name in encoding.RESIZED]
+        for path, module in tables:
+            if path.rpartition('.')[2] not in dict(module.named_parameters(recurse=False)):
+                raise ValueError(
+                    f'{path} is pruned or has a parametrization, so it cannot be resized. Remove that first, by '
+                    'torch.nn.utils.prune.remove or torch.nn.utils.parametrize.remove_parametrizations.')
 
     def embed(
             self,
@@ -222,6 +235,10 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         Raises:
             ValueError: As `forward_features`.
         """
+        if not hasattr(self.patch_embed, 'strict_img_size'):
+            raise ValueError(
+                f'patch_embed is a {type(self.patch_embed).__name__}, which does not tell the grid of patches. Derive '
+                "it from timm's PatchEmbed, and give it to timm.create_model as embed_layer.")
         is_strict = self.patch_embed.strict_img_size
         grid = _grid(
             x, self._stem_stride, self.kernel_size, self.num_prefix_tokens,
@@ -296,7 +313,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             ValueError: If an argument has the wrong shape, dtype or range, or no encoding uses `object_index`.
         """
         x, position = self.embed(x, keep_indices, object_index)
-        mask = _keep_mask(attn_mask, position, x, self.blocks[0].attn.num_heads)
+        mask = _keep_mask(attn_mask, position, x, self.num_heads)
         x, _ = self._run_blocks(x, position, mask, is_causal)
         return self.norm(x)
 
@@ -344,7 +361,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         grid = position.grid
         if output_fmt == 'NCHW' and grid.keep_indices is not None:
             raise ValueError("With patches dropped there is no map to return: use output_fmt='NLC', or model.eval().")
-        attn_mask = _keep_mask(attn_mask, position, x, self.blocks[0].attn.num_heads)
+        attn_mask = _keep_mask(attn_mask, position, x, self.num_heads)
         x, taken = self._run_blocks(
             x, position, attn_mask, is_causal, take_indices, max_index + 1 if stop_early else None)
         return self._collect_intermediates(

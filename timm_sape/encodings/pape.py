@@ -42,11 +42,11 @@ class QuadraticForm(PositionEncoding, ABC):
         """The quadratic form of each query: the factors of dy^2, dy*dx, dx^2, dy and dx in its bias.
 
         Args:
-            x: Tokens of the patches, `[B, N-P, D]`.
+            x: The tokens, `[B, N, D]`.
             grid: The grid.
 
         Returns:
-            `[B, h, N-P, 5]`, for offsets in units of `UNIT` patches.
+            `[B, h, N, 5]`, for offsets in units of `UNIT` patches.
         """
 
     def channels(
@@ -58,7 +58,9 @@ class QuadraticForm(PositionEncoding, ABC):
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         with ops.no_autocast(q):
-            form = self.gated(self.form(x[:, grid.num_prefix_tokens:], grid)) / (scale * WEIGHT)  # [B, h, N-P, 5]
+            # A linear layer copies tokens without prefix, and torch.export then refuses one image.
+            form = self.form(x, grid)[:, :, grid.num_prefix_tokens:]
+            form = self.gated(form) / (scale * WEIGHT)  # [B, h, N-P, 5]
             narrow = q.dtype != form.dtype
             if narrow:
                 high, low = _parts(form.detach(), q.dtype, 2)
@@ -136,7 +138,7 @@ class ParabolicPositionEncoding(QuadraticForm, CoordinateEncoding):
         wy, wx = w_p.unbind(-1)
         products = torch.stack([wy * wy, 2 * wy * wx, wx * wx], dim=-1)  # [h, M, 3]
         weight = torch.cat([w_a, w_p.transpose(1, 2) @ w_b], dim=1)  # [h, M+2, D]
-        ab = F.linear(x, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2]).transpose(1, 2)  # [B, h, N-P, M+2]
+        ab = F.linear(x, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2]).transpose(1, 2)  # [B, h, N, M+2]
         return torch.cat([-F.softplus(ab[..., :-2]) @ products, ab[..., -2:]], dim=-1)
 
 

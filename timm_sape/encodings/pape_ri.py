@@ -61,7 +61,7 @@ class RotationInvariantParabolicEncoding(QuadraticForm, CoordinateEncoding):
     def form(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         x, w_a, scale = ops.upcast(x, self.w_a, self.scale)
         logits = F.linear(x, w_a).transpose(1, 2).contiguous()  # torch.compile takes its strides for those of gradients
-        width = F.softplus(logits) * (UNIT * scale[:, None]) ** 2  # [B, h, N-P]
+        width = F.softplus(logits) * (UNIT * scale[:, None]) ** 2  # [B, h, N]
         ref = self.rescaling(grid)
         stretch_y, stretch_x = (1.0, 1.0) if ref is None else (old / new for old, new in zip(ref, grid.size))
         zero = torch.zeros_like(width)
