@@ -3,6 +3,7 @@
 And the kernels of the backend 'cpp' are compiled, once for all tests: half a minute after each change of them.
 """
 import os
+from collections import Counter
 from pathlib import Path
 
 if 'PYTEST_XDIST_WORKER' in os.environ:  # there is a worker per core, so more threads would wait for each other
@@ -58,8 +59,10 @@ def pytest_addoption(parser):
     parser.addoption('--full', action='store_true', help='run the tests marked `full` too, as .ci/full does')
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(config, items):
     """Leave out what is marked `full`; pytest's last line counts it as deselected. Skip 'cpp' where there is none."""
+    _mark_interpreted(items)
     for item in items:
         params = item.callspec.params.values() if hasattr(item, 'callspec') else ()
         if NO_CPP and ('cpp' in params or item.get_closest_marker('cpp')):
@@ -69,3 +72,16 @@ def pytest_collection_modifyitems(config, items):
     kept = [item for item in items if item.get_closest_marker('full') is None]
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker('full')])
     items[:] = kept
+
+
+def _mark_interpreted(items):
+    """Of each test marked `interpreted`, mark four of five cases with Triton `full`, unless there is a GPU."""
+    seen = Counter()
+    for item in items:
+        if torch.cuda.is_available() or item.get_closest_marker('full') or not item.get_closest_marker('interpreted'):
+            continue
+        if 'triton' in item.callspec.params.values():
+            test = item.nodeid.partition('[')[0]
+            if seen[test] % 5:  # no number of values of a parameter, so that each has its turn
+                item.add_marker(pytest.mark.full)
+            seen[test] += 1

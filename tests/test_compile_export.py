@@ -73,7 +73,8 @@ def test_compile_block_by_block(pos_enc):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope+rope2d+sape2_qk', 'ape+toy_layer+toy_shared'])
+@pytest.mark.parametrize('pos_enc', [
+    'ape+sape2_k', pytest.param('cope+rope2d+sape2_qk', marks=pytest.mark.full), 'ape+toy_layer+toy_shared'])
 def test_compile_training(pos_enc):
     """The same with all random operations, patch dropout included, and a mask."""
     model = Maker(pos_enc)(patch_drop_rate=0.5, drop_path_rate=0.2, proj_drop_rate=0.2, depth=1).train()

@@ -147,6 +147,7 @@ def test_half(name, dtype):
     bias_checks.check_half(name, dtype, separate_keys='identity')
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize('backend', ['torch', 'triton'])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('name', NAMES[:3])

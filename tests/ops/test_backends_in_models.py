@@ -89,8 +89,9 @@ def test_loss_and_gradients(pos_enc, backend):
         assert (a - b).abs().max() <= 10 * tolerance * b.abs().max().clamp(min=1)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize('way', ['eager', pytest.param('compiled', marks=pytest.mark.full), 'checkpointed'])
-@pytest.mark.parametrize('amp', [False, True])
+@pytest.mark.parametrize('amp', [True, False])
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_training_step(backend, amp, way):
     """Loss and gradients on the device that is there, every backend included, against float64 of the same weights."""

@@ -26,6 +26,7 @@ def grid_for(backend, grid):
     return SMALLER.get(grid, grid) if backend == 'triton' and DEVICE == 'cpu' else grid
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
 @pytest.mark.parametrize('backend', FAST)
@@ -82,6 +83,7 @@ class Plain(torch.autograd.Function):
         return rounded @ k, rounded.mT @ q, ctx.round(p).mT @ grad, grad_logits, None
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
 @pytest.mark.parametrize('backend, dtype', HALVES)
