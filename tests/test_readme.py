@@ -107,7 +107,7 @@ def test_reference_table_of_incomplete_or_other_runs(change, text, tmp_path):
     for line in map(json.loads, (folder / 'runs.jsonl').read_text().splitlines()):
         if line['label'] == 'none' and line['seed'] in (24, 25):
             line = {**line, **change, 'args': {**line['args'], **change.get('args', {})}}
-        if line['label'] in ('APE', 'none'):  # Dunnett's intervals of all rows take long
+        if line['label'].partition(',')[0] in ('APE', 'none'):  # Dunnett's intervals of all rows take long
             lines.append(json.dumps(line))
     (tmp_path / 'runs.jsonl').write_text('\n'.join(lines) + '\n')
     shutil.copy(folder / 'measures.jsonl', tmp_path)
