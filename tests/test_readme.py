@@ -250,6 +250,21 @@ def test_new_seeds_are_those_of_the_runs():
             assert f'| {line} |' in page, line
 
 
+LAPE_SEEDS = [str(seed) for seed in range(41, 47)]
+
+
+def test_lape_and_rope_are_those_of_the_runs():
+    """Top-1 with two heads and with four, and the difference with both intervals."""
+    top1 = top1_of('lape', LAPE_SEEDS)
+    for heads, end in ((2, ''), (4, ', 4 heads')):
+        lape, rope = (top1[f'{name}{end}'] for name in ('LaPE', 'RoPE-2D'))
+        unpaired = '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(lape, rope))
+        line = ' | '.join((str(heads), spread_of(rope), spread_of(lape), difference_of(lape, rope), unpaired))
+        assert f'| {line} |' in DETAILS.read_text(), line
+    lead = '`lape`](docs/choosing.md) is not shown to be better.'
+    assert lead in README.read_text() and not any(verdicts(top1['LaPE'], top1['RoPE-2D']))
+
+
 def test_differences_that_hang_on_the_interval():
     """One of the two intervals excludes 0, the other does not."""
     top1 = reduce(operator.or_, map(top1_of, ('plan', 'ablations', 'half_rate', 'half_rate_ablations', 'pooling')))
@@ -388,7 +403,7 @@ def claims():
     roc, half = areas('white')[sape2], top1_of('half_rate')
     distance = roc['trained', 'distance', 'own']
     five, nothing = five_seeds(), [0, 0, 0]
-    rope, mixed = 'RoPE-2D', 'RoPE-2D mixed'
+    rope, mixed, lapes = 'RoPE-2D', 'RoPE-2D mixed', top1_of('lape', LAPE_SEEDS)
     rows, equal = repository(), ', no LayerScale'
     answers = [
         ('ahead, too**: {} beside APE with four (five seeds).', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2,
@@ -396,6 +411,8 @@ def claims():
         ('and sincos2d, too: {}.', retrofit('kept', 'sincos2d', 64), retrofit('kept', 'APE', 64), 1, True),
         ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
+        ('to be ahead of RoPE-2D, with two heads, {},', lapes['LaPE'], lapes[rope], 2, False),
+        ('nor with four, {}.', lapes['LaPE, 4 heads'], lapes[f'{rope}, 4 heads'], 2, False),
         ('with the five seeds {}. In the', five[sape2], five['SaPE2(Q)+APE'], 2, False),
         ('Alone, SaPE2(K) is behind APE: {}', ten['SaPE2(K)'], ten['APE'], 2, True),
         ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
@@ -437,6 +454,8 @@ def claims():
         ('The five seeds of the reference table show it ahead, {}. They', five[mixed], five['APE'], 2, True),
         ('LaPE is ahead of RoPE-2D too, {}.', five['LaPE'], five[rope], 2, True),
         ('after one more LayerNorm: {}.', five['LaPE'], five['APE'], 2, True),
+        ('by four heads instead of two: RoPE-2D {},', lapes[f'{rope}, 4 heads'], lapes[rope], 2, True),
+        ('LaPE {}. The other', lapes['LaPE, 4 heads'], lapes['LaPE'], 2, True),
         ('APE with four is ahead of APE with two, {},', five['APE, 4 heads'], five['APE'], 2, True),
         ('is not shown to differ from APE with four: {}.', five[rope], five['APE, 4 heads'], 2, False),
         ('ahead, too**: {} beside APE with four.', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2, True),
