@@ -463,9 +463,9 @@ def test_command_on_models_of_timm_and_others(name, main, images, folders, capsy
 
 
 @pytest.mark.parametrize('name, text', [
-    ('other', r'other gets \S+ % of the labels right at 48x48, its own size, which is not shown to be more than by'),
+    ('other', r'other gets \S+ % of the labels right at 48x48, its own size, which is not shown to be better than'),
     ('few', r'few has 2 classes, from 0 on'),
-    ('many', r'many gets \S+ % of the labels right at 48x48, its own size, which is not shown to be more than by'),
+    ('many', r'many gets \S+ % of the labels right at 48x48, its own size, which is not shown to be better than'),
 ])
 def test_labels_of_other_classes(name, text, main, images, capsys):
     """By such labels no rule is better than another."""
