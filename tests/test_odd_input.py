@@ -67,6 +67,7 @@ def create(**kwargs):
     ({'embed_dim': 15}, 'is not divisible by num_heads=2. Choose another num_heads'),
     ({'dynamic_img_size': 'yes'}, "dynamic_img_size must be True or False, got 'yes'"),
     ({'patch_drop_rate': 'x'}, 'patch_drop_rate must be at least 0'),
+    ({'img_size': torch.tensor(64)}, 'img_size must be an integer of at least 1, or two'),
     ({'ref_grid_size': (10 ** 9, 2)}, 'two Python ints from 1 to'),
     ({'pos_enc_kwargs': {'sape2_k': {'table_size': 10 ** 12}}}, 'unexpected|no keyword|larger than any model needs'),
     ({'pos_enc': 'lape', 'pos_enc_kwargs': 0}, 'pos_enc_kwargs must map parts'),

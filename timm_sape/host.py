@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Uni
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import PatchDropout, PatchDropoutWithIndices, to_2tuple, use_reentrant_ckpt
+from timm.layers import PatchDropout, PatchDropoutWithIndices, use_reentrant_ckpt
 from timm.models import checkpoint
 
 from . import checkpoints
@@ -33,6 +33,7 @@ from .position import AnyPosition, LayerEncodings, SharedEncodings
 
 __all__ = [
     'PosEncModel',
+    'as_pair',
     'check_flags',
     'check_integers',
     'check_logit_scaling',
@@ -370,9 +371,17 @@ def check_integers(**sizes) -> None:
         ValueError: If one is not.
     """
     for name, size in sizes.items():
-        size = to_2tuple(size)
+        size = as_pair(size)
         if len(size) != 2 or not all(is_integer(s, 1) for s in size):
             raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
+
+
+def as_pair(size: Any) -> Tuple[Any, ...]:
+    """A size as a tuple: one number stands for both sides. Wrong input is returned as it is, for `check_integers`.
+
+    timm's `to_2tuple` iterates over all that can be, and fails for a tensor that is a number.
+    """
+    return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
 
 
 def check_sizes(img_size, patch_size, pad: str = 'dynamic_img_size=True, dynamic_img_pad=True') -> None:
@@ -387,7 +396,7 @@ def check_sizes(img_size, patch_size, pad: str = 'dynamic_img_size=True, dynamic
         ValueError: If a size is not a positive integer, the patches do not tile the image, or there are too many.
     """
     check_integers(img_size=img_size, patch_size=patch_size)
-    img_size, patch_size = to_2tuple(img_size), to_2tuple(patch_size)
+    img_size, patch_size = as_pair(img_size), as_pair(patch_size)
     fit = tuple(max(1, round(i / p)) * p for i, p in zip(img_size, patch_size))
     if any(i < p for i, p in zip(img_size, patch_size)):
         raise ValueError(f'img_size={img_size} is smaller than patch_size={patch_size}. Use at least img_size={fit}.')

@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import HybridEmbed, to_2tuple
+from timm.layers import HybridEmbed
 from timm.models import generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
@@ -30,6 +30,7 @@ from .entrypoints import SIZES, base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
 from .host import (
     PosEncModel,
+    as_pair,
     check_flags,
     check_integers,
     check_logit_scaling,
@@ -194,8 +195,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             ValueError: If the patch size does not divide the image size, or a table is pruned or parametrized.
         """
         kernel, stride = self.patch_embed.patch_size, self.patch_size
-        new_kernel = kernel if patch_size is None else to_2tuple(patch_size)
-        new_size = self.patch_embed.img_size if img_size is None else to_2tuple(img_size)
+        new_kernel = kernel if patch_size is None else as_pair(patch_size)
+        new_size = self.patch_embed.img_size if img_size is None else as_pair(img_size)
         check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
             check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
