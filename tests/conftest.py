@@ -76,12 +76,13 @@ def pytest_collection_modifyitems(config, items):
 
 def _mark_interpreted(items):
     """Of each test marked `interpreted`, mark four of five cases with Triton `full`, unless there is a GPU."""
+    if torch.cuda.is_available():
+        return
     seen = Counter()
     for item in items:
-        if torch.cuda.is_available() or item.get_closest_marker('full') or not item.get_closest_marker('interpreted'):
+        if not item.get_closest_marker('interpreted') or item.get_closest_marker('full'):
             continue
         if 'triton' in item.callspec.params.values():
-            test = item.nodeid.partition('[')[0]
-            if seen[test] % 5:  # no number of values of a parameter, so that each has its turn
+            if seen[item.function] % 5:  # no number of values of a parameter, so that each has its turn
                 item.add_marker(pytest.mark.full)
-            seen[test] += 1
+            seen[item.function] += 1

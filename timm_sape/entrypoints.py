@@ -161,7 +161,7 @@ def build_by_timm(
 
     Raises:
         ValueError: If weights are in a format that only a model of timm's own can read, or cannot be read, or the model
-                is to be scriptable.
+            is to be scriptable.
     """
     cfg = resolve_pretrained_cfg(variant, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay'))
     is_handed_over = cfg.custom_load and not cfg.state_dict and (

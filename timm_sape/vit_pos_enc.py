@@ -207,14 +207,15 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
     def _check_tables(self) -> None:
         """Check before anything is resized that every table can be, because half a resized model is of no use."""
-        tables = [('pos_embed', self)] if self.pos_embed is not None else []
+        tables = [] if self.pos_embed is None else ['pos_embed']
         for path, encoding in self.position_encodings().items():
             if isinstance(encoding, ResizedEncoding):
-                tables += [(f'{path}.{name}', encoding) for name in encoding.RESIZED]
-        for path, module in tables:
-            if path.rpartition('.')[2] not in dict(module.named_parameters(recurse=False)):
+                tables += [f'{path}.{name}' for name in encoding.RESIZED]
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for table in tables:
+            if table not in parameters:
                 raise ValueError(
-                    f'{path} is pruned or has a parametrization, so it cannot be resized. Remove that first, by '
+                    f'{table} is pruned or has a parametrization, so it cannot be resized. Remove that first, by '
                     'torch.nn.utils.prune.remove or torch.nn.utils.parametrize.remove_parametrizations.')
 
     def embed(
