@@ -145,15 +145,20 @@ def test_export(name):
 @pytest.mark.parametrize('pos_enc', [
     pytest.param(pos_enc, marks=[] if pos_enc == 'pape' else pytest.mark.full) for pos_enc in POS_ENCS])
 def test_export_free_batch(pos_enc):
-    """As below, but torch itself finds out which batches the program takes. It must take one image."""
-    test_export_dynamic_size(pos_enc, Dim.AUTO)
+    """Images of any size are padded, and torch itself finds out what the program takes. It must take one image."""
+    model = Maker(pos_enc)(dynamic_img_size=True, dynamic_img_pad=True, depth=1)
+    program = torch.export.export(model, (images((4, 6)),), dynamic_shapes={'x': dict.fromkeys((0, 2, 3), Dim.AUTO)})
+    with torch.no_grad():
+        for grid, batch in (((4, 6), 1), ((7, 3), 3)):
+            x = images(grid, batch)[..., 3:]
+            torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('pos_enc', rarely(POS_ENCS))
-def test_export_dynamic_size(pos_enc, batch_dim=Dim('batch', max=64)):
+def test_export_dynamic_size(pos_enc):
     """Exported with dynamic batch, height and width, checked on others."""
     model = Maker(pos_enc)(dynamic_img_size=True, depth=1)
-    shapes = {0: batch_dim, 2: PATCH * Dim('height', max=64), 3: PATCH * Dim('width', max=64)}
+    shapes = {0: Dim('batch', max=64), 2: PATCH * Dim('height', max=64), 3: PATCH * Dim('width', max=64)}
     program = torch.export.export(model, (images((4, 6)),), dynamic_shapes={'x': shapes})
     check_graph(program)
     with torch.no_grad():
