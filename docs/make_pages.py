@@ -8,6 +8,7 @@ Descriptions come from docstrings, figures from results/*.csv. tests/test_docs.p
 import argparse
 import csv
 import inspect
+import json
 import re
 import textwrap
 from collections import Counter
@@ -231,14 +232,17 @@ def reference_table():
 def reference():
     """Of the table of examples/reference_table.py the columns that fit on a page, and how far it is."""
     above, rows, notes = reference_table()
-    found = []
+    folder, found = RESULTS / 'cpu_cifar10' / 'reference', []
+    hardware = {row['model']: row['hardware'] for row in read_csv(folder / 'reference.csv')}
+    twice = {json.loads(line)['label'] for line in (folder / 'first_trainings.jsonl').read_text().splitlines()}
     for row in rows:
         model, pos_enc = row['model'], row['pos_enc'].strip('`')
         page = pos_enc if pos_enc in timm_sape.list_encodings() else None
         trained, planned = row['seeds'].split(' of ')
         found.append([
             (f'[{model}](encodings/{page}.md)' if page else model) +
-            (f' ({row["seeds"]} seeds)' if trained != planned else ''),
+            (f' ({row["seeds"]} seeds)' if trained != planned else '') +
+            (' **' if model in twice else ' *' if hardware[model].startswith('Intel') else ''),
             row['learning rate'].lstrip('0'), row['top-1 (%)'], row['minus'], row['difference'],
             row['corrected, pairs'], row['corrected, not paired'],
             row['48 px, best rule (%)'], row['64 px, best rule (%)'], row['P-SHAP'], row['step, ViT-S']])
