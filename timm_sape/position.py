@@ -369,21 +369,15 @@ class LayerEncodings(_Encodings):
         rotated_q, rotated_k = self._rotated(scaled_q, k, position)
         channels = [
             encoding(q, k, x, grid=grid, scale=scale, hook='channels') for encoding in self.acting_on('channels')]
-        if channels:
-            if not ops.is_exporting():  # an exported program would refuse sizes that need none
-                # Products of a multiple of 8 channels take less time. Zeros change none.
-                width = rotated_q.shape[-1] + sum(a.shape[-1] for a, _ in channels)
-                zeros = rotated_q.new_zeros(()).expand(*rotated_q.shape[:-1], -width % 8)
-                channels.append((zeros, zeros))
-            rotated_q = torch.cat([rotated_q, *(a for a, _ in channels)], dim=-1)  # [B, h, N, d+C]
-            rotated_k = torch.cat([rotated_k, *(b for _, b in channels)], dim=-1)  # [B, h, N, d+C]
+        if not attending and not values:
+            return ops.attend(
+                rotated_q, rotated_k, v, mask, scale=scale, channels=channels, dropout_p=dropout_p, drop=drop,
+                fused=fused)
+        rotated_q, rotated_k = ops.append_channels(rotated_q, rotated_k, channels)  # [B, h, N, d+C]
         if attending:
             return attending[0](
                 q, k, v, rotated_q, rotated_k, mask=mask, grid=grid, scale=scale, dropout_p=dropout_p, drop=drop,
                 fused=fused, hook='attend')
-        if not values:
-            return ops.attend(
-                rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         attn = ops.probabilities(rotated_q, rotated_k, mask, scale=scale)  # [B, h, N, N]
         attn = F.dropout(attn, dropout_p) if drop is None else drop(attn)
         out = attn.to(v.dtype) @ v

@@ -3,6 +3,7 @@
 | file | what |
 |---|---|
 | `attention` | attention with a bias or mask, any encoding's |
+| `channels` | attention with further channels of q and k |
 | `sape2`, `cope` | SaPE2's and CoPE's bias, and attention with SaPE2; they choose the implementation |
 | `backend` | which implementations can run: reference, torch, cpp or triton |
 | `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
@@ -18,6 +19,7 @@
 """
 from .attention import attend, check_mask, merge_masks, open_empty_rows, probabilities
 from .backend import using_backend
+from .channels import append_channels
 from .cope import contextual_bias
 from .cpp_build import build_cpp
 from .devices import check_devices
@@ -29,6 +31,7 @@ from .sizes import log_of_largest
 from .transforms import is_exporting
 
 __all__ = [
+    'append_channels',
     'attend',
     'axis_codes',
     'build_cpp',

@@ -6,6 +6,7 @@ from typing import Any, Callable, Optional, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 
+from .channels import Channels, append_channels, attend_with_channels, can_attend_with_channels
 from .precision import no_autocast
 from .sizes import is_empty
 from .transforms import is_transformed
@@ -105,6 +106,7 @@ def attend(
         mask: Optional[torch.Tensor],
         *,
         scale: float,
+        channels: Channels = (),
         dropout_p: float = 0.0,
         drop: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         fused: bool = True,
@@ -122,6 +124,7 @@ def attend(
         v: `[B, h, N, d]`.
         mask: As `merge_masks` returns it.
         scale: Factor of q.k.
+        channels: Pairs of further channels of q and of k, `[B, h, N, C]`.
         dropout_p: Dropout rate of the probabilities.
         drop: Module that applies this dropout to explicit probabilities, so that hooks on it see them.
         fused: False for an explicit softmax, as timm's attention has it after `set_fused_attn(False)`.
@@ -129,6 +132,10 @@ def attend(
     Returns:
         `[B, h, N, d]` in the dtype of v.
     """
+    if channels:
+        if fused and mask is None and not dropout_p and can_attend_with_channels(q, k, v, channels):
+            return attend_with_channels(q, k, v, channels, scale)
+        q, k = append_channels(q, k, channels)
     additive = mask is not None and mask.dtype != torch.bool
     # Fused kernels have no forward mode. Under vmap, and without any token, they do not see that an additive mask needs
     # a gradient.

@@ -8,7 +8,7 @@ from typing import Callable, ContextManager, Optional, Tuple
 
 import torch
 
-__all__ = ['no_autocast', 'upcast', 'wide', 'wide_under_autocast', 'without_autocast']
+__all__ = ['keeps_dtype', 'no_autocast', 'upcast', 'wide', 'wide_under_autocast', 'without_autocast']
 
 
 def upcast(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -27,6 +27,11 @@ def wide(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 def no_autocast(tensor: torch.Tensor) -> ContextManager:
     """Switch autocast off if it is on. If it is off this does nothing, so exported graphs contain no trace of it."""
     return torch.autocast(tensor.device.type, enabled=False) if _has_autocast(tensor) else nullcontext()
+
+
+def keeps_dtype(tensor: torch.Tensor) -> bool:
+    """Whether autocast, if it is on, would not convert the tensor for a product."""
+    return not _has_autocast(tensor) or tensor.dtype in (torch.get_autocast_dtype(tensor.device.type), torch.float64)
 
 
 def wide_under_autocast(tensor: torch.Tensor, weight: Optional[torch.Tensor]) -> torch.Tensor:
