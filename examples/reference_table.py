@@ -176,7 +176,7 @@ def keep_measures(lines, output):
     path = output / MEASURES
     with alone(path):
         lines = {**read_measures(output), **{(line['model'], line['seed']): line for line in lines}}
-        write_text(path, ''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines.values()))
+        write_text(path, ''.join(json.dumps(line) + '\n' for line in lines.values()))
 
 
 def refuse_unmeasured(runs, measures, advice):
@@ -415,7 +415,7 @@ def merge(args):
         expected = [*trials_of(first).values(), *runs]
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            (folder / ARCHIVE).write_text(''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
+            (folder / ARCHIVE).write_text(''.join(json.dumps(line) + '\n' for line in lines))
             refuse_begun_otherwise(expected, folder)
             if chosen_rates(plan, folder).get(label) != rate:
                 raise ValueError(f'{path}: its trials do not choose the rate {rate:g}')

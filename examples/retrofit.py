@@ -269,7 +269,7 @@ def work(args, trained, seeds, settings, weights):
         with alone(path):
             lines = [*read_lines(path), *new]
             refuse_begun_otherwise(lines, settings, weights, args.output)
-            write_text(path, ''.join(json.dumps(line, ensure_ascii=False) + '\n' for line in lines))
+            write_text(path, ''.join(json.dumps(line) + '\n' for line in lines))
             if lines:
                 write_tables(lines, settings, args)
 

@@ -165,7 +165,7 @@ def test_own_rule_is_kept_unless_another_is_shown_to_be_better(
     def predict(model, *args, **kwargs):
         rule = own_rule(model) if model.grid_size == (8, 8) else 'home'
         hits = torch.ones(24, dtype=bool) if rule == 'home' else right.get(rule, own)
-        return Predictions(torch.stack([hits, ~hits], 1).float(), torch.zeros(24, dtype=torch.long), 1., 1.)
+        return Predictions(torch.stack([hits, ~hits], 1).float(), torch.zeros(24, dtype=torch.long), 1.)
 
     monkeypatch.setattr('timm_sape.lab.adapt.predict', predict)
     rules = [] if only is None else ['--rules', *only]

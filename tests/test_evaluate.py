@@ -71,10 +71,10 @@ def test_wilson_interval_as_published(successes, n, expected):
     assert wilson_interval(successes, n) == pytest.approx(expected, abs=5e-5)
 
 
-@pytest.mark.parametrize('confidence, z', [(.95, 1.959964), (.99, 2.575829), (.6826895, 1)])
 @pytest.mark.parametrize('successes, n', [(0, 1), (1, 1), (3, 7), (7, 7), (499, 1000), (49999, 50000)])
-def test_wilson_interval_solves_its_equation(successes, n, confidence, z):
-    low, high = wilson_interval(successes, n, confidence)
+def test_wilson_interval_solves_its_equation(successes, n):
+    low, high = wilson_interval(successes, n)
+    z = 1.959964
     assert 0 <= low <= successes / n <= high <= 1 and low < high
     for p in (low, high):  # z standard errors at p away from the share
         assert (successes / n - p) ** 2 == pytest.approx(z ** 2 * p * (1 - p) / n, rel=1e-5, abs=1e-14)
@@ -165,7 +165,6 @@ def test_top_k_by_hand():
 @pytest.mark.parametrize('call, text', [
     (lambda: wilson_interval(3, 2), 'got 3 of 2'),
     (lambda: wilson_interval(0, 0), 'n at least 1'),
-    (lambda: wilson_interval(1, 2, 95), 'such as 0.95, got 95'),
     (lambda: mcnemar_p(-1, 2), 'Counts must be 0 or more'),
     (lambda: mcnemar(torch.ones(2).bool(), torch.ones(3).bool()), 'must have seen the same images'),
     (lambda: accuracy(torch.ones(2, 3), torch.ones(3)), r'got \[2, 3\] and \[3\]'),
@@ -213,8 +212,8 @@ def test_predict():
     assert found.labels.tolist() == [0, 1, 2, 0, 0, 1, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize('sizes, seconds, speed', [((4, 4, 2), 2 + 3, 6 / 5), ((4,), 1, 4)])
-def test_predict_times_the_model_without_its_first_batch(sizes, seconds, speed, monkeypatch):
+@pytest.mark.parametrize('sizes, speed', [((4, 4, 2), 6 / (2 + 3)), ((4,), 4)])
+def test_predict_times_the_model_without_its_first_batch(sizes, speed, monkeypatch):
     model, clock = Sum(), [0.0]
     model.wait = lambda: clock.__setitem__(0, clock[0] + model.calls)  # 1, 2, 3 seconds
     monkeypatch.setattr('timm_sape.lab.evaluate.now', lambda device: clock[0])
@@ -225,7 +224,7 @@ def test_predict_times_the_model_without_its_first_batch(sizes, seconds, speed, 
             yield batch
 
     found = predict(model, loading())
-    assert (found.seconds, found.images_per_second) == (seconds, pytest.approx(speed))
+    assert found.images_per_second == pytest.approx(speed)
 
 
 def test_predict_shows_what_takes_long(capsys, monkeypatch):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -701,6 +702,14 @@ def test_archive_does_not_mix_trainings(lab, capsys):
     assert (kept / 'runs.jsonl').read_text() == text
 
 
+def test_an_archive_has_a_line_for_each_run(lab, capsys):
+    """Also where a label has what Python takes for the end of a line."""
+    label, kept = 'A\u2028B', lab.folder / 'kept'
+    lab.plan({label: 'test_vit_ape'})
+    assert lab('--seeds', 1) == 0 and lab('--archive', kept) == 0
+    assert list(results.read_archive(kept / 'runs.jsonl')) == [(label, 1)]
+
+
 @pytest.mark.parametrize('line', ['{"label": "A"', '{"label": "A"}', '[]', '{"epochs": {"epoch": [1], "lr": []}}'])
 def test_archives_that_cannot_be_read(lab, line, capsys):
     kept = lab.folder / 'kept'
@@ -878,6 +887,13 @@ def test_checkpoints_as_they_are_left(tmp_path, checkpoints):
     assert records.last_checkpoint(tmp_path) == (tmp_path / 'checkpoint-1.pth.tar', 2)  # others were lost in a reboot
     put('checkpoint-1', 1, 100)
     with pytest.raises(RuntimeError, match='no checkpoint can be read, such as checkpoint-1.pth.tar'):
+        records.last_checkpoint(tmp_path)
+
+
+def test_a_damage_that_torch_has_no_words_for(tmp_path, monkeypatch):
+    (tmp_path / 'last.pth.tar').write_bytes(b'broken')
+    monkeypatch.setattr(torch, 'load', Mock(side_effect=EOFError('')))
+    with pytest.raises(RuntimeError, match=r'no checkpoint can be read, such as last.pth.tar \(EOFError: \)'):
         records.last_checkpoint(tmp_path)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import warnings
+from abc import ABC, abstractmethod
 
 import pytest
 import timm
@@ -175,6 +176,17 @@ def test_what_authors_forget():
     with pytest.raises(ValueError, match=r'Forgetful must define compute\(self, grid: .*: The table of a whole grid'):
         register_encoding('mine')(Forgetful)
 
+    class NoDocstring(PositionEncoding, ABC):
+        @abstractmethod
+        def table(self, grid):
+            pass
+
+        def embed(self, x, grid):
+            return self.table(grid)
+
+    with pytest.raises(ValueError, match=r'NoDocstring must define table\(self, grid\): it is abstract'):
+        register_encoding('mine')(NoDocstring)
+
     class NoTable(timm_sape.FixedEncoding):
         def compute(self, grid, device, dtype):
             return grid.coordinates(device, dtype)
@@ -196,7 +208,7 @@ def test_what_authors_forget():
 @pytest.mark.parametrize('name', ['', 'Mine', 'my-own', 'my own', 'ape+mine', '2d', '_mine', 'my.own', 'mine\n'])
 def test_malformed_names(name):
     before = list_encodings(aliases=True)
-    for kwargs in (dict(name=name), dict(name='mine', aliases=(name,))):
+    for kwargs in (dict(name=name), dict(name='mine', aliases=(name,)), dict(name='mine', aliases=(1,))):
         with pytest.raises(ValueError, match='use lowercase letters, digits and underscores'):
             register_encoding(**kwargs)(type('Mine', (PositionEncoding,), {}))
     assert list_encodings(aliases=True) == before
@@ -269,6 +281,13 @@ def test_unknown_names(name, text):
     for create in (lambda: create_encoding(name, **HOST), lambda: build(name), lambda: build(f'ape+{name}')):
         with pytest.raises(ValueError, match=text):
             create()
+
+
+@pytest.mark.parametrize('name', [None, 5, ['ape']])
+def test_a_name_is_a_string(name):
+    for look_up in (create_encoding, timm_sape.get_encoding, timm_sape.encoding_keywords):
+        with pytest.raises(ValueError, match="The name of an encoding is a string such as 'rope2d', got"):
+            look_up(name)
 
 
 def test_unknown_name_says_how_to_import():

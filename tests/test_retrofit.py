@@ -195,7 +195,7 @@ def test_the_rule_is_chosen_on_held_out_images(example, runs, data, monkeypatch)
         own = model.patch_embed.img_size == (32, 32)
         right = own or model.pos_enc_kwargs['rope2d']['resolution'] == best[len(labels)]
         chosen = torch.where(torch.arange(len(labels)) % 2 == 0, labels, labels if right else 1 - labels)
-        return Predictions(torch.eye(2)[chosen], labels, 0, 0)
+        return Predictions(torch.eye(2)[chosen], labels, 0)
 
     monkeypatch.setattr(example, 'predict', predict)
     checkpoint = runs / 'RoPE-2D' / 'seed1' / 'last.pth.tar'
@@ -215,7 +215,7 @@ def test_larger_images_are_fewer_and_the_first_of_the_same(example, runs, data, 
         labels = torch.cat([labels for _, labels in batches])
         seen[model.patch_embed.img_size[0], len(labels)] = labels
         right = torch.arange(len(labels)) < 3  # the first three of the draw
-        return Predictions(torch.eye(2)[torch.where(right, labels, 1 - labels)], labels, 0, 0)
+        return Predictions(torch.eye(2)[torch.where(right, labels, 1 - labels)], labels, 0)
 
     monkeypatch.setattr(example, 'predict', predict)
     checkpoint = runs / 'APE' / 'seed1' / 'last.pth.tar'

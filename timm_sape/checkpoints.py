@@ -420,8 +420,10 @@ def _kernel_size(weight: Sequence[int], in_chans: int) -> Optional[Tuple[int, in
     """Height and width of the kernel of a patch embedding with weights of this shape. None if they do not tell."""
     if len(weight) == 4:
         return weight[2], weight[3]
-    side = math.isqrt(weight[1] // in_chans) if len(weight) == 2 else 0
-    return (side, side) if len(weight) == 2 and side ** 2 * in_chans == weight[1] else None
+    if len(weight) != 2:
+        return None
+    side = math.isqrt(weight[1] // in_chans)
+    return (side, side) if side ** 2 * in_chans == weight[1] else None
 
 
 def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
@@ -434,7 +436,7 @@ def refuse_other_encoding(
         kwargs: Dict[str, Any],
         fix: str = '',
 ) -> None:
-    """The saved config of a `local-dir:` or `hf-hub:` model decides what its parameters mean.
+    """Refuse to build a saved model (`local-dir:`, `hf-hub:`) with other encodings than it was trained with.
 
     Two encodings may have the same parameters, or none at all, so weights alone could not tell.
 
@@ -497,9 +499,8 @@ def unreadable(variant: str, error: Exception) -> Optional[ValueError]:
     """What to say plainly where a file cannot be read. torch and safetensors raise anything, from KeyError on.
 
     Returns:
-        The error to raise. None if `error` is of the operating system, the network or the Hub, and says it better. Of
-        the system's, 'Invalid argument' is replaced too: a damaged file can send its reader to a place before its
-        beginning.
+        The error to raise. None if `error` comes from the operating system, the network or the Hub and is plain enough
+        itself. Only the system's 'Invalid argument' is not: a damaged file can send its reader to before its start.
     """
     package = type(error).__module__.split('.')[0]
     of_the_system = isinstance(error, OSError) and error.errno != errno.EINVAL

@@ -143,9 +143,10 @@ def trained_kernel(weight: torch.Tensor, model: nn.Module) -> Tuple[int, int]:
 def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_rows: Collection[int]) -> GridSize:
     """The grid of a plain model's `pos_embed`.
 
-    A saved config knows the size of the images. Of a bare file, an encoding that is resized along with the table may
-    have saved the grid. Otherwise what is declared must not contradict what an encoding has saved, and if nothing is
-    declared only one of the grids that come to mind may fit.
+    It is known if a saved config has the size of the images, or if an encoding that is resized along with the table has
+    saved its grid. Otherwise four kinds of grids are tried: what other encodings have saved, the declared one, the
+    model's own, and squares. The declared one is taken if it fits the number of rows and no other saved one fits;
+    another one only if no other fits.
 
     Args:
         entries: The checkpoint.
@@ -153,7 +154,7 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
         prefix_rows: How many rows of prefix tokens the table may have.
 
     Raises:
-        ValueError: If it can be none or several.
+        ValueError: If no grid fits the number of rows, or several do and nothing decides between them.
     """
     rows = entries['pos_embed'].shape[1]
     declared = declared_grid(model, entries['patch_embed.proj.weight'].shape[-2:])

@@ -198,8 +198,12 @@ def graft(
             f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
             f'{report}. Graft it first, then change it.')
     grafted.load_state_dict(weights, strict=False)
+    _copy_settings(grafted, model)
+    return grafted
 
-    # copy what is not in a state dict
+
+def _copy_settings(grafted: PosEncModel, model: nn.Module) -> None:
+    """Copy from a base to its graft what is not in a state dict: which parameters are trained, modes, patch dropout."""
     flags = {name: torch.tensor(float(p.requires_grad)).expand(p.shape) for name, p in model.named_parameters()}
     flags = _renamed(flags, grafted)
     for name, p in grafted.named_parameters():
@@ -213,7 +217,6 @@ def graft(
     for name, module in model.named_modules():
         if name in modules:
             modules[name].training = module.training
-    return grafted
 
 
 def _build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:

@@ -150,7 +150,7 @@ class PosEncModel(nn.Module):
                 f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because none of its '
                 'encodings rescales positions. Leave it out, or rescale them by '
                 f"pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}.")
-        # timm exempts the last two parameters from adaptive clipping, because it takes them for the head's.
+        # Move heads to the end again: timm exempts the last two parameters from adaptive clipping, as the head's.
         for name in ('head', 'head_dist'):
             if name in self._modules:
                 self._modules[name] = self._modules.pop(name)

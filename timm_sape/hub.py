@@ -72,7 +72,8 @@ def _is_statistic(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_number, value))
 
 
-# For entries of config.json: whether a value is right, and what is, in words. Entries may be missing.
+# Checks of entries of config.json: a function that says whether a value is right, and in words what would be. Entries
+# may be missing.
 MAPPING = (lambda value: isinstance(value, dict)), 'a mapping'
 TEXT = (lambda value: isinstance(value, str)), 'a string'
 CLASSES = (lambda value: is_integer(value, 0)), 'an integer of 0 or more'
@@ -144,6 +145,8 @@ def push(
             is pushed then.
         ConnectionError: If the Hub cannot be reached, or the connection breaks off.
     """
+    if not isinstance(repo_id, str):
+        raise ValueError(f'repo_id must be OWNER/NAME, got {_short(repo_id)}.')
     api = HfApi(token=token, **_library())
     with TemporaryDirectory() as scratch:
         if '/' not in repo_id:

@@ -237,7 +237,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
     def _draw_patches(self, valid: torch.Tensor) -> Optional[torch.Tensor]:
         """Indices of the patches that patch dropout keeps, `[B, K']`: as timm draws them, among padding too.
 
-        Where only padding would be kept, the first patch of the image is kept instead of some of it.
+        If nothing but padding would be kept of an image, its first valid patch takes the place of one entry.
         """
         _, kept = self.patch_drop(nn.functional.pad(valid[..., None].float(), (0, 0, self.num_prefix_tokens, 0)))
         if kept is None:
@@ -583,12 +583,12 @@ def _refuse_misspelt(x: Mapping[str, Any], names: Sequence[str]) -> None:
 def _refuse_empty_images(valid: torch.Tensor, what: str, fix: str) -> None:
     """
     Args:
-        valid: Whether each patch is no padding, bool `[B, K]`.
-        what: What leaves an image without a patch, in words that 'of image 0' can follow.
-        fix: What to do.
+        valid: False for padding, bool `[B, K]`.
+        what: Start of the message, which goes on with 'of image 0 of the batch'.
+        fix: End of the message, what to do.
 
     Raises:
-        ValueError: If an image has no patch that is none.
+        ValueError: If all patches of an image are padding.
     """
     empty = ~valid.any(dim=1)
     if empty.any():

@@ -48,6 +48,11 @@ class Position:
     logit_factor: Union[None, float, torch.Tensor] = None
 
     @property
+    def first(self) -> 'Position':
+        """Itself, so that code for both kinds of position can look at one."""
+        return self
+
+    @property
     def num_prefix_tokens(self) -> int:
         return self.grid.num_prefix_tokens
 
@@ -72,8 +77,8 @@ class Position:
 class MixedPosition:
     """What the layers share where the images of a batch have grids of their own.
 
-    torch.compile compiles anew for another number of parts wherever it sees `parts`. So code outside of
-    `torch.compiler.disable` looks at all other fields only, but for reentrant checkpointing.
+    torch.compile compiles anew for another number of parts wherever it sees `parts`. So only code under
+    `torch.compiler.disable` reads that field, and reentrant checkpointing.
 
     Args:
         groups: The groups of images of one grid.
@@ -416,14 +421,10 @@ class LayerEncodings(_Encodings):
 
     def _add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         self._check(position, x)
-        if position is None:
+        if position is None or position.first.layer_terms is None:
             return x
         if isinstance(position, MixedPosition):
-            if position.first.layer_terms is None:
-                return x
             return self._by_group(self._add_before, x, position)
-        if position.layer_terms is None:
-            return x
         return x + position.layer_terms[self.layer].to(x.dtype)
 
     def _add_after(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
@@ -490,8 +491,7 @@ class LayerEncodings(_Encodings):
             if isinstance(position, MixedPosition) and not encoding.turns_alike:
                 q, k = self._turned_by_group(encoding, q, k, position)
             else:
-                grid = position.first.grid if isinstance(position, MixedPosition) else position.grid
-                q, k = encoding(q, k, grid=grid, hook='turn')
+                q, k = encoding(q, k, grid=position.first.grid, hook='turn')
         table = self._rotation(q, position)
         if table is None:
             return q, k
@@ -516,10 +516,11 @@ class LayerEncodings(_Encodings):
 
     def _rotation(self, q: torch.Tensor, position: AnyPosition) -> Optional[torch.Tensor]:
         """Table of the rotation in this layer, `[(B, 1|h,) N-P, 2*d]`."""
-        mixed = isinstance(position, MixedPosition)
-        if not self.acting_on('rotation') and (position.first if mixed else position).layer_rotations is None:
+        if not self.acting_on('rotation') and position.first.layer_rotations is None:
             return position.rotation
-        return self._own_rotation_by_group(q, position) if mixed else self._own_rotation(q, position)
+        if isinstance(position, MixedPosition):
+            return self._own_rotation_by_group(q, position)
+        return self._own_rotation(q, position)
 
     @torch.compiler.disable
     def _own_rotation_by_group(self, q: torch.Tensor, position: MixedPosition) -> torch.Tensor:

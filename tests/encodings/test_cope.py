@@ -258,7 +258,7 @@ def test_masks():
 @pytest.mark.parametrize('keywords, text', [
     ({'npos': 1}, "'cope' needs npos to be an integer of 2 or more, got 1"),
     ({'npos': '64'}, "'cope' needs npos to be an integer of 2 or more, got '64'"),
-    ({'direction': 'both'}, "'cope' needs direction 'literal' or 'between', got 'both'"),
+    ({'direction': 'both'}, "'cope': direction must be 'literal' or 'between', got 'both'"),
 ])
 def test_wrong_keywords(keywords, text):
     with pytest.raises(ValueError, match=text):

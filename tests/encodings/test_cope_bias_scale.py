@@ -99,5 +99,5 @@ def test_saved_config(tmp_path):
 
 @pytest.mark.parametrize('value', ['learned', 1, None, ['one']])
 def test_wrong_value(value):
-    with pytest.raises(ValueError, match="'cope' needs bias_scale 'head_dim' or 'one', got"):
+    with pytest.raises(ValueError, match="'cope': bias_scale must be 'head_dim' or 'one', got"):
         create('cope', bias_scale=value)

@@ -245,9 +245,9 @@ def test_masks():
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, text', [
-    ({'mode': 'rw'}, "'cpb': mode must be one of 'swin', 'cr', got 'rw'"),
-    ({'mode': None}, "'cpb': mode must be one of 'swin', 'cr', got None"),
-    ({'mode': ['swin']}, "'cpb': mode must be one of"),
+    ({'mode': 'rw'}, "'cpb': mode must be 'swin' or 'cr', got 'rw'"),
+    ({'mode': None}, "'cpb': mode must be 'swin' or 'cr', got None"),
+    ({'mode': ['swin']}, "'cpb': mode must be"),
     ({'hidden': 0}, "'cpb' needs hidden to be a positive integer, got 0"),
     ({'hidden': True}, "'cpb' needs hidden to be a positive integer, got True"),
     ({'hidden': 512.0}, "'cpb' needs hidden to be a positive integer, got 512.0"),

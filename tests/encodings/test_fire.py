@@ -200,7 +200,7 @@ def test_masks():
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, text', [
-    ({'distance': 'axes'}, "'fire': distance must be one of 'euclidean', 'manhattan', got 'axes'"),
+    ({'distance': 'axes'}, "'fire': distance must be 'euclidean' or 'manhattan', got 'axes'"),
     ({'hidden': 0}, "'fire' needs hidden to be a positive integer, got 0"),
     ({'hidden': 32.0}, "'fire' needs hidden to be a positive integer, got 32.0"),
     ({'log_scale': 0}, "'fire' needs log_scale to be a positive number, got 0"),

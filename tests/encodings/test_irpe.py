@@ -437,9 +437,9 @@ def test_where_it_acts(name):
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, keywords, text', [
-    ('irpe_k', {'method': 'euc'}, "'irpe_k': method must be one of 'product', 'euclidean', .*, 'cross', got 'euc'"),
-    ('irpe_q', {'method': None}, "'irpe_q': method must be one of .*, got None"),
-    ('irpe_qk', {'mode': ['bias']}, r"'irpe_qk': mode must be one of 'contextual', 'bias', got \['bias'\]"),
+    ('irpe_k', {'method': 'euc'}, "'irpe_k': method must be 'product', 'euclidean', .* or 'cross', got 'euc'"),
+    ('irpe_q', {'method': None}, "'irpe_q': method must be .*, got None"),
+    ('irpe_qk', {'mode': ['bias']}, r"'irpe_qk': mode must be 'contextual' or 'bias', got \['bias'\]"),
     ('irpe_k', {'ratio': 0.4}, 'ratio must be a number from 0.5.* to 1000, got 0.4'),
     ('irpe_k', {'ratio': -1.9}, 'ratio must be a number from 0.5.* to 1000, got -1.9'),
     ('irpe_k', {'ratio': float('nan')}, 'ratio must be .*got nan'),

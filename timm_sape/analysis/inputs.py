@@ -505,15 +505,15 @@ def in_order(class_to_idx: Mapping[str, int]) -> Optional[List[str]]:
 
 
 def _numbers_by_name(data: _ImageFolder, root: Path, is_split: bool) -> Dict[str, int]:
-    """The index of each class: that of the training images, if they are beside the folder, as some may be missing here.
+    """The index of each class. Training images beside the folder decide it, as some classes may be missing here.
 
     Args:
         data: The images.
         root: Their folder.
-        is_split: Whether it is known to belong to them.
+        is_split: Whether the folder is known to be a split of the same data set as those training images.
 
     Raises:
-        ValueError: If it does, and has classes that they have not.
+        ValueError: If it is one, and has classes that the training images lack.
     """
     train = split_folder(Path(os.path.abspath(root)).parent, 'train')  # of '.', too
     if train is None or train.samefile(root):
@@ -704,7 +704,7 @@ def load_images(
 
 
 def check_numbering(data: Dataset, model: torch.nn.Module, name: str) -> None:
-    """Warn if a model has more or fewer classes than the images, and no class map numbers these: it is a guess then.
+    """Warn if a model has another number of classes than the images, whose numbers are a guess without a class map.
 
     Args:
         data: The images.

@@ -83,8 +83,8 @@ def _adapt(args: argparse.Namespace) -> int:
                 f'{args.model}: {measure}; images squashed; 95 % Wilson intervals; differences from {own} with '
                 'intervals of the pairs, all of a size right in 95 % of cases; '
                 + measured_on(args, found.rows[0]['num_images']))
-            if args.table is not None:  # before anything is printed, which fails if a pipe was closed
-                write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
+            # before anything is printed, which fails if a pipe was closed
+            write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
             try:
                 for size, folder in folders.items():
                     save_adapted(spec, found, size, folder)

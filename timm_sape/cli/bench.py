@@ -103,8 +103,7 @@ def _tabulate(
     done = []
     for row in rows:
         done.append(row)
-        if path is not None:
-            write_files({path: table_writer(done, notes, markdown(done))}, force or len(done) > 1)
+        write_files({path: table_writer(done, notes, markdown(done))}, force or len(done) > 1)
     if done:
         print(markdown(done), notes, sep='\n\n', end='\n\n')
     return done
@@ -175,8 +174,7 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
         backends, sizes, args.device, args.repeats, torch.bfloat16 if args.amp else torch.float32)
     notes = f'attention with head dim {bench_sape2.HEAD_DIM}, {where}'
     operator = _tabulate(rows, notes, markdown, outputs[0], args.force)
-    if args.plot is not None:
-        write_files({args.plot: lambda path: bench_sape2.plot_memory(operator, path)}, args.force)
+    write_files({args.plot: lambda path: bench_sape2.plot_memory(operator, path)}, args.force)
     rows = bench_sape2.bench_models(
         backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
         model=args.model)

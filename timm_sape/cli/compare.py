@@ -42,7 +42,6 @@ def _compare(args: argparse.Namespace) -> int:
     if len(rows) > 2:
         notes += f', p (Holm) corrected for {len(rows) - 1} tests'
     notes += f'; {measured_on(args, rows[0]["num_images"])}'
-    if args.output is not None:  # before the table is printed, which fails if a pipe was closed
-        write_files({args.output: table_writer(rows, notes, table)}, args.force)
-    print(table, notes, sep='\n\n')
+    write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0

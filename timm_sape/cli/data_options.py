@@ -99,9 +99,9 @@ def add_pos_enc_option(parser: argparse.ArgumentParser) -> None:
         '--pos-enc', metavar='NAME', help='encoding for MODEL, e.g. test_vit_pos_enc@random; also one from --import')
 
 
-def chosen_encoding(args: argparse.Namespace) -> Dict[str, str]:
-    """`--pos-enc` as an argument of `load_model`."""
-    return {} if args.pos_enc is None else {'pos_enc': args.pos_enc}
+def chosen_encoding(pos_enc: Optional[str]) -> Dict[str, str]:
+    """A value of `--pos-enc` as an argument of `load_model`; none if it was not given."""
+    return {} if pos_enc is None else {'pos_enc': pos_enc}
 
 
 def named(args: argparse.Namespace) -> str:

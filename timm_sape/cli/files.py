@@ -102,19 +102,21 @@ def _refuse_taken(paths: Iterable[Path], force: bool) -> None:
         raise CommandError(f'nothing written; --force overwrites what is there: {", ".join(taken)}')
 
 
-def write_files(writers: Mapping[Path, Callable[[Path], None]], force: bool) -> None:
+def write_files(writers: Mapping[Optional[Path], Callable[[Path], None]], force: bool) -> None:
     """Write all files or none.
 
     Each file is written to a hidden folder beside its place, then all are renamed. So an error, a full disk or Ctrl-C
     leaves no half-written file. Missing folders are created.
 
     Args:
-        writers: A function per file. It is called with a temporary path that has the same name.
+        writers: A function per file. It is called with a temporary path that has the same name. A file of None, which
+            was not asked for, is left out.
         force: Whether existing files may be overwritten.
 
     Raises:
         CommandError: If a file exists (perhaps since `check_outputs`) or cannot be written.
     """
+    writers = {path: write for path, write in writers.items() if path is not None}
     _refuse_taken(writers, force)
     try:
         with ExitStack() as stack:

@@ -102,7 +102,7 @@ def _map(args: argparse.Namespace) -> int:
     from ..lab.machine import about
 
     with readable():
-        model = load_model(args.model, size, **chosen_encoding(args))
+        model = load_model(args.model, size, **chosen_encoding(args.pos_enc))
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)

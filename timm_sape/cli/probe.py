@@ -3,7 +3,7 @@ import argparse
 from typing import Any, Dict, List
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, add_image_options, image_size, readable
+from .data_options import MODELS_HELP, add_image_options, chosen_encoding, image_size, readable
 from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -50,7 +50,7 @@ def _probe(args: argparse.Namespace) -> int:
     for model_name, pos_enc in tqdm(cases, desc='probes', unit='model', delay=2):
         with readable():
             torch.manual_seed(args.seed)
-            model = load_model(model_name, size, **({} if pos_enc is None else {'pos_enc': pos_enc}))
+            model = load_model(model_name, size, **chosen_encoding(pos_enc))
             if args.randomize:
                 if not isinstance(model, PosEncModel):
                     raise CommandError(f'--randomize is only for models of timm_sape; leave it out for {model_name}')
@@ -72,7 +72,6 @@ def _probe(args: argparse.Namespace) -> int:
     notes = (
         f'{args.image}, {", ".join(args.models)}{weights}, seed {args.seed}: {holding}; {about(torch.device("cpu"))}')
     table = markdown([{**row, 'change': f'{row["change"]:.2e}'} for row in rows])
-    if args.output is not None:  # before the table is printed, which fails if a pipe was closed
-        write_files({args.output: table_writer(rows, notes, table)}, args.force)
-    print(table, notes, sep='\n\n')
+    write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 1 if 'fail' in verdicts else 0

@@ -60,7 +60,7 @@ def _pshap(args: argparse.Namespace) -> int:
     with readable():
         options = loading(args)
         data = options['data']
-        model = load_model(args.model, **chosen_encoding(args)).to(args.device)
+        model = load_model(args.model, **chosen_encoding(args.pos_enc)).to(args.device)
         warn_untrained([args.model])
         number_classes(data, [args.model])
         check_numbering(data, model, args.model)
@@ -103,7 +103,7 @@ def _pshap(args: argparse.Namespace) -> int:
             found.values[found.correct], found.value, 'P-SHAP of images classified correctly', Path(args.model).name,
         ).savefig(path, dpi=150),
     }
-    write_files({path: write for path, write in writers.items() if path is not None}, args.force)
+    write_files(writers, args.force)
     print(markdown(summary), notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0
 

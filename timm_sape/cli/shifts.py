@@ -40,7 +40,6 @@ def _shifts(args: argparse.Namespace) -> int:
         rows = shift_sweep(args.models, shifts=args.by, fill=args.fill, **options)
     table = shift_table(rows)
     notes = f'fill {args.fill}; {measured_on(args, rows[0]["num_images"])}'
-    if args.output is not None:  # before the table is printed, which fails if a pipe was closed
-        write_files({args.output: table_writer(rows, notes, table)}, args.force)
-    print(table, notes, sep='\n\n')
+    write_files({args.output: table_writer(rows, notes, table)}, args.force)
+    print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0

@@ -66,6 +66,6 @@ def _sweep(args: argparse.Namespace) -> int:
     where = measured_on(args, rows[0]['num_images'])
     notes = f'accuracy with 95 % Wilson intervals, crop mode {args.crop_mode}; {where}'
     writers = {args.output: table_writer(rows, notes, table), args.plot: lambda path: plot_sweep(rows, path)}
-    write_files({path: write for path, write in writers.items() if path is not None}, args.force)
+    write_files(writers, args.force)
     print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0

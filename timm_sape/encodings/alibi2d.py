@@ -30,8 +30,7 @@ class LinearBiasEncoding2d(OffsetBiasEncoding):
     paper = 'https://arxiv.org/abs/2311.00566'
 
     def __init__(self, *, distance: str = 'euclidean', **host) -> None:
-        if distance not in ('euclidean', 'manhattan'):
-            raise ValueError(f"'alibi2d': distance must be 'euclidean' or 'manhattan', got {distance!r}.")
+        self._require_choice('distance', distance, ('euclidean', 'manhattan'))
         super().__init__(**host)
         self.distance = distance
         self.slopes = slopes_for_any_heads(self.num_heads, lambda n: [2 ** (-8 * i / n) for i in range(1, n + 1)])

@@ -39,8 +39,7 @@ class FactoredPositionEncoding(ResizedEncoding):
 
     def __init__(self, *, combine: str = 'sum', device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if combine not in ('sum', 'concat'):
-            raise ValueError(f"'ape2d': combine must be 'sum' or 'concat', got {combine!r}.")
+        self._require_choice('combine', combine, ('sum', 'concat'))
         if combine == 'concat' and self.dim % 2:
             raise ValueError(f"'ape2d' with combine='concat' needs an even embed dim, got {self.dim}. Use 'sum'.")
         self.combine = combine

@@ -40,7 +40,7 @@ folder's `__init__.py`. Which base class?
 """
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -218,7 +218,7 @@ class PositionEncoding(nn.Module):
             found = getattr(self, hook)(x, *tensors, **given)
         if hook != 'logit_factor':
             check_result(self, hook, found, (x, *tensors), given['grid'])
-        # a temperature has no gate, and the others apply theirs themselves
+        # a factor of q.k has no gate, and the other hooks named here apply it themselves
         if self.gate is None or hook in ('turn', 'rotation', 'channels', 'attend', 'logit_factor'):
             return found
         if hook == 'mix':
@@ -228,6 +228,11 @@ class PositionEncoding(nn.Module):
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """x times the gate, if there is one. For hooks that must apply it before they round or take a sine."""
         return x if self.gate is None else self.gate(x)
+
+    def _require_choice(self, keyword: str, value: Any, choices: Sequence[str]) -> None:
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise ValueError(f'{self.name!r}: {keyword} must be {", ".join(others)} or {last}, got {value!r}.')
 
     @classmethod
     def fits(cls, dim: int, num_heads: int) -> bool:
@@ -611,7 +616,7 @@ class BlockRotaryEncoding(PositionEncoding, ABC):
         return tuple(torch.cat([t[:, :, :p], patches], dim=2) for t, patches in zip((q, k), turned.unbind(0)))
 
 
-_taking = threading.Lock()  # of a grid that a library has set, by the first forward passes, perhaps of several threads
+_taking = threading.Lock()  # several threads may run a first forward pass at once, and only one may take the grid
 
 
 class _SavesGrid(PositionEncoding):
@@ -759,9 +764,7 @@ class CoordinateEncoding(ReferenceGridEncoding):
     chosen_when_loading = True
 
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
-        if resolution not in self.rules:
-            *others, last = map(repr, self.rules)
-            raise ValueError(f'{self.name!r}: resolution must be {", ".join(others)} or {last}, got {resolution!r}.')
+        self._require_choice('resolution', resolution, self.rules)
         self.rule = resolution
         super().__init__(**host)
 

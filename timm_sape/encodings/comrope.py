@@ -15,8 +15,6 @@ from .base import BlockRotaryEncoding
 from .liere import require_blocks
 from .registry import register_encoding
 
-FORMS = ('ld', 'ap')
-
 
 @register_encoding('comrope')
 class CommutingRotaryEncoding(BlockRotaryEncoding):
@@ -48,8 +46,7 @@ class CommutingRotaryEncoding(BlockRotaryEncoding):
 
     def __init__(self, *, form: str = 'ld', block_size: int = 8, device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if form not in FORMS:
-            raise ValueError(f"'comrope': form must be 'ld' or 'ap', got {form!r}.")
+        self._require_choice('form', form, ('ld', 'ap'))
         require_blocks('comrope', block_size, self.head_dim)
         self.block_size = block_size
         num_blocks = self.head_dim // block_size

@@ -60,10 +60,8 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
         super().__init__(device=device, dtype=dtype, **host)
         if not is_integer(npos, 2):
             raise ValueError(f"'cope' needs npos to be an integer of 2 or more, got {npos!r}.")
-        if bias_scale not in ('head_dim', 'one'):
-            raise ValueError(f"'cope' needs bias_scale 'head_dim' or 'one', got {bias_scale!r}.")
-        if direction not in ('literal', 'between'):
-            raise ValueError(f"'cope' needs direction 'literal' or 'between', got {direction!r}.")
+        self._require_choice('bias_scale', bias_scale, ('head_dim', 'one'))
+        self._require_choice('direction', direction, ('literal', 'between'))
         self.bias_scale = 1.0 if bias_scale == 'one' else self.head_dim ** -0.5
         self.direction = direction
         self.table = nn.Parameter(torch.empty(npos, self.head_dim, device=device, dtype=dtype))

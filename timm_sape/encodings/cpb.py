@@ -20,8 +20,6 @@ from .layers import Float32Linear
 from .registry import register_encoding
 from .rpb import between_patches
 
-MODES = ('swin', 'cr')
-
 
 @register_encoding('cpb')
 class ContinuousPositionBias(ReferenceGridEncoding):
@@ -66,8 +64,7 @@ class ContinuousPositionBias(ReferenceGridEncoding):
             **host,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if mode not in MODES:
-            raise ValueError(f"'cpb': mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
+        self._require_choice('mode', mode, ('swin', 'cr'))
         if not is_integer(hidden, 1):
             raise ValueError(f"'cpb' needs hidden to be a positive integer, got {hidden!r}.")
         if not is_number(drop) or not 0 <= drop < 1:

@@ -19,7 +19,6 @@ from .layers import Float32Linear
 from .registry import register_encoding
 from .rpb import between_patches
 
-DISTANCES = ('euclidean', 'manhattan')
 EPSILON = 1e-6  # as implementations for language models have it
 
 
@@ -67,8 +66,7 @@ class FunctionalInterpolation(PositionEncoding):
             **host,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if distance not in DISTANCES:
-            raise ValueError(f"'fire': distance must be one of {', '.join(map(repr, DISTANCES))}, got {distance!r}.")
+        self._require_choice('distance', distance, ('euclidean', 'manhattan'))
         if not is_integer(hidden, 1):
             raise ValueError(f"'fire' needs hidden to be a positive integer, got {hidden!r}.")
         for name, value in (('log_scale', log_scale), ('threshold', threshold)):

@@ -24,7 +24,6 @@ from .base import PositionEncoding
 from .registry import register_encoding
 
 METHODS = ('product', 'euclidean', 'quantized', 'cross')
-MODES = ('contextual', 'bias')
 
 
 class ImageRelativePositionEncoding(PositionEncoding):
@@ -77,9 +76,8 @@ class ImageRelativePositionEncoding(PositionEncoding):
     ) -> None:
         super().__init__(device=device, dtype=dtype, **host)
         name = self.name
-        for keyword, value, known in (('method', method, METHODS), ('mode', mode, MODES)):
-            if value not in known:
-                raise ValueError(f'{name!r}: {keyword} must be one of {", ".join(map(repr, known))}, got {value!r}.')
+        self._require_choice('method', method, METHODS)
+        self._require_choice('mode', mode, ('contextual', 'bias'))
         if not is_number(ratio) or not 0.5 <= ratio <= 1000:
             raise ValueError(
                 f'{name!r}: ratio must be a number from 0.5 (less would leave a single bucket) to 1000, got {ratio!r}.')

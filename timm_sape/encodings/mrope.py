@@ -61,8 +61,7 @@ class MultimodalRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
             raise ValueError(
                 f"'mrope' needs a head dim of 6 or more, a pair for each axis, got {self.head_dim}. Choose another "
                 'num_heads.')
-        if layout not in ('interleaved', 'contiguous'):
-            raise ValueError(f"'mrope': layout must be 'interleaved' or 'contiguous', got {layout!r}.")
+        self._require_choice('layout', layout, ('interleaved', 'contiguous'))
         if section is None:
             section = ((num_pairs + 2) // 3, (num_pairs + 1) // 3, num_pairs // 3)
         elif (

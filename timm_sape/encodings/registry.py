@@ -95,12 +95,12 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
             method = getattr(cls, missing[0])
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} must define {missing[0]}{inspect.signature(method)}: '
-                f'{inspect.getdoc(method).splitlines()[0]}')
+                f'{(inspect.getdoc(method) or "it is abstract.").splitlines()[0]}')
         if isinstance(aliases, str):
             raise ValueError(f'Encoding {name!r}: aliases must be a sequence of names, got the string {aliases!r}.')
         names = [name, *aliases]
         for new in names:
-            if not re.fullmatch(r'[a-z][a-z0-9_]*', new):
+            if not isinstance(new, str) or not re.fullmatch(r'[a-z][a-z0-9_]*', new):
                 raise ValueError(f'Encoding name {new!r}: use lowercase letters, digits and underscores.')
             if new in RESERVED:
                 raise ValueError(
@@ -247,8 +247,10 @@ def _resolve(name: str) -> str:
     """The canonical name for a name or alias. A prefix `auto_` is kept.
 
     Raises:
-        ValueError: If the name is unknown, or starts with `auto_` and the encoding cannot be gated.
+        ValueError: If the name is no string, unknown, or starts with `auto_` and the encoding cannot be gated.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"The name of an encoding is a string such as 'rope2d', got {name!r}.")
     plain = name.removeprefix(AUTO)
     plain = _aliases.get(plain, plain)
     if plain not in _encodings:
@@ -358,7 +360,7 @@ def _tensors(encoding: PositionEncoding) -> Dict[str, torch.Tensor]:
 
 
 def _ignores_gate(encoding: PositionEncoding) -> str:
-    """Which hook acts, of those that must apply the gate themselves, although the gate is 0. Empty if none does."""
+    """The hook that acts although the gate is 0, of those that apply the gate themselves. Empty if there is none."""
     tensors = _tensors(encoding)
     if not tensors:
         return ''
@@ -501,17 +503,17 @@ def _check_composition(pos_enc: str, resolved: List[str]) -> None:
     if 'nope' in plain and len(plain) > 1:
         raise ValueError(
             f"pos_enc={pos_enc!r}: 'nope' means no position encoding and cannot be combined. Leave it out.")
-    for name, cls in zip(resolved, map(_encodings.get, plain)):
+    classes = [_encodings[name] for name in plain]
+    for name, cls in zip(resolved, classes):
         for other in cls.excludes.keys() & set(plain):
             raise ValueError(
                 f'pos_enc={pos_enc!r}: {name!r} cannot be combined with {other!r}: {cls.excludes[other]}. Keep one of '
                 'them.')
-    rotations = [name for name, cls in zip(resolved, map(_encodings.get, plain)) if cls.rotates()]
+    rotations = [name for name, cls in zip(resolved, classes) if cls.rotates()]
     if len(rotations) > 1:
         raise ValueError(f'pos_enc={pos_enc!r} has two rotations, {" and ".join(rotations)}. Keep one of them.')
-    classes = [_encodings[name] for name in plain]
-    terms = [cls for cls in classes if cls.overrides('embed') and not cls.per_layer]
-    if any(cls.overrides('mix') for cls in classes) and not terms:
+    adds = any(cls.overrides('embed') and not cls.per_layer for cls in classes)
+    if any(cls.overrides('mix') for cls in classes) and not adds:
         raise ValueError(
             f'pos_enc={pos_enc!r} mixes tokens with their position terms, but no part adds such a term. '
             "Add one, e.g. 'pemix+sincos2d'.")

@@ -63,8 +63,7 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
         self._require_head_dim(4)
         if not is_number(base) or base <= 0:
             raise ValueError(f"'rope_dinov3' needs base to be a positive number, got {base!r}.")
-        if normalize not in ('separate', 'max', 'min'):
-            raise ValueError(f"'rope_dinov3': normalize must be 'separate', 'max' or 'min', got {normalize!r}.")
+        self._require_choice('normalize', normalize, ('separate', 'max', 'min'))
         for name, value, least in (('shift', shift, 0), ('jitter', jitter, 1), ('rescale', rescale, 1)):
             if value is not None and (not is_number(value) or value < least):
                 raise ValueError(

@@ -40,8 +40,7 @@ class RelativePositionEncoding2d(OffsetBiasEncoding):
     paper = 'https://arxiv.org/abs/2410.06405'
 
     def __init__(self, *, slopes: str = 'paper', diagonal: bool = False, **host) -> None:
-        if slopes not in ('paper', 'code'):
-            raise ValueError(f"'rpe2d': slopes must be 'paper' or 'code', got {slopes!r}.")
+        self._require_choice('slopes', slopes, ('paper', 'code'))
         if not isinstance(diagonal, bool):
             raise ValueError(f"'rpe2d': diagonal must be True or False, got {diagonal!r}.")
         super().__init__(**host)

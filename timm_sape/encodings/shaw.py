@@ -43,8 +43,7 @@ class RelativePositionRepresentations(PositionEncoding):
         super().__init__(device=device, dtype=dtype, **host)
         if not is_integer(clip, 1):
             raise ValueError(f"'shaw' needs clip to be an integer of at least 1, got {clip!r}.")
-        if distance not in ('axis', 'raster'):
-            raise ValueError(f"'shaw': distance must be 'axis' or 'raster', got {distance!r}.")
+        self._require_choice('distance', distance, ('axis', 'raster'))
         self.clip = clip
         self.distance = distance
         for name in ('table_y', 'table_x') if distance == 'axis' else ('table',):

@@ -54,8 +54,7 @@ class BucketedRelativePositionBias(PositionEncoding):
 
     def __init__(self, *, distance: str = 'axis', device=None, dtype=None, **host) -> None:
         super().__init__(device=device, dtype=dtype, **host)
-        if distance not in ('axis', 'raster'):
-            raise ValueError(f"'t5': distance must be 'axis' or 'raster', got {distance!r}.")
+        self._require_choice('distance', distance, ('axis', 'raster'))
         self.distance = distance
         for name in ('table_y', 'table_x') if distance == 'axis' else ('table',):
             setattr(self, name, nn.Parameter(torch.empty(NUM_BUCKETS, self.num_heads, device=device, dtype=dtype)))

@@ -31,12 +31,10 @@ class Predictions(NamedTuple):
     Attributes:
         logits: float32, `[n, classes]`, on the CPU.
         labels: int64, `[n]`.
-        seconds: Time spent in the model, without its first batch.
-        images_per_second: Speed over the same batches.
+        images_per_second: Speed of the model, without its first batch.
     """
     logits: torch.Tensor
     labels: torch.Tensor
-    seconds: float
     images_per_second: float
 
 
@@ -110,8 +108,7 @@ def predict(
     if not logits:
         raise ValueError('There are no images. Name a folder with one sub-folder of images per class.')
     counted = slice(1 if len(times) > 1 else 0, None)
-    seconds = sum(times[counted])
-    return Predictions(torch.cat(logits), torch.cat(labels), seconds, sum(counts[counted]) / max(seconds, 1e-9))
+    return Predictions(torch.cat(logits), torch.cat(labels), sum(counts[counted]) / max(sum(times[counted]), 1e-9))
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -165,24 +162,21 @@ def accuracy(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> Accuracy
     return Accuracy(successes / n, *wilson_interval(successes, n))
 
 
-def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Tuple[float, float]:
-    """Compute the Wilson score interval of a share.
+def wilson_interval(successes: int, n: int) -> Tuple[float, float]:
+    """Compute the Wilson score interval of a share, at 95 % confidence.
 
     Unlike the textbook's plus and minus, it stays within 0 and 1, and has a width even if all or none succeed.
 
     Args:
         successes: From 0 to n.
         n: At least 1.
-        confidence: Between 0 and 1.
 
     Raises:
         ValueError: If an argument is out of range.
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f'successes must be from 0 to n, and n at least 1, got {successes} of {n}.')
-    if not 0 < confidence < 1:
-        raise ValueError(f'confidence must be between 0 and 1, such as 0.95, got {confidence}.')
-    low, high = binomtest(successes, n).proportion_ci(confidence, method='wilson')
+    low, high = binomtest(successes, n).proportion_ci(method='wilson')
     return float(low), float(high)
 
 

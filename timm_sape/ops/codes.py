@@ -13,7 +13,7 @@ __all__ = ['empty_codes', 'patches_of', 'register_codes']
 
 
 def patches_of(height: int, width: int, *tensors: torch.Tensor) -> List[torch.Tensor]:
-    """What belongs to the patches, which come last."""
+    """The rows of the patches, which follow those of the prefix tokens."""
     return [t[:, :, t.shape[2] - height * width:] for t in tensors]
 
 

@@ -156,7 +156,8 @@ def last_checkpoint(folder: Path) -> Tuple[Optional[Path], int]:
     errors.pop('tmp.pth.tar', None)  # train.py was still writing it
     if found[0] is None and errors:
         name, error = next(iter(errors.items()))
-        raise RuntimeError(f'no checkpoint can be read, such as {name} ({str(error).splitlines()[0]})')
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+        raise RuntimeError(f'no checkpoint can be read, such as {name} ({reason})')
     return found
 
 

@@ -167,7 +167,7 @@ def _line(label: str, seed: int, result: Result) -> str:
         'label': label, 'seed': seed, 'status': result.status, 'error': result.record.error,
         'starts': result.record.starts, 'loading': result.loading, 'args': result.config,
         'epochs': {column: [row[column] for row in rows] for column in (rows[0] if rows else ())},
-    }, ensure_ascii=False) + '\n'
+    }) + '\n'
 
 
 def changed_option(old: Optional[Dict[str, Any]], new: Optional[Dict[str, Any]]) -> Optional[str]:
