@@ -17,6 +17,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
 import timm_sape  # noqa: F401  registers the models
+from timm_sape.analysis.inputs import load_model
 
 A, B, C = (24, 40), (32, 32), (40, 16)  # image sizes; grids of 3x5, 4x4 and 5x2 patches
 SAME = dict(rtol=0, atol=1e-6)
@@ -312,6 +313,38 @@ def test_grids_that_contradict_each_other(tmp_path):
     expected.set_input_size(B)
     loaded = from_file('ape+sape2_k', path, B, declared=(16, 64))
     torch.testing.assert_close(logits(loaded), logits(expected), **SAME)
+
+
+def continued(pos_enc, trained, size, folder):
+    """A model saved in a folder, trained further at another size, and the checkpoint that train.py writes of it."""
+    save_dir(tiny(pos_enc, trained), folder)
+    model = randomise(from_dir(folder, img_size=size), seed=1)
+    name, kwargs = f'local-dir:{folder}', {'img_size': size}
+    args = argparse.Namespace(model=name, model_kwargs=kwargs, input_size=[3, *size], num_classes=10)
+    torch.save({'arch': name, 'state_dict': model.state_dict(), 'args': args}, folder / 'last.pth.tar')
+    return model, str(folder / 'last.pth.tar')
+
+
+@pytest.mark.parametrize('trained,size', [((24, 48), (48, 24)), ((32, 32), (48, 48)), ((32, 32), (16, 64))], ids=str)
+@pytest.mark.parametrize('pos_enc', ['ape', 'ape+rope2d', 'ape+rpb', 'lape'])
+def test_checkpoints_of_a_training_continued_at_another_size(pos_enc, trained, size, tmp_path):
+    """The folder's size is no longer that of the table, even if the table has as many rows."""
+    model, file = continued(pos_enc, trained, size, tmp_path)
+    for name in (file, f'local-dir:{tmp_path}@{file}'):
+        torch.testing.assert_close(logits(load_model(name)), logits(model), **SAME)
+    overlay = dict(file=file, source='', input_size=(3, *size), num_classes=10)
+    loaded = from_dir(tmp_path, img_size=size, pretrained_cfg_overlay=overlay)
+    torch.testing.assert_close(logits(loaded), logits(model), **SAME)
+
+
+@pytest.mark.parametrize('kwargs', [
+    *(dict(pos_enc_kwargs={'rope2d': {'resolution': rule}}) for rule in ('rescale', 'ntk', 'yarn')),
+    dict(logit_scaling='log')], ids=str)
+def test_rules_start_from_the_size_of_the_continued_training(kwargs, tmp_path):
+    model, file = continued('rope2d', (32, 32), (48, 48), tmp_path)
+    loaded = load_model(file, **kwargs)
+    assert loaded.ref_grid_size == (6, 6)
+    torch.testing.assert_close(logits(loaded), logits(model), **SAME)
 
 
 @pytest.mark.parametrize('kwargs', [

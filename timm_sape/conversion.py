@@ -1,6 +1,6 @@
 """Conversion of checkpoints: of timm's rotary ViTs and ViTs with relative position, and from one host to another."""
 import math
-from typing import Any, Collection, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -160,7 +160,7 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
     declared = declared_grid(model, entries['patch_embed.proj.weight'].shape[-2:])
     saved, encodings = saved_grids(entries), model.position_encodings()
     resized = [grid for path, grid in saved.items() if isinstance(encodings.get(path), ResizedEncoding)]
-    known = [declared] if model.pretrained_model_args.get('img_size') else resized[:1]
+    known = [declared] if _saved_size(model) else resized[:1]
     squares = [(math.isqrt(rows - n),) * 2 for n in prefix_rows if rows > n]
     candidates = known or [*saved.values(), declared, model.grid_size, *squares]
     fits = [grid for grid in dict.fromkeys(candidates) if rows - math.prod(grid) in prefix_rows]
@@ -199,10 +199,19 @@ def declared_grid(model: nn.Module, kernel: Tuple[int, int]) -> GridSize:
         model: A `PosEncModel`.
         kernel: The last one of the checkpoint's patch embedding, which need not be the model's.
     """
-    size = to_2tuple(model.pretrained_model_args.get('img_size') or model.pretrained_cfg['input_size'][-2:])
+    size = to_2tuple(_saved_size(model) or model.pretrained_cfg['input_size'][-2:])
     stem = (s // k for s, k in zip(model.patch_size, model.kernel_size))  # its convolutions round up
     height, width = (-(-side // s) // n for side, s, n in zip(size, stem, kernel))
     return height, width
+
+
+def _saved_size(model: nn.Module) -> Union[None, int, Sequence[int]]:
+    """`img_size` of the saved config, if the weights are those that were saved with it.
+
+    They are not if `pretrained_cfg_overlay` names a file, as for a checkpoint of a training that started from there.
+    """
+    is_own = model.pretrained_cfg.get('source') in ('local-dir', 'hf-hub')
+    return model.pretrained_model_args.get('img_size') if is_own else None
 
 
 def _num_prefix_rows(model: nn.Module) -> int:
