@@ -2,7 +2,7 @@
 
 PyTorch's fused kernels want as many channels in v as in q and k, so v and the output are padded with zeros. Autograd
 would keep the padded q, k, v and output for the backward pass. On a CPU `attend_with_channels` keeps what they are made
-of, and pads again: that is less memory, and less work.
+of, and pads again: that is less memory, in the same time.
 """
 from typing import List, Sequence, Tuple
 
