@@ -1105,6 +1105,22 @@ def test_checkpoint_of_a_model_that_was_made_for_another_size(name, kwargs, args
     assert_same_state(found, model)
 
 
+def test_checkpoint_of_the_naflex_loader_shows_whole_images(tmp_path):
+    """timm's transform for it crops nothing, whatever --crop-pct is."""
+    name, kwargs = 'test_naflexvit_rope2d', {'img_size': 32, 'patch_size': PATCH}
+    model = timm.create_model(name, num_classes=CLASSES, **kwargs)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (48, 48, 3), dtype=np.uint8))
+    for naflex_loader in (True, False):
+        path = checkpoint(
+            tmp_path / 'last.pth.tar', name, model, kwargs=kwargs, img_size=32, crop_pct=0.5,
+            naflex_loader=naflex_loader, naflex_max_seq_len=16)
+        found = load_model(path)
+        config = timm.data.resolve_model_data_config(found)
+        whole = create_transform(32, naflex=True, patch_size=PATCH, max_seq_len=16, **{
+            key: config[key] for key in ('mean', 'std', 'interpolation', 'crop_pct')})(image)
+        assert whole.shape == (3, 32, 32) and torch.equal(preprocessing(found)(image), whole) is naflex_loader
+
+
 @pytest.fixture
 def mapped(images, tmp_path):
     """A checkpoint of a model that predicts class 0; by its class map that is the last folder, a fifth of images."""

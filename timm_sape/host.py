@@ -287,6 +287,7 @@ class PosEncModel(nn.Module):
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for encoding in self.encodings.values():
             encoding.set_depth(len(self.blocks))
+        self._recorded_args = {**self._recorded_args, 'depth': len(self.blocks)}  # so that it is saved as it is now
         return taken
 
     def _run_blocks(

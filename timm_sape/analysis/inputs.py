@@ -286,6 +286,7 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> _Source:
             raise ValueError(f'{file}: {hub.described(e)}') from e
         size = model.pretrained_cfg['input_size'][1:]  # train.py does not know what the model was made for
         if args.get('naflex_loader'):
+            cfg['crop_pct'] = 1.0  # its loader shows whole images
             size = [side * math.isqrt(args['naflex_max_seq_len']) for side in patch_ratio(model, name)]
     if made_for and size:
         kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size

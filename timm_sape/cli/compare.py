@@ -19,7 +19,10 @@ examples:
   timm-sape compare hf-hub:USER/A hf-hub:USER/B hf-hub:USER/C --data-dir DATA --dataset torch/cifar10 --split test
 
 The first model is the baseline. The others are tested against it by McNemar's exact test, on the images that only one
-of the two models gets right. With more than two models, there are also p-values with Holm's correction.""",
+of the two models gets right. With more than two models, there are also p-values with Holm's correction.
+
+A NaFlexVit sees the central square of each image. `timm-sape sweep --native` shows it whole images at their own aspect
+ratio, as validate.py does with --naflex-loader.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     add_data_options(parser)

@@ -40,6 +40,9 @@ def compare(
 ) -> List[Dict[str, Any]]:
     """Evaluate models on the same images, each at its own size and with its own preprocessing, as validate.py does.
 
+    Only the central square of an image is shown if the size is square, also to a NaFlexVit, to which validate.py with
+    `--naflex-loader` shows the whole image at its own aspect ratio. `sweep` with `native` does so.
+
     Of a file with averaged weights (`--model-ema`) it takes these, as validate.py does with `--use-ema`.
 
     Args:
