@@ -25,7 +25,7 @@ POS_ENCS = [
 ] + COMPOSITIONS
 # One of each kind, for tests that take seconds; the others run with --full.
 OFTEN = [
-    'ape', 'cpb', 'irpe_qkv', 'peg', 'sape2_k', 'cope', 'auto_rope2d', 'ape+toy_layer+toy_shared']
+    'ape', 'cpb', 'irpe_qkv', 'peg', 'sape2_k', 'cope', 'pape', 'auto_rope2d', 'ape+toy_layer+toy_shared']
 # Keywords of the models in the contracts. Positions must not change at random in training. And logits must not be so
 # large (squares of large codes) that in low precision the rounding of q and k hides mistakes.
 KEYWORDS = {

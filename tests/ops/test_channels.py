@@ -106,6 +106,37 @@ def test_checkpointing(use_reentrant):
         assert torch.equal(t.grad, grad)
 
 
+def test_a_hook_may_change_the_output():
+    """In place, as ablations of heads do it."""
+    q, k, v, channels = draw(*SHAPES['one encoding'])
+    out = ops.attend(q, k, v, None, scale=0.3, channels=channels)
+    expected = out.detach().clone()
+    out[:, 0] = 0
+    assert not out[:, 0].any() and torch.equal(out[:, 1:], expected[:, 1:])
+
+
+@pytest.mark.parametrize('shape', SHAPES.values(), ids=SHAPES)
+def test_gradients_in_batches(shape):
+    q, k, v, channels = draw(*shape)
+    out = ops.attend(q, k, v, None, scale=0.3, channels=channels)
+    weights = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (found,) = torch.autograd.grad(out, v, weights, retain_graph=True, is_grads_batched=True)
+    for a, w in zip(found, weights):
+        assert_near(a, torch.autograd.grad(out, v, w, retain_graph=True)[0], 1e-12)
+
+
+def test_channels_that_were_made_in_inference_mode():
+    """As when an encoding keeps some from a validation."""
+    q, k, v, channels = draw(*SHAPES['one encoding'], torch.float32)
+    with torch.inference_mode():
+        kept = [(a.clone(), b.clone()) for a, b in channels]
+        assert can_attend_with_channels(q, k, v, kept)
+        expected = ops.attend(q, k, v, None, scale=0.3, channels=kept)
+    out = ops.attend(q, k, v, None, scale=0.3, channels=kept)
+    out.sum().backward()
+    assert torch.equal(out, expected) and v.grad is not None
+
+
 def test_when_pytorch_computes_it(monkeypatch):
     """What the operation cannot do, and what PyTorch would compute by another kernel or in another dtype."""
     q, k, v, channels = draw(*SHAPES['one encoding'], torch.float32)
@@ -131,6 +162,6 @@ def test_when_pytorch_computes_it(monkeypatch):
     assert_near(out, expected[0], 1e-5)
     (a, b), = channels
     torch.func.vmap(lambda q, a: ops.attend(q, k, v, None, scale=0.3, channels=[(a, b)]))(q[None], a[None])
-    torch.compile(lambda q: ops.attend(q, k, v, None, scale=0.3, channels=channels), backend='eager')(q)
+    torch.compile(lambda q: ops.attend(q, k, v, None, scale=0.3, channels=channels), backend='eager', fullgraph=True)(q)
     q, k, v, a, b = (t.detach() for t in (q, k, v, a, b))
     torch.jit.trace(lambda q: ops.attend(q, k, v, None, scale=0.3, channels=[(a, b)]), q, check_trace=False)

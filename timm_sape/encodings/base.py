@@ -406,7 +406,8 @@ class PositionEncoding(nn.Module):
             scale: Factor of q.k in the logits. It multiplies the product of these channels too.
 
         Returns:
-            a and b, `[B, h, N, C]`, in the dtype of q. Logits get scale * a_i.b_j. Rows of prefix tokens are zero.
+            a and b, `[B, h, N, C]`, in the dtype of q. Logits get scale * a_i.b_j. Rows of prefix tokens are zero. They
+            may be kept for the backward pass, so do not change them afterwards.
         """
         raise NotImplementedError
 

@@ -38,10 +38,13 @@ def can_attend_with_channels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     """Whether `attend_with_channels` computes what PyTorch's scaled_dot_product_attention would compute without it."""
     tensors = [q, k, v, *(t for pair in channels for t in pair)]
     return (
+        # first, as torch.compile cannot trace what follows
+        not (is_transformed() or is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()) and
         q.device.type == 'cpu' and len({t.dtype for t in tensors}) == 1 and keeps_dtype(q) and
         torch.backends.cuda.flash_sdp_enabled() and  # `torch.nn.attention.sdpa_kernel` decides about CPUs, too
-        not (is_transformed() or is_exporting() or torch.compiler.is_compiling() or torch.jit.is_tracing()) and
-        not is_empty(q))
+        not is_empty(q) and
+        # autograd cannot keep what was made in inference mode, such as channels that an encoding caches
+        (torch.is_inference_mode_enabled() or not any(t.is_inference() for t in tensors)))
 
 
 def attend_with_channels(
@@ -64,7 +67,7 @@ def attend_with_channels(
         `[B, h, N, d]`.
     """
     of_q, of_k = zip((q, k), *channels)
-    return _AttendWithChannels.apply(scale, v, *of_q, *of_k)
+    return _AttendWithChannels.apply(scale, v, *of_q, *of_k).transpose(1, 2)
 
 
 class _AttendWithChannels(torch.autograd.Function):
@@ -74,7 +77,7 @@ class _AttendWithChannels(torch.autograd.Function):
         q, k = _appended(parts)
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, _padded(v, q), scale=scale)
         # in the order of memory in which models merge the heads
-        out = out[..., :v.shape[-1]].transpose(1, 2).contiguous().transpose(1, 2)
+        out = out[..., :v.shape[-1]].transpose(1, 2).clone(memory_format=torch.contiguous_format)
         ctx.save_for_backward(out, logsumexp, v, *parts)
         ctx.scale = scale
         return out
@@ -83,10 +86,10 @@ class _AttendWithChannels(torch.autograd.Function):
     def backward(ctx, grad):
         out, logsumexp, v, *parts = ctx.saved_tensors
         q, k = _appended(parts)
-        grad, out, padded_v = (_padded(t, q) for t in (grad, out, v))
+        grad, out, padded_v = (_padded(t, q) for t in (grad.transpose(1, 2), out.transpose(1, 2), v))
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, padded_v, out, logsumexp, 0.0, False, scale=ctx.scale)
-        return None, grad_v[..., :v.shape[-1]], *_split(grad_q, parts), *_split(grad_k, parts)
+        return None, grad_v.narrow(-1, 0, v.shape[-1]), *_split(grad_q, parts), *_split(grad_k, parts)
 
 
 def _appended(parts: Sequence[torch.Tensor]) -> List[torch.Tensor]:
@@ -103,4 +106,4 @@ def _padded(t: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _split(grad: torch.Tensor, parts: Sequence[torch.Tensor]) -> List[torch.Tensor]:
     """The gradients of the parts of q, or of k, from that of all their channels."""
     widths = [part.shape[-1] for part in parts[:len(parts) // 2]]
-    return list(grad[..., :sum(widths)].split(widths, dim=-1))
+    return list(grad.narrow(-1, 0, sum(widths)).split(widths, dim=-1))
