@@ -269,6 +269,23 @@ def longer():
         ['model', *(f'seed {seed}' for seed in seeds), 'mean', 'minus APE with as many heads', 'not paired'], found)
 
 
+def longer_seeds():
+    """APE and RoPE-2D with four heads after the longer training, by seed, and over all seeds once they are trained."""
+    plans = [read_csv(RESULTS / 'cpu_long' / f'{plan}.csv') for plan in ('long', 'long_seeds')]
+    ape, rope = (
+        {row['seed']: float(row['top1']) for plan in plans for row in plan if row['model'] == model and row['top1']}
+        for model in ('APE, 4 heads', 'RoPE-2D, 4 heads'))
+    found = [
+        [seed, f'{ape[seed]:.2f}', f'{rope[seed]:.2f}', f'{rope[seed] - ape[seed]:+.2f}', '']
+        for seed in ape if seed in rope]
+    trained, new = {row[0] for row in found}, {row['seed'] for row in plans[1]}
+    for what, seeds in ((f'the {len(new)} new seeds', new), ('all seeds', {*ape, *new})):
+        if seeds <= trained:
+            ours, base = ({seed: values[seed] for seed in sorted(seeds)} for values in (rope, ape))
+            found.append([what, spread(list(base.values())), *beside(ours, base)])
+    return table(['seed', 'APE, 4 heads', 'RoPE-2D, 4 heads', 'difference', 'not paired'], found)
+
+
 def encodings():
     """The table of the registry, with a link to the page of each."""
     return re.sub(r'^\| `(\w+)`', r'| [`\1`](encodings/\1.md)', encodings_table(), flags=re.MULTILINE)
@@ -600,9 +617,9 @@ def accuracy_of(name):
 TABLES = {
     f.__name__: f
     for f in (
-        results, choosing, reference, longer, encodings, rules, sizes, finetune, position_bias, cost, cost_liere,
-        cost_compositions, timms,
-        naflex, sape2, sape2_models, sape2_compiled, gpu, gpu_steps, gpu_steps_again, kernels)}
+        results, choosing, reference, longer, longer_seeds, encodings, rules, sizes, finetune, position_bias, cost,
+        cost_liere, cost_compositions, timms, naflex, sape2, sape2_models, sape2_compiled, gpu, gpu_steps,
+        gpu_steps_again, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
