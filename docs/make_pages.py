@@ -354,6 +354,10 @@ def cost_compositions():
     return cost('cost_compositions')
 
 
+def cost_channels():
+    return cost('cost_channels')
+
+
 SAPE2_FILES = (
     ('sape2_cpu', '[AMD EPYC](../results/sape2_cpu.csv), two threads'),
     ('sape2_cpu_1thread', '[AMD EPYC](../results/sape2_cpu_1thread.csv), one thread'),
@@ -618,8 +622,8 @@ TABLES = {
     f.__name__: f
     for f in (
         results, choosing, reference, longer, longer_seeds, encodings, rules, sizes, finetune, position_bias, cost,
-        cost_liere, cost_compositions, timms, naflex, sape2, sape2_models, sape2_compiled, gpu, gpu_steps,
-        gpu_steps_again, kernels)}
+        cost_liere, cost_compositions, cost_channels, timms, naflex, sape2, sape2_models, sape2_compiled, gpu,
+        gpu_steps, gpu_steps_again, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
