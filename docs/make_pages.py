@@ -271,14 +271,13 @@ def longer():
 
 def longer_seeds():
     """APE and RoPE-2D with four heads after the longer training, by seed, and over all seeds once they are trained."""
-    plans = [read_csv(RESULTS / 'cpu_long' / f'{plan}.csv') for plan in ('long', 'long_seeds')]
-    ape, rope = (
-        {row['seed']: float(row['top1']) for plan in plans for row in plan if row['model'] == model and row['top1']}
-        for model in ('APE, 4 heads', 'RoPE-2D, 4 heads'))
+    first, second = (read_csv(RESULTS / 'cpu_long' / f'{plan}.csv') for plan in ('long', 'long_seeds'))
+    runs = [row for row in first + second if row['top1']]
+    ape, rope = (values_of(runs, model) for model in ('APE, 4 heads', 'RoPE-2D, 4 heads'))
     found = [
         [seed, f'{ape[seed]:.2f}', f'{rope[seed]:.2f}', f'{rope[seed] - ape[seed]:+.2f}', '']
         for seed in ape if seed in rope]
-    trained, new = {row[0] for row in found}, {row['seed'] for row in plans[1]}
+    trained, new = {row[0] for row in found}, {row['seed'] for row in second}
     for what, seeds in ((f'the {len(new)} new seeds', new), ('all seeds', {*ape, *new})):
         if seeds <= trained:
             ours, base = ({seed: values[seed] for seed in sorted(seeds)} for values in (rope, ape))
