@@ -23,9 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from timm_sape.ops.triton_codes import triton_axis_codes, triton_axis_codes_backward
-from timm_sape.ops.triton_distances import triton_distance_attention_backward, triton_distance_attention_forward
 from timm_sape.ops.triton_limits import limits_of, shared_memory
+from timm_sape.ops.triton_operators import (
+    triton_axis_codes, triton_axis_codes_backward, triton_distance_attention_backward,
+    triton_distance_attention_forward)
 
 NUM_HEADS, BATCH_SIZE = 6, 2
 # Bytes of registers that a thread may spill. Storing and loading them are instructions of the loop. For some shapes

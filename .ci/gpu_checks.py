@@ -261,6 +261,7 @@ def tiles_call(side, head_dim, batch, what, candidate):
     """A function that launches a kernel, and returns what it wrote."""
     from timm_sape.ops import triton_codes as codes
     from timm_sape.ops import triton_distances as kernels
+    from timm_sape.ops import triton_operators as operators
     from timm_sape.ops import triton_tiles as sizes
 
     heads = 1 if CPU else 6
@@ -276,13 +277,13 @@ def tiles_call(side, head_dim, batch, what, candidate):
             if candidate is not None:
                 codes.codes_options = lambda *_: dict(zip(('num_warps', 'num_stages', 'maxnreg'), candidate))
             try:
-                found = codes.triton_axis_codes(q, k, table_x, table_y, *options)
-                return *found, *codes.triton_axis_codes_backward(*grads, q, k, table_x, table_y, *options)
+                found = operators.triton_axis_codes(q, k, table_x, table_y, *options)
+                return *found, *operators.triton_axis_codes_backward(*grads, q, k, table_x, table_y, *options)
             finally:
                 codes.codes_options = before
 
         return call
-    both = codes.triton_axis_codes(q, k, table_x, table_y, *options)
+    both = operators.triton_axis_codes(q, k, table_x, table_y, *options)
     inputs = q, k, v, *both, gain
     if what == 'forward':
         def call():
@@ -290,12 +291,12 @@ def tiles_call(side, head_dim, batch, what, candidate):
             if candidate is not None:
                 kernels.forward_tiles = lambda *_: sizes.Tiles(*candidate)
             try:
-                return kernels.triton_distance_attention_forward(*inputs, 0.125)
+                return operators.triton_distance_attention_forward(*inputs, 0.125)
             finally:
                 kernels.forward_tiles = before
 
         return call
-    out = kernels.triton_distance_attention_forward(*inputs, 0.125)
+    out = operators.triton_distance_attention_forward(*inputs, 0.125)
     grad = torch.randn(q.shape, device=DEVICE, generator=generator).to(HALF)
     is_key, outputs = what.startswith('keys'), sizes.ALL
     if ',' in what:
@@ -314,7 +315,7 @@ def tiles_call(side, head_dim, batch, what, candidate):
 
         kernels.backward_launches = launches
         try:
-            found = kernels.triton_distance_attention_backward(grad, *out, *inputs, 0.125)
+            found = operators.triton_distance_attention_backward(grad, *out, *inputs, 0.125)
         finally:
             kernels.backward_launches = before
         if 'codes' in what:  # a launch that leaves q, k and v alone

@@ -15,8 +15,8 @@ from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention
 from timm_sape.ops.sape2 import axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
-from timm_sape.ops.triton_codes import triton_axis_codes
-from timm_sape.ops.triton_distances import triton_distance_attention_forward
+from timm_sape.ops.triton_operators import (
+    triton_axis_codes, triton_distance_attention_forward, triton_sape2_attention_forward)
 
 POS_ENCS = ['rope2d+sape2_k', *(
     pytest.param(name, marks=pytest.mark.full) for name in ('sape2_k', 'sape2_q', 'sape2_qk', 'ape+auto_sape2_k'))]
@@ -51,6 +51,10 @@ def test_opcheck(backend, codes_operator, attention_operator):
         torch.library.opcheck(codes_operator, (*tokens, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
     codes = [c.detach().requires_grad_() for c in codes_operator(*tensors[:2], *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
     torch.library.opcheck(attention_operator, (*tensors, *codes, bias_scale.requires_grad_(), 0.3))
+    if backend == 'triton':
+        torch.library.opcheck(
+            triton_sape2_attention_forward,
+            (*tensors, *tables, bias_scale.requires_grad_(), (3, 4), 'qk', (0.3, 1.0, 0.5, 0.3)))
 
 
 @pytest.mark.parametrize('operator, backend', [
@@ -125,7 +129,12 @@ def test_exported_graphs_have_no_operator_of_ours(backend):
     assert targets and not [t for t in targets if 'timm_sape' in t]
 
 
-@pytest.mark.parametrize('backend, operator', [('torch', 'distance_attention'), ('cpp', 'cpp_distance_attention')])
+@pytest.mark.parametrize('backend, operator', [
+    ('torch', 'distance_attention'),
+    ('cpp', 'cpp_distance_attention'),
+    pytest.param('triton', 'sape2_attention_triton', marks=pytest.mark.skipif(
+        DEVICE != 'cpu', reason='the comparison is with a model on the CPU')),
+])
 def test_compiled_in_one_graph(backend, operator, monkeypatch):
     monkeypatch.setenv('TIMM_SAPE_BACKEND', backend)
     torch._dynamo.reset()

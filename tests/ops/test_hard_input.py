@@ -13,7 +13,7 @@ from timm_sape.ops.distances import distance_attention
 from timm_sape.ops.reference import _distance_by_products, axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
-from timm_sape.ops.triton_distances import triton_distance_attention
+from timm_sape.ops.triton_operators import triton_distance_attention
 
 GRIDS = [((9, 8), 5), *(
     pytest.param(*case, marks=pytest.mark.full) for case in (((8, 8), 1), ((14, 14), 1), ((32, 32), 0)))]

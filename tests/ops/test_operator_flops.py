@@ -1,4 +1,8 @@
 """What torch's FLOP counter says of our operators, against counts by hand: two for each multiplication in a product."""
+import os
+import subprocess
+import sys
+
 import pytest
 import timm
 import torch
@@ -6,11 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import timm_sape
-from operators import device_of, make_inputs
+from operators import DEVICE, device_of, make_inputs
 from timm_sape import ops
 from timm_sape.functional import sape2_attention
 from timm_sape.ops import (
-    cpp_operators, reference, torch_codes, torch_contextual, torch_distances, triton_codes, triton_distances)
+    cpp_operators, reference, torch_codes, torch_contextual, torch_distances, triton_operators)
 from timm_sape.ops.backend import using_backend
 
 B, HEADS, HEIGHT, WIDTH, PREFIX, DIM, NPOS_X, NPOS_Y = 2, 3, 4, 5, 2, 8, 7, 6
@@ -80,7 +84,7 @@ def make(device):
 @pytest.mark.parametrize('forward, backward', [
     (torch_codes.torch_axis_codes, torch_codes.torch_axis_codes_backward),
     (cpp_operators.cpp_axis_codes, cpp_operators.cpp_axis_codes_backward),
-    (triton_codes.triton_axis_codes, triton_codes.triton_axis_codes_backward),
+    (triton_operators.triton_axis_codes, triton_operators.triton_axis_codes_backward),
 ])
 def test_codes(forward, backward, mode):
     """On the meta device, where nothing is computed: the count is of shapes alone."""
@@ -96,7 +100,7 @@ def test_codes(forward, backward, mode):
 @pytest.mark.parametrize('forward, backward', [
     (torch_distances.torch_distance_attention, torch_distances.torch_distance_attention_backward),
     (cpp_operators.cpp_distance_attention, cpp_operators.cpp_distance_attention_backward),
-    (triton_distances.triton_distance_attention_forward, triton_distances.triton_distance_attention_backward),
+    (triton_operators.triton_distance_attention_forward, triton_operators.triton_distance_attention_backward),
 ])
 def test_attention(forward, backward, mode):
     q, k, v, _, _, bias_scale = make('meta')
@@ -134,6 +138,26 @@ def test_forward_and_backward_together(backend, mode):
     assert flops == codes_by_hand(mode) + attention_by_hand(mode)
     flops, _ = count(torch.autograd.grad, out.sum(), inputs)
     assert flops == codes_backward_by_hand(mode) + attention_backward_by_hand(mode)
+
+
+@pytest.mark.skipif(DEVICE != 'cpu', reason='the interpreter makes it short')
+def test_triton_counts_from_the_first_call():
+    """The counter copies torch's list of formulas when it is made, and Triton is imported when it is first needed."""
+    script = """
+import torch
+from timm_sape.functional import sape2_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+tensors = torch.randn(3, 1, 1, 4, 8).unbind()
+with FlopCounterMode(display=False) as counter:
+    sape2_attention(*tensors, *torch.randn(2, 3, 8), (2, 2), backend='triton')
+print(counter.get_total_flops())
+"""
+    done = subprocess.run(
+        [sys.executable, '-c', script], capture_output=True, text=True, env={**os.environ, 'TRITON_INTERPRET': '1'})
+    assert done.returncode == 0, done.stderr
+    lines, values = 4 * product(2, 8, 2), 2 * product(4, 8, 3)
+    assert int(done.stdout) == lines + values + 2 * product(4, 2, 4) + 2 * product(4, 8, 4)
 
 
 def test_distances_of_the_reference_count_as_nothing():

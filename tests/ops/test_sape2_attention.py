@@ -1,9 +1,12 @@
 """SaPE2's attention by each backend against its equations: outputs and all gradients."""
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import timm_sape
 from harness import assert_near
 from operators import BACKENDS, FAST, HALVES, check, device_of, make_inputs, run, strictest
+from timm_sape import ops
 from timm_sape.functional import sape2_attention
 
 GRIDS = [((3, 5), 0), ((3, 5), 5), ((1, 7), 1), ((7, 1), 0), ((4, 4), 1), ((1, 1), 1)]
@@ -109,3 +112,49 @@ def test_nan_is_not_hidden(backend, where):
     {'q': tensors[0][:, :, -1], 'table_x': tensors[3][0]}[where].fill_(torch.nan)
     out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=backend)
     assert out[:, :, -1 if where == 'q' else slice(1, None)].isnan().all()
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('mode', ['k', 'qk'])
+@pytest.mark.parametrize('dtype', [None, torch.float16, torch.bfloat16])
+def test_triton_as_one_operator_or_two(dtype, mode):
+    """Both launch the same kernels. Only gradients of q and k differ by how sums of two or three parts are rounded.
+
+    Nothing else is computed: no gradients that are zero, and no sums of two gradients if the operator is one.
+    """
+    device, strict, tolerance = strictest('triton')
+    dtype, tolerance = (strict, tolerance) if dtype is None else (dtype, 4 * torch.finfo(dtype).eps)
+    grid, found, names = timm_sape.Grid(3, 5, 2), [], []
+    inputs = make_inputs((3, 5), 2)
+    for rotated in (False, True):
+        q, k, v = (t.to(device, dtype).requires_grad_() for t in inputs[:3])
+        tables = [t.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_() for t in inputs[3:]]
+        with Operators() as operators:
+            out = ops.sape2_attention(
+                q, k, v, *tables[:2], grid, mode=mode, gate_scale=0.4, bias_scale=tables[2], scale=0.3,
+                ref_grid_size=(2, 5), rotated=(q.clone(), k.clone()) if rotated else None, backend='triton')
+            grads = torch.autograd.grad(out.double().square().sum(), (q, k, v, *tables))
+        found.append((out, *grads))
+        names.append(operators.names)
+    assert [[name for name in run if name.startswith('timm_sape::')] for run in names] == [
+        ['timm_sape::sape2_attention_triton', 'timm_sape::sape2_attention_triton_backward'],
+        ['timm_sape::axis_codes_triton', 'timm_sape::distance_attention_triton',
+         'timm_sape::distance_attention_triton_backward', 'timm_sape::axis_codes_triton_backward']]
+    assert 'aten::zeros' not in names[0] + names[1]
+    assert [run.count('aten::add.Tensor') for run in names] == [0, 2]
+    for i, (one, two) in enumerate(zip(*found)):
+        if i in (1, 2):
+            assert_near(one, two, tolerance)
+        else:
+            assert torch.equal(one, two)

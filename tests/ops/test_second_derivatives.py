@@ -15,7 +15,7 @@ from timm_sape.ops import reference
 from timm_sape.ops.backend import using_backend
 from timm_sape.ops.cpp_operators import cpp_axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
-from timm_sape.ops.triton_codes import triton_axis_codes
+from timm_sape.ops.triton_operators import triton_axis_codes
 
 GRID = (2, 3)
 # of a GPU Triton has no float64, which finite differences need

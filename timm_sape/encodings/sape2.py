@@ -194,7 +194,9 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             return k @ self.key_x.to(k.dtype), k @ self.key_y.to(k.dtype)
 
     def _gain(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_full((1,), self.bias_scale) if self.gain is None else self.gain.to(like.dtype)
+        """Factor of the bias, `[1]` or `[h]`, in the dtype of a tensor, float32 at least."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return like.new_full((1,), self.bias_scale, dtype=dtype) if self.gain is None else self.gain.to(dtype)
 
 
 class SemanticAwarePositionEncoding(SemanticAwareEncoding):
@@ -207,7 +209,7 @@ class SemanticAwarePositionEncoding(SemanticAwareEncoding):
     def attend(self, q, k, v, rotated_q, rotated_k, mask, grid: Grid, **options) -> torch.Tensor:
         return ops.sape2_attention(
             q, k, v, self.table_x, self.table_y, grid, **self._options(k, grid),
-            bias_scale=self.gated(self._gain(ops.upcast(q)[0])), rotated=(rotated_q, rotated_k), mask=mask, **options)
+            bias_scale=self.gated(self._gain(q)), rotated=(rotated_q, rotated_k), mask=mask, **options)
 
 
 def _with_names(cls):

@@ -9,7 +9,8 @@
 | `reference` | plain PyTorch: stores everything N x N, differentiable any number of times |
 | `torch_codes`, `torch_distances`, `torch_contextual` | operators that store nothing N x N, on any device |
 | `cpp_operators`, `cpp_kernels.cpp`, `cpp_build` | the same in C++ for CPUs, compiled when asked for |
-| `triton_codes`, `triton_prepare`, `triton_distances`, `triton_tiles` | the same in Triton; imported only when used |
+| `triton_operators` | the same in Triton |
+| `triton_codes`, `triton_prepare`, `triton_distances`, `triton_tiles` | their kernels; imported only when used |
 | `codes`, `distances` | what the torch, the cpp and the triton operators share: shapes, autograd, FLOP counts |
 | `double_backward` | second derivatives of the operators |
 | `matrices` | skew-symmetric and orthogonal matrices |

@@ -9,7 +9,7 @@ from ..grid import Grid
 from .double_backward import differentiable_gradients
 from .reference import axis_codes
 
-__all__ = ['empty_codes', 'patches_of', 'register_codes']
+__all__ = ['codes_flops', 'codes_reference', 'empty_codes', 'patches_of', 'register_codes']
 
 
 def patches_of(height: int, width: int, *tensors: torch.Tensor) -> List[torch.Tensor]:
@@ -24,14 +24,16 @@ def empty_codes(q: torch.Tensor, height: int, width: int, mode: str) -> Tuple[to
     return q.new_empty(*shape, n * width, dtype=dtype), q.new_empty(*shape, n * height, dtype=dtype)
 
 
-def _flops(q_shape, table_x_shape, table_y_shape, height: int, width: int, mode: str) -> Tuple[int, int]:
+def codes_flops(q_shape, table_x_shape, table_y_shape, height: int, width: int, mode: str, backward=False) -> int:
     """FLOPs of the gates, and of the products of the sources with the tables."""
     batch, num_heads, _, dim = q_shape
-    once = 2 * batch * num_heads * height * width * dim
-    return once * (height + width), once * len(mode) * (table_x_shape[0] + table_y_shape[0])
+    columns = height + width + len(mode) * (table_x_shape[0] + table_y_shape[0])
+    # backward, each product once more, and two products for its gradients
+    return (3 if backward else 1) * 2 * batch * num_heads * height * width * dim * columns
 
 
-def _reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_x, table_y):
+def codes_reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, table_x, table_y):
+    """What the operators compute, in plain PyTorch, differentiable any number of times."""
     q, k = patches_of(height, width, q, k)
     ref_grid_size = round(shrink_y * height), round(shrink_x * width)
     return axis_codes(
@@ -58,7 +60,7 @@ def register_codes(forward: Callable, backward: Callable) -> None:
 
     def formula(ctx, grad_x, grad_y):
         if torch.is_grad_enabled():  # the caller will differentiate the result again
-            grads = differentiable_gradients(partial(_reference, *ctx.args), ctx.saved_tensors, (grad_x, grad_y))
+            grads = differentiable_gradients(partial(codes_reference, *ctx.args), ctx.saved_tensors, (grad_x, grad_y))
         else:
             grads = backward(grad_x, grad_y, *ctx.saved_tensors, *ctx.args)
         return (*grads, *(None for _ in ctx.args))
@@ -66,13 +68,9 @@ def register_codes(forward: Callable, backward: Callable) -> None:
     forward.register_autograd(formula, setup_context=setup_context)
 
     @register_flop_formula(forward._opoverload.overloadpacket)
-    def _(q_shape, k_shape, table_x_shape, table_y_shape, height, width, mode, *args, out_shape=None, **kwargs) -> int:
-        return sum(_flops(q_shape, table_x_shape, table_y_shape, height, width, mode))
+    def _(q_shape, k_shape, *args, out_shape=None, **kwargs) -> int:
+        return codes_flops(q_shape, *args[:5])
 
     @register_flop_formula(backward._opoverload.overloadpacket)
-    def _(
-            grad_x_shape, grad_y_shape, q_shape, k_shape, table_x_shape, table_y_shape, height, width, mode, *args,
-            out_shape=None, **kwargs,
-    ) -> int:
-        # each product once more, and two products for its gradients
-        return 3 * sum(_flops(q_shape, table_x_shape, table_y_shape, height, width, mode))
+    def _(grad_x_shape, grad_y_shape, q_shape, k_shape, *args, out_shape=None, **kwargs) -> int:
+        return codes_flops(q_shape, *args[:5], backward=True)

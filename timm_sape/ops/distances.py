@@ -10,7 +10,7 @@ from .attention import attend
 from .double_backward import differentiable_gradients
 from .reference import pairwise_distance
 
-__all__ = ['distance_attention', 'register_attention', 'register_flops']
+__all__ = ['attention_flops', 'distance_attention', 'empty_out', 'register_attention', 'register_flops']
 
 
 def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
@@ -20,6 +20,12 @@ def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Te
     bias = bias_scale.to(distances.dtype).view(-1, 1, 1) * F.pad(distances, 2 * (num_prefix_tokens, 0))
     # fused kernels cannot be differentiated twice
     return attend(q, k, v, bias, scale=scale, fused=False)
+
+
+def empty_out(v: torch.Tensor) -> torch.Tensor:
+    """`[B, h, N, d]` in the order of memory in which models merge the heads, so that they need not copy it."""
+    batch, num_heads, num_tokens, head_dim = v.shape
+    return v.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
 
 
 def register_attention(forward: Callable, backward: Callable) -> None:
@@ -52,21 +58,26 @@ def register_attention(forward: Callable, backward: Callable) -> None:
 def register_flops(forward: Callable, backward: Callable) -> None:
     """Tell torch's FLOP counter about two operators: the forward and the backward pass.
 
-    Only matrix products count, as everywhere in that counter. The distances between N codes of C entries count as the
-    product of an N x C and a C x N matrix. (The reference uses cdist, which torch counts as 0.)
+    See `attention_flops`.
     """
     @register_flop_formula(forward._opoverload.overloadpacket)
     def _(q_shape, k_shape, v_shape, codes_x_shape, codes_y_shape, *args, out_shape=None, **kwargs) -> int:
-        return _flops(q_shape, codes_x_shape, codes_y_shape, products=2, distances=1)  # q.k and p.v
+        return attention_flops(q_shape, codes_x_shape[-1] + codes_y_shape[-1])
 
     @register_flop_formula(backward._opoverload.overloadpacket)
     def _(*shapes, out_shape=None, **kwargs) -> int:
         q_shape, _, _, codes_x_shape, codes_y_shape = shapes[-7:-2]  # bias_scale and scale are the last two
-        # the logits once more, and the gradients of v, p, q and k; the distances once more, and R w and R^T w
-        return _flops(q_shape, codes_x_shape, codes_y_shape, products=5, distances=3)
+        return attention_flops(q_shape, codes_x_shape[-1] + codes_y_shape[-1], backward=True)
 
 
-def _flops(q_shape, codes_x_shape, codes_y_shape, products: int, distances: int) -> int:
+def attention_flops(q_shape, code_width: int, backward: bool = False) -> int:
+    """FLOPs of attention with distances between codes that have so many channels, for both axes together.
+
+    Only matrix products count, as everywhere in torch's counter. The distances between N codes of C entries count as
+    the product of an N x C and a C x N matrix. (The reference uses cdist, which torch counts as 0.)
+    """
     batch, num_heads, num_tokens, dim = q_shape
-    codes = codes_x_shape[-1] + codes_y_shape[-1]
-    return 2 * batch * num_heads * num_tokens ** 2 * (products * dim + distances * codes)
+    # Forward, q.k and p.v. Backward, the logits once more, and the gradients of v, p, q and k; the distances once more,
+    # and R w and R^T w.
+    channels = 5 * dim + 3 * code_width if backward else 2 * dim + code_width
+    return 2 * batch * num_heads * num_tokens ** 2 * channels

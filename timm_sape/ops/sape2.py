@@ -11,6 +11,7 @@ from .cpp_operators import cpp_axis_codes, cpp_distance_attention
 from .devices import check_devices
 from .torch_codes import torch_axis_codes
 from .torch_distances import torch_distance_attention
+from .triton_operators import triton_axis_codes, triton_distance_attention, triton_sape2_attention
 
 __all__ = ['axis_codes', 'sape2_attention', 'sape2_bias']
 
@@ -109,6 +110,11 @@ def sape2_attention(
         'q and k of other widths than v': rotated_q.shape[-1] != v.shape[-1],
         'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
     })
+    if backend == 'triton' and rotated_q is q and rotated_k is k and axis_keys is None and (
+            options := _operator_options(grid, mode, gate_scale, ref_grid_size)):
+        height, width, mode, *factors = options
+        return triton_sape2_attention(
+            q, k, v, *_wide_tables(q, table_x, table_y), bias_scale, (height, width), mode, (*factors, scale))
     codes_x, codes_y = axis_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
         axis_keys=axis_keys, backend=backend)
@@ -117,7 +123,7 @@ def sape2_attention(
         mask = merge_masks(bias, mask, False, q.shape[2], q.device)
         return attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
     if backend == 'triton':
-        from .triton_distances import triton_distance_attention as operator
+        operator = triton_distance_attention
     elif backend == 'cpp':
         operator = cpp_distance_attention
     else:
@@ -151,8 +157,8 @@ def axis_codes(
         own_k = k if axis_keys is None else axis_keys[0]
         backend = choose_backend(None, own_k, _widths(table_x, table_y, grid, mode), {
             'q and k of different dtypes': axis_keys is None and q.dtype != k.dtype})
-    if backend != 'reference':  # operators compute in the dtype of q, float32 at least
-        table_x, table_y = (table.to(torch.promote_types(q.dtype, torch.float32)) for table in (table_x, table_y))
+    if backend != 'reference':
+        table_x, table_y = _wide_tables(q, table_x, table_y)
     if axis_keys is not None:
         (codes_x, _), (_, codes_y) = (
             axis_codes(
@@ -160,21 +166,38 @@ def axis_codes(
                 ref_grid_size=ref_grid_size, backend=backend)
             for keys in axis_keys)
         return codes_x, codes_y
-    has_operator = backend != 'reference' and grid.keep_indices is None and not isinstance(gate_scale, torch.Tensor)
-    if not has_operator or type(grid.height) is not int or type(grid.width) is not int:
+    options = None if backend == 'reference' else _operator_options(grid, mode, gate_scale, ref_grid_size)
+    if options is None:
         return reference.axis_codes(
             q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
     if backend == 'triton':
-        from .triton_codes import triton_axis_codes as operator
+        operator = triton_axis_codes
     elif backend == 'cpp':
         operator = cpp_axis_codes
     else:
         operator = torch_axis_codes
+    return operator(q, k, table_x, table_y, *options)
+
+
+def _wide_tables(q: torch.Tensor, *tables: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Operators compute in the dtype of q, float32 at least."""
+    return tuple(table.to(torch.promote_types(q.dtype, torch.float32)) for table in tables)
+
+
+def _operator_options(
+        grid: Grid,
+        mode: str,
+        gate_scale: Union[float, torch.Tensor],
+        ref_grid_size: Optional[Tuple[int, int]],
+) -> Optional[Tuple[int, int, str, float, float, float]]:
+    """What the operators for the codes take besides tensors; None if only the reference can compute them."""
+    if grid.keep_indices is not None or isinstance(gate_scale, torch.Tensor):
+        return None
     height, width = grid.size
+    if type(height) is not int or type(width) is not int:
+        return None
     ref_height, ref_width = ref_grid_size or grid.size
-    return operator(
-        q, k, table_x, table_y, height, width, mode, gate_scale,
-        ref_width / width, ref_height / height)
+    return height, width, mode, gate_scale, ref_width / width, ref_height / height
 
 
 def _widths(table_x: torch.Tensor, table_y: torch.Tensor, grid: Grid, mode: str) -> List[int]:

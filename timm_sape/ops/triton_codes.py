@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .codes import empty_codes, patches_of, register_codes
-from .precision import wide, without_autocast
+from .codes import empty_codes, patches_of
+from .precision import wide
 from .triton_common import dense_rows, dtype_of, load_rows, padded, to_tf32
 from .triton_tiles import codes_options
 
-__all__ = ['triton_axis_codes', 'triton_axis_codes_backward']
+__all__ = ['codes_of', 'gradients_of']
 
 # New values of these do not compile a kernel anew.
 SIZES = ['num_heads', 'num_tokens', 'num_patches', 'lines', 'lines_each', 'line_step', 'step', 'length']
@@ -333,16 +333,14 @@ def _launch(kernel, axis, q, k, tensors, table, num_tokens, mode, gate_scale, **
     batch, num_heads, num_patches, head_dim = q.shape
     with torch.cuda.device_of(q):
         kernel[(_programs(axis) * batch * num_heads,)](
-            q, k, table, *tensors, *(t.stride(n) for t in (q, k) for n in range(3)),
+            q, k, table, *tensors, *q.stride()[:3], *k.stride()[:3],
             num_heads, num_tokens, num_patches, **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
             HEAD_DIM=head_dim, NPOS=table.shape[0], **tiles_for(head_dim, axis['length'], table.shape[0]),
             USES_Q='q' in mode, USES_K='k' in mode, DTYPE=dtype_of(table),
             **codes_options(head_dim, axis['length'], q.element_size(), len(mode), 'ADD' in constants), **constants)
 
 
-@torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
-@without_autocast
-def triton_axis_codes(
+def codes_of(
         q: torch.Tensor,
         k: torch.Tensor,
         table_x: torch.Tensor,
@@ -354,6 +352,7 @@ def triton_axis_codes(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The codes along x and along y. For the arguments see `codes.register_codes`."""
     num_tokens = q.shape[2]
     q, k = patches_of(height, width, *dense_rows(q, k))
     codes = empty_codes(q, height, width, mode)
@@ -363,11 +362,12 @@ def triton_axis_codes(
     return codes
 
 
-@torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=())
-@without_autocast
-def triton_axis_codes_backward(
+def gradients_of(
         grad_x: torch.Tensor,
         grad_y: torch.Tensor,
+        grad_q: torch.Tensor,
+        grad_k: torch.Tensor,
+        add: bool,
         q: torch.Tensor,
         k: torch.Tensor,
         table_x: torch.Tensor,
@@ -378,18 +378,16 @@ def triton_axis_codes_backward(
         gate_scale: float,
         shrink_x: float,
         shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_tokens = q.shape[2]
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k)]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the tables; those of q and k are written to `grad_q` and `grad_k`, contiguous, or added."""
+    num_tokens, grads = q.shape[2], []
     patches = patches_of(height, width, *dense_rows(q, k))
     axes = _axes(height, width, shrink_x, shrink_y)
     tables = (t.to(grad_x.dtype) for t in wide(table_x, table_y))
-    for add, (grad, table, axis) in enumerate(zip((grad_x, grad_y), tables, axes)):
+    for grad, table, axis in zip((grad_x, grad_y), tables, axes):
         parts = grad.new_empty(_programs(axis) * q.shape[0] * q.shape[1], *table.shape)
-        tensors = grad.contiguous(), *grads[:2], parts
-        _launch(_backward, axis, *patches, tensors, table, num_tokens, mode, gate_scale, ADD=bool(add))
+        tensors = grad.contiguous(), grad_q, grad_k, parts
+        _launch(_backward, axis, *patches, tensors, table, num_tokens, mode, gate_scale, ADD=add)
         grads.append(parts.sum(0))
-    return tuple(g.to(t.dtype) for g, t in zip(grads, (q, k, table_x, table_y)))
-
-
-register_codes(triton_axis_codes, triton_axis_codes_backward)
+        add = True
+    return grads[0].to(table_x.dtype), grads[1].to(table_y.dtype)

@@ -13,21 +13,18 @@ rounding error and counts as 0.
 If q is float32, q.k and grad.v are summed in float64 too, and then rounded. The passes compute them in tiles of other
 shapes. If they differed in the last digit of a logit of 10^4, the probabilities of a row would not sum to 1.
 """
-from functools import partial
 from typing import Dict, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .distances import distance_attention, register_flops
-from .double_backward import differentiable_gradients
+from .distances import empty_out
 from .triton_common import dense_rows, dtype_of, load_rows, padded, to_tf32
 from .triton_prepare import PreparedCodes
 from .triton_tiles import Tiles, backward_launches, forward_tiles
 
-__all__ = ['triton_distance_attention', 'triton_distance_attention_backward', 'triton_distance_attention_forward']
-
+__all__ = ['attention_backward', 'attention_forward']
 
 # New values of these do not compile a kernel anew.
 SIZES = ['num_heads', 'num_tokens', 'num_prefix', 'width_x', 'width_y']
@@ -443,21 +440,15 @@ def _launch(kernel, tiles: Tiles, tokens, others, sizes, constants) -> None:
     batch, num_heads, num_tokens, _ = tokens[0].shape
     with torch.cuda.device_of(tokens[0]):
         kernel[(-(-num_tokens // tiles.own) * batch * num_heads,)](
-            *tokens, *others, *(t.stride(n) for t in tokens for n in range(3)), num_heads, num_tokens, *sizes,
+            *tokens, *others, *(step for t in tokens for step in t.stride()[:3]), num_heads, num_tokens, *sizes,
             **constants, OWN=tiles.own, VISIT=tiles.visit, **tiles.options())
 
 
-def _empty_out(v: torch.Tensor) -> torch.Tensor:
-    """`[B, h, N, d]` in the order of memory in which models merge the heads, so that they need not copy it."""
-    batch, num_heads, num_tokens, head_dim = v.shape
-    return v.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
-
-
-@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=())
-def triton_distance_attention_forward(
+def attention_forward(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        prepared: PreparedCodes,
         codes_x: torch.Tensor,
         codes_y: torch.Tensor,
         bias_scale: torch.Tensor,
@@ -468,8 +459,7 @@ def triton_distance_attention_forward(
     Only for q of 16 bits are these merged into one logarithm: next to a logit of 10^4, digits of the sum are lost.
     """
     q, k, v = dense_rows(q, k, v)
-    prepared = PreparedCodes.of(codes_x, codes_y, q.shape[2], q.dtype)
-    out = _empty_out(v)
+    out = empty_out(v)
     row_max, row_sum = (codes_x.new_empty(q.shape[:3]) for _ in range(2))
     constants = _constants(q, prepared, codes_x, codes_y)
     tiles = forward_tiles(constants['D'], _code_width(constants), q.element_size())
@@ -479,14 +469,7 @@ def triton_distance_attention_forward(
     return out, row_max, row_sum
 
 
-@triton_distance_attention_forward.register_fake
-def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-    rows = codes_x.new_empty(q.shape[:-1])
-    return _empty_out(v), rows, torch.empty_like(rows)
-
-
-@torch.library.custom_op('timm_sape::distance_attention_triton_backward', mutates_args=())
-def triton_distance_attention_backward(
+def attention_backward(
         grad: torch.Tensor,
         out: torch.Tensor,
         row_max: torch.Tensor,
@@ -494,66 +477,27 @@ def triton_distance_attention_backward(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
+        prepared: PreparedCodes,
+        grad_x: torch.Tensor,
+        grad_y: torch.Tensor,
         bias_scale: torch.Tensor,
         scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v and bias_scale; those of the codes are written to `grad_x` and `grad_y`, contiguous."""
     grad, out, q, k, v = dense_rows(grad, out, q, k, v)
-    num_tokens, prefix = q.shape[2], q.shape[2] - codes_x.shape[2]
-    prepared = PreparedCodes.of(codes_x, codes_y, num_tokens, q.dtype)
+    prefix = q.shape[2] - grad_x.shape[2]
     delta = torch.empty_like(row_max)
-    grad_q, grad_k, grad_v, grad_x, grad_y = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y))
-    constants = _constants(q, prepared, codes_x, codes_y)
-    gain = bias_scale.to(codes_x.dtype).contiguous()
-    sizes = prefix, codes_x.shape[-1], codes_y.shape[-1], scale, int(len(gain) > 1)
+    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    constants = _constants(q, prepared, grad_x, grad_y)
+    gain = bias_scale.to(grad_x.dtype).contiguous()
+    sizes = prefix, grad_x.shape[-1], grad_y.shape[-1], scale, int(len(gain) > 1)
     launches = backward_launches(constants['D'], _code_width(constants), q.element_size())
     own = next(launch.tiles.own for launch in launches if launch.tokens and not launch.key_pass)
-    grad_gain = row_max.new_empty(*q.shape[:2], -(-num_tokens // own))
+    grad_gain = row_max.new_empty(*q.shape[:2], -(-q.shape[2] // own))
     for launch in launches:
         others = (
             *prepared, gain, row_max, row_sum, delta, grad_k if launch.key_pass else grad_q, grad_v, grad_x, grad_y,
             grad_gain)
         _launch(_backward, launch.tiles, (q, k, v, out, grad), others, sizes, {**constants, **launch.constants()})
     grad_scale = grad_gain.sum(dim=(0, 2) if len(gain) > 1 else None).view(-1)  # [h] or [1]
-    return grad_q, grad_k, grad_v, grad_x, grad_y, grad_scale.to(bias_scale.dtype)
-
-
-@triton_distance_attention_backward.register_fake
-def _(grad, out, row_max, row_sum, q, k, v, codes_x, codes_y, bias_scale, scale):
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y, bias_scale))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _backward_formula(ctx, grad, *_):
-    if torch.is_grad_enabled():  # the caller will differentiate the result again
-        inputs = ctx.saved_tensors[3:]
-        return (*differentiable_gradients(partial(distance_attention, ctx.scale), inputs, (grad,)), None)
-    return (*triton_distance_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
-
-
-triton_distance_attention_forward.register_autograd(_backward_formula, setup_context=_setup_context)
-register_flops(triton_distance_attention_forward, triton_distance_attention_backward)
-
-
-def triton_distance_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> torch.Tensor:
-    """`torch_distances.torch_distance_attention` on a GPU, or in Triton's interpreter (`TRITON_INTERPRET=1`).
-
-    Arguments and result are the same. q, k and v have one dtype. For the widths of heads and codes see `triton_limits`.
-    """
-    return triton_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale)[0]
+    return grad_q, grad_k, grad_v, grad_scale.to(bias_scale.dtype)

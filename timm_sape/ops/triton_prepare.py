@@ -144,22 +144,33 @@ class PreparedCodes(NamedTuple):
     unit: torch.Tensor
 
     @classmethod
+    def empty(
+            cls,
+            codes_x: torch.Tensor,
+            codes_y: torch.Tensor,
+            num_tokens: int,
+            dtype: torch.dtype,
+    ) -> 'PreparedCodes':
+        """Memory for codes `[B, h, N-P, C]` and q of a dtype."""
+        rows, codes = codes_x.shape[0] * codes_x.shape[1], (codes_x, codes_y)
+        split = dtype.itemsize <= 2
+        w = [
+            c.new_empty(
+                rows, num_tokens, padded(c.shape[-1]) * (2 if split else 1), dtype=torch.float16 if split else None)
+            for c in codes]
+        s = [c.new_empty(rows, num_tokens, dtype=torch.float64 if dtype == torch.float32 else None) for c in codes]
+        return cls(*w, *s, codes_x.new_empty(rows) if split else codes_x.new_ones(rows))
+
+    @classmethod
     def of(cls, codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> 'PreparedCodes':
         """For codes `[B, h, N-P, C]` and q of a dtype."""
-        rows = codes_x.shape[0] * codes_x.shape[1]
         codes = [c.contiguous() for c in (codes_x, codes_y)]
-        split, wide = dtype.itemsize <= 2, dtype == torch.float32
         widths = [padded(c.shape[-1]) for c in codes]
-        w = [
-            c.new_empty(rows, num_tokens, 2 * width if split else width, dtype=torch.float16 if split else None)
-            for c, width in zip(codes, widths)]
-        s = [c.new_empty(rows, num_tokens, dtype=torch.float64 if wide else None) for c in codes]
-        unit = codes_x.new_empty(rows) if split else codes_x.new_ones(rows)
-        prepared = cls(*w, *s, unit)
+        prepared = cls.empty(*codes, num_tokens, dtype)
         tile = min(TILE // max(widths), padded(num_tokens))
         with torch.cuda.device_of(codes_x):
-            _prepare[(rows,)](
+            _prepare[(len(prepared.unit),)](
                 *codes, *prepared, num_tokens, num_tokens - codes_x.shape[-2], *(c.shape[-1] for c in codes),
-                CX=widths[0], CY=widths[1], TILE=tile, CENTRE=not wide, SPLIT=split,
+                CX=widths[0], CY=widths[1], TILE=tile, CENTRE=dtype != torch.float32, SPLIT=dtype.itemsize <= 2,
                 EPS=torch.finfo(codes_x.dtype).eps, num_warps=max(1, tile * max(widths) // 1024))
         return prepared

@@ -3,7 +3,8 @@
 For heads of 64 channels and 16 bits these were the fastest of what was tried on an H200 or H100, see `results/h200`.
 The rest was chosen by the instructions and the memory that `.ci/check_spills.py` counts.
 """
-from typing import Dict, List, NamedTuple, Optional
+from functools import lru_cache
+from typing import Dict, NamedTuple, Optional, Tuple
 
 from .triton_common import padded
 
@@ -91,7 +92,8 @@ def forward_tiles(head_dim: int, code: int, itemsize: int) -> Tiles:
     return FORWARD_32_BITS if itemsize > 2 else FORWARD_16_BITS[max(64, head_dim), code]
 
 
-def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardLaunch]:
+@lru_cache
+def backward_launches(head_dim: int, code: int, itemsize: int) -> Tuple[BackwardLaunch, ...]:
     """In their order. Arguments as for `forward_tiles`."""
     if itemsize > 2:
         launches, of_pass = [BackwardLaunch(DELTA_32_BITS, key_pass=False, delta_only=True)], BACKWARD_32_BITS[code]
@@ -99,9 +101,10 @@ def backward_launches(head_dim: int, code: int, itemsize: int) -> List[BackwardL
         launches, of_pass = [], BACKWARD_16_BITS[max(64, head_dim), code]
     for key_pass in (False, True):
         launches += [BackwardLaunch(tiles, key_pass, **dict.fromkeys(outputs, True)) for outputs, tiles in of_pass]
-    return launches
+    return tuple(launches)
 
 
+@lru_cache
 def codes_options(head_dim: int, length: int, itemsize: int, sources: int, backward: bool) -> Dict[str, Optional[int]]:
     """For Triton. `sources` is how many of q and k the table is multiplied with."""
     launch = (CODES_32_BITS if itemsize > 2 else CODES_16_BITS)[padded(length)]

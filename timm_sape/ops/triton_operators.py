@@ -1,0 +1,276 @@
+"""SaPE2's codes and attention by Triton kernels, as operators. Triton is imported when one of them runs.
+
+`axis_codes_triton` and `distance_attention_triton` are for what needs one of the two. `sape2_attention_triton` is both,
+on the same q and k. As one operator they take less time between the kernels, codes are prepared once and kept for the
+backward pass, and the kernels add what q and k get through the codes to their gradients from attention.
+"""
+from functools import partial
+from typing import List, Tuple
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from .codes import codes_flops, codes_reference, empty_codes, register_codes
+from .distances import attention_flops, distance_attention, empty_out, register_flops
+from .double_backward import differentiable_gradients
+from .precision import without_autocast
+
+__all__ = ['triton_axis_codes', 'triton_distance_attention', 'triton_sape2_attention']
+
+
+@torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
+@without_autocast
+def triton_axis_codes(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    from .triton_codes import codes_of
+    return codes_of(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y)
+
+
+@torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=())
+@without_autocast
+def triton_axis_codes_backward(
+        grad_x: torch.Tensor,
+        grad_y: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        height: int,
+        width: int,
+        mode: str,
+        gate_scale: float,
+        shrink_x: float,
+        shrink_y: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .triton_codes import gradients_of
+    grads = _like(q, k)
+    grads_of_tables = gradients_of(
+        grad_x, grad_y, *grads, False, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y)
+    return *grads, *grads_of_tables
+
+
+register_codes(triton_axis_codes, triton_axis_codes_backward)
+
+
+@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=())
+def triton_distance_attention_forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, and for the backward pass two numbers for each row, see `triton_distances.attention_forward`."""
+    from .triton_distances import attention_forward
+    from .triton_prepare import PreparedCodes
+    prepared = PreparedCodes.of(codes_x, codes_y, q.shape[2], q.dtype)
+    return attention_forward(q, k, v, prepared, codes_x, codes_y, bias_scale, scale)
+
+
+@triton_distance_attention_forward.register_fake
+def _(q, k, v, codes_x, codes_y, bias_scale, scale):
+    rows = codes_x.new_empty(q.shape[:-1])
+    return empty_out(v), rows, torch.empty_like(rows)
+
+
+@torch.library.custom_op('timm_sape::distance_attention_triton_backward', mutates_args=())
+def triton_distance_attention_backward(
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        row_max: torch.Tensor,
+        row_sum: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .triton_distances import attention_backward
+    from .triton_prepare import PreparedCodes
+    prepared = PreparedCodes.of(codes_x, codes_y, q.shape[2], q.dtype)
+    grads = _like(codes_x, codes_y)
+    *grads_of_tokens, grad_scale = attention_backward(
+        grad, out, row_max, row_sum, q, k, v, prepared, *grads, bias_scale, scale)
+    return *grads_of_tokens, *grads, grad_scale
+
+
+@triton_distance_attention_backward.register_fake
+def _(grad, out, row_max, row_sum, *args):
+    return _like(*args[:6])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else zeros are made for each of these
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _formula(ctx, grad, *_):
+    if torch.is_grad_enabled():  # the caller will differentiate the result again
+        inputs = ctx.saved_tensors[3:]
+        return (*differentiable_gradients(partial(distance_attention, ctx.scale), inputs, (grad,)), None)
+    return (*triton_distance_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
+
+
+triton_distance_attention_forward.register_autograd(_formula, setup_context=_setup_context)
+register_flops(triton_distance_attention_forward, triton_distance_attention_backward)
+
+
+def triton_distance_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        codes_x: torch.Tensor,
+        codes_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> torch.Tensor:
+    """`torch_distances.torch_distance_attention` on a GPU, or in Triton's interpreter (`TRITON_INTERPRET=1`).
+
+    Arguments and result are the same. q, k and v have one dtype. For the widths of heads and codes see `triton_limits`.
+    """
+    return triton_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale)[0]
+
+
+# torch spends time on each argument, more so the more there are. So these operators take lists of numbers:
+#   size                    H, W
+#   factors                 gate_scale, shrink_x, shrink_y, scale
+
+
+@torch.library.custom_op('timm_sape::sape2_attention_triton', mutates_args=())
+@without_autocast
+def triton_sape2_attention_forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        size: List[int],
+        mode: str,
+        factors: List[float],
+) -> Tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor,
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+]:
+    """The output, and for the backward pass two numbers for each row and the prepared codes."""
+    from .triton_codes import codes_of
+    from .triton_distances import attention_forward
+    from .triton_prepare import PreparedCodes
+    *factors, scale = factors
+    codes = codes_of(q, k, table_x, table_y, *size, mode, *factors)
+    prepared = PreparedCodes.of(*codes, q.shape[2], q.dtype)
+    return *attention_forward(q, k, v, prepared, *codes, bias_scale, scale), *prepared
+
+
+@triton_sape2_attention_forward.register_fake
+def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
+    from .triton_prepare import PreparedCodes
+    codes = empty_codes(q, *size, mode)
+    rows = codes[0].new_empty(q.shape[:-1])
+    return empty_out(v), rows, torch.empty_like(rows), *PreparedCodes.empty(*codes, q.shape[2], q.dtype)
+
+
+@torch.library.custom_op('timm_sape::sape2_attention_triton_backward', mutates_args=())
+@without_autocast
+def triton_sape2_attention_backward(
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        row_max: torch.Tensor,
+        row_sum: torch.Tensor,
+        wx: torch.Tensor,
+        wy: torch.Tensor,
+        sx: torch.Tensor,
+        sy: torch.Tensor,
+        unit: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table_x: torch.Tensor,
+        table_y: torch.Tensor,
+        bias_scale: torch.Tensor,
+        size: List[int],
+        mode: str,
+        factors: List[float],
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .triton_codes import gradients_of
+    from .triton_distances import attention_backward
+    from .triton_prepare import PreparedCodes
+    *factors, scale = factors
+    grads_of_codes = empty_codes(q, *size, mode)
+    grad_q, grad_k, grad_v, grad_scale = attention_backward(
+        grad, out, row_max, row_sum, q, k, v, PreparedCodes(wx, wy, sx, sy, unit), *grads_of_codes, bias_scale, scale)
+    grads_of_tables = gradients_of(
+        *grads_of_codes, grad_q, grad_k, True, q, k, table_x, table_y, *size, mode, *factors)
+    return grad_q, grad_k, grad_v, *grads_of_tables, grad_scale
+
+
+@triton_sape2_attention_backward.register_fake
+def _(grad, out, row_max, row_sum, wx, wy, sx, sy, unit, *args):
+    return _like(*args[:6])
+
+
+def _sape2_reference(size, mode, factors, q, k, v, table_x, table_y, bias_scale):
+    *factors, scale = factors
+    return distance_attention(
+        scale, q, k, v, *codes_reference(*size, mode, *factors, q, k, table_x, table_y), bias_scale)
+
+
+def _sape2_setup_context(ctx, inputs, output) -> None:
+    *tensors, size, mode, factors = inputs
+    ctx.args = size, mode, factors
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else zeros are made for each of these
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _sape2_formula(ctx, grad, *_):
+    if torch.is_grad_enabled():  # the caller will differentiate the result again
+        inputs = ctx.saved_tensors[8:]
+        grads = differentiable_gradients(partial(_sape2_reference, *ctx.args), inputs, (grad,))
+    else:
+        grads = triton_sape2_attention_backward(grad, *ctx.saved_tensors, *ctx.args)
+    return *grads, None, None, None
+
+
+triton_sape2_attention_forward.register_autograd(_sape2_formula, setup_context=_sape2_setup_context)
+
+
+@register_flop_formula(triton_sape2_attention_forward._opoverload.overloadpacket)
+def _(*args, out_shape=None, **kwargs) -> int:
+    return _sape2_flops(*args[:8])
+
+
+@register_flop_formula(triton_sape2_attention_backward._opoverload.overloadpacket)
+def _(*args, out_shape=None, **kwargs) -> int:
+    return _sape2_flops(*args[9:17], backward=True)
+
+
+def _sape2_flops(q_shape, k_shape, v_shape, x_shape, y_shape, gain_shape, size, mode, backward=False) -> int:
+    codes = codes_flops(q_shape, x_shape, y_shape, *size, mode, backward)
+    return codes + attention_flops(q_shape, len(mode) * sum(size), backward)
+
+
+def triton_sape2_attention(*args) -> torch.Tensor:
+    """The output alone, `[B, h, N, d]`. For the arguments see `triton_sape2_attention_forward`."""
+    return triton_sape2_attention_forward(*args)[0]
+
+
+def _like(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Memory for gradients."""
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
