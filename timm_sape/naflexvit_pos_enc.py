@@ -143,6 +143,13 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         matcher = super().group_matcher(coarse)
         return dict(matcher, stem=matcher['stem'] + r'|norm_pre|rope\.')
 
+    def prune_intermediate_layers(self, *args, **kwargs) -> List[int]:
+        taken = super().prune_intermediate_layers(*args, **kwargs)
+        if self.rope_is_mixed:  # a saved model is built again with frequencies for its blocks alone
+            freqs, self.rope.depth = self.rope.freqs, len(self.blocks)  # [2, L, h, d/2]
+            self.rope.freqs = nn.Parameter(freqs.detach()[:, :self.rope.depth].clone(), freqs.requires_grad)
+        return taken
+
     @property
     def grid_size(self) -> Tuple[int, int]:
         return tuple(self.embeds.pos_embed_grid_size or (16, 16))  # timm's default

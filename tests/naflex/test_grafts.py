@@ -75,6 +75,16 @@ def test_training_and_saving(name, tmp_path):
     assert torch.equal(loaded(given), grafted(given))
 
 
+@pytest.mark.parametrize('name', BASES)
+def test_a_pruned_graft_is_saved_as_it_is(name, tmp_path):
+    _, grafted = pair(name)
+    grafted.prune_intermediate_layers([0], prune_head=False)
+    timm_sape.hub.save(grafted, tmp_path / 'model')
+    loaded = timm_sape.hub.load(tmp_path / 'model').eval()
+    given = batch(pictures(SIZES, torch.float32), padding=2)
+    assert len(loaded.blocks) == 1 and torch.equal(loaded(given), grafted(given))
+
+
 @pytest.mark.parametrize(
     'name', ['eva02_tiny_patch14_224', 'vit_small_plus_patch16_dinov3', 'vit_pe_core_tiny_patch16_384'])
 def test_classic_base_and_its_checkpoint(name):
