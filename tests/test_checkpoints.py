@@ -357,11 +357,12 @@ def test_another_patch_size_than_the_default_one_that_was_saved(kwargs, tmp_path
     assert loaded.ref_grid_size == (4, 4) and loaded.patch_embed.grid_size == (8, 8)
 
 
-@pytest.mark.parametrize('prune_head', [False, True])
+@pytest.mark.parametrize('pool', ['token', 'avg'])
+@pytest.mark.parametrize('pruned', [dict(prune_head=False), dict(), dict(prune_norm=True)], ids=str)
 @pytest.mark.parametrize('name', ['test_vit_lape', 'test_naflexvit_sape2_k'])
-def test_a_pruned_model_is_saved_as_it_is(name, prune_head, tmp_path):
-    saved = randomise(timm.create_model(name, patch_size=8, img_size=32))
-    saved.prune_intermediate_layers([0], prune_head=prune_head)
+def test_a_pruned_model_is_saved_as_it_is(name, pruned, pool, tmp_path):
+    saved = randomise(timm.create_model(name, patch_size=8, img_size=32, global_pool=pool))
+    saved.prune_intermediate_layers([0], **pruned)
     assert save_dir(saved, tmp_path)['model_args']['depth'] == len(saved.blocks) == 1
     x = torch.randn(1, 3, 32, 32)
     torch.testing.assert_close(from_dir(tmp_path)(x), saved(x), **SAME)

@@ -78,7 +78,7 @@ def test_training_and_saving(name, tmp_path):
 @pytest.mark.parametrize('name', BASES)
 def test_a_pruned_graft_is_saved_as_it_is(name, tmp_path):
     _, grafted = pair(name)
-    grafted.prune_intermediate_layers([0], prune_head=False)
+    grafted.prune_intermediate_layers([0])
     timm_sape.hub.save(grafted, tmp_path / 'model')
     loaded = timm_sape.hub.load(tmp_path / 'model').eval()
     given = batch(pictures(SIZES, torch.float32), padding=2)
