@@ -19,7 +19,7 @@ import torch
 
 from . import ops
 from .checks import is_integer, is_number
-from .grid import MAX_SIDE, Grid, check_keep_indices, check_kept_patches, is_grid_size
+from .grid import MAX_SIDE, Grid, check_keep_indices, is_grid_size
 
 __all__ = ['sape2_attention', 'sape2_bias']
 
@@ -201,14 +201,12 @@ def _check(
     if keep_indices is None:
         num_patches, kept = height * width, f'a {height} x {width} grid'
     else:
-        check_keep_indices(keep_indices, q)
+        check_keep_indices(keep_indices, q, height * width)
         num_patches, kept = keep_indices.shape[1], f'{keep_indices.shape[1]} kept patches'
     if num_tokens != num_prefix_tokens + num_patches:
         raise ValueError(
             f'q has {num_tokens} tokens, but {num_prefix_tokens} prefix tokens and {kept} make '
             f'{num_prefix_tokens + num_patches}. Check grid_size=(H, W) and num_prefix_tokens.')
-    if keep_indices is not None:
-        check_kept_patches(keep_indices, height * width)
     grid = Grid(height, width, num_prefix_tokens, keep_indices)
     gate_scale = dim ** -0.5 if gate_scale is None else gate_scale
     return grid, gate_scale, None if ref_grid_size is None or grid.matches(ref_grid_size) else ref_grid_size

@@ -16,7 +16,7 @@ from typing import Any, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-__all__ = ['MAX_SIDE', 'Grid', 'check_keep_indices', 'check_kept_patches', 'is_grid_size']
+__all__ = ['MAX_SIDE', 'Grid', 'check_keep_indices', 'is_grid_size']
 
 #: For an encoding that computes with the whole grid: of more than MAX_PATCHES_UNCHECKED patches, at least one in
 #: MAX_PATCHES_PER_KEPT must be kept.
@@ -186,15 +186,16 @@ def is_grid_size(size: Any) -> bool:
         type(s) is int and 0 < s <= MAX_SIDE or isinstance(s, torch.SymInt) and s > 0 for s in size)
 
 
-def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
-    """Check that `keep_indices` is int64 `[B, K]`, on the device of the tokens.
+def check_keep_indices(keep_indices: Any, like: torch.Tensor, num_patches: int) -> None:
+    """Check that `keep_indices` are distinct patches of the grid.
 
     Args:
-        keep_indices: What should be int64 `[B, K]`.
-        like: A tensor of this batch size, on the device where it should be.
+        keep_indices: What should be raster indices of distinct patches, int64 `[B, K]`.
+        like: A tensor of this batch size, on the device where they should be.
+        num_patches: H*W.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If they are not. On a GPU, and if `torch.func.vmap` maps over them, the values are not looked at.
     """
     batch, is_tensor = like.shape[0], isinstance(keep_indices, torch.Tensor)
     if not is_tensor or keep_indices.dtype != torch.int64 or keep_indices.ndim != 2 or keep_indices.shape[0] != batch:
@@ -203,18 +204,6 @@ def check_keep_indices(keep_indices: Any, like: torch.Tensor) -> None:
     if keep_indices.device != like.device:
         raise ValueError(
             f'keep_indices must be on {like.device}, where the tokens are, and is on {keep_indices.device}.')
-
-
-def check_kept_patches(keep_indices: torch.Tensor, num_patches: int) -> None:
-    """Check that `keep_indices` are distinct patches of the grid.
-
-    Args:
-        keep_indices: What should be raster indices of distinct patches, int64 `[B, K]`.
-        num_patches: H*W.
-
-    Raises:
-        ValueError: If they are not. On a GPU, and if `torch.func.vmap` maps over them, nothing is looked at.
-    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return
     if keep_indices.device.type != 'cpu' or torch._C._functorch.is_functorch_wrapped_tensor(keep_indices):

@@ -27,7 +27,7 @@ from .encodings import (
     get_encoding,
     is_per_layer,
 )
-from .grid import MAX_SIDE, Grid, check_keep_indices, check_kept_patches, is_grid_size
+from .grid import MAX_SIDE, Grid, check_keep_indices, is_grid_size
 from .ops import wide_under_autocast
 from .position import AnyPosition, LayerEncodings, SharedEncodings
 
@@ -459,8 +459,7 @@ def keep_patches(
 ) -> Tuple[torch.Tensor, Grid]:
     """Drop patches: those that `keep_indices` leaves out, or, without it, as patch dropout decides."""
     if keep_indices is not None:
-        check_keep_indices(keep_indices, x)
-        check_kept_patches(keep_indices, grid.num_patches)
+        check_keep_indices(keep_indices, x, grid.num_patches)
         index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
         index[:, :grid.num_prefix_tokens] = torch.arange(grid.num_prefix_tokens, device=index.device)
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -351,7 +351,7 @@ WRONG = {  # in bias and attention alike
         dict(keep_indices=torch.ones(B, 6, dtype=torch.bool)),
         r'keep_indices must be int64 \[B, K\] = \[3, K\].*torch.bool'),
     'fewer kept patches than tokens': (
-        dict(keep_indices=torch.zeros(B, 4, dtype=torch.int64)),
+        dict(keep_indices=torch.arange(4).expand(B, -1)),
         'q has 8 tokens, but 2 prefix tokens and 4 kept patches make 6'),
 }
 WRONG_ATTENTION = {
