@@ -49,8 +49,8 @@ class PosEncEmbeds(NaFlexEmbeds):
         """As timm's; with `of_table` the result is `of_table(self)`, and no tokens are computed.
 
         Code outside cannot read the table directly: FSDP and accelerate move the parameters of a module to the device
-        only while it is called. So if the model has a table, forward hooks on this module fire twice: for the tokens,
-        and for the table, `[1, P+H*W, D]` or `[H*W, D]`.
+        only while it is called. So if the model has a table, forward hooks on this module fire again for it: once for
+        that of `ape`, `[1, P+H*W, D]`; once for each size of images for a graft's own, `[H*W, D]`.
         """
         return super().forward(patches, *args, **kwargs) if of_table is None else of_table(self)
 

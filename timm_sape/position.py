@@ -305,7 +305,8 @@ class LayerEncodings(_Encodings):
             `[B, h, N, d]`, before the projection.
 
         Raises:
-            ValueError: If `position` is missing where the layer needs it, or is not a `Position`.
+            ValueError: If `position` is missing where the layer needs it, is not a position, or is one of images of one
+                size with another number of tokens. If `is_causal` is asked for and images are of several sizes.
         """
         return _call(
             self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,

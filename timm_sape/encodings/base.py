@@ -154,7 +154,7 @@ class PositionEncoding(nn.Module):
     skips_dropped: bool = False
     paper: str = ''  #: Link to the source.
 
-    #: Where each hook acts. `attend` only computes `content_bias` in another way, so it has no entry.
+    #: Where each hook acts. `attend` and `logit_factor` have no entry, because they add nothing themselves.
     HOOKS = {
         'embed': 'tokens',
         'mix': 'tokens',
