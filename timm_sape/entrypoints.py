@@ -7,11 +7,12 @@ import torch
 import torch.nn as nn
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.layers import is_scriptable
-from timm.models import build_model_with_cfg, resolve_pretrained_cfg
+from timm.models import PretrainedCfg, build_model_with_cfg, resolve_pretrained_cfg
 
 from . import checkpoints
 from .checks import is_integer
 from .encodings import get_encoding, list_encodings, parse_pos_enc
+from .encodings.ope import ObjectPositionEncoding
 from .encodings.registry import AUTO
 from .host import PosEncModel
 
@@ -181,6 +182,7 @@ def build_by_timm(
     def build_then_read(**arguments) -> nn.Module:
         nonlocal is_reading
         model = build(**arguments)
+        _warn_of_other_statistics(model, cfg)
         is_reading = bool(pretrained)
         return model
 
@@ -203,3 +205,19 @@ def build_by_timm(
         if plain is None:
             raise
         raise plain from e
+
+
+def _warn_of_other_statistics(model: PosEncModel, cfg: PretrainedCfg) -> None:
+    """`ope` looks at the colours of pixels, so it must know how images were normalized."""
+    for encoding in model.encodings.values():
+        if not isinstance(encoding, ObjectPositionEncoding):
+            continue
+        for name in ('mean', 'std'):
+            own, images = getattr(encoding, name), list(getattr(cfg, name) or ())
+            own = list(own) if isinstance(own, (list, tuple)) else [own] * len(images)
+            if len(own) == len(images) and own != images:
+                warnings.warn(
+                    f"'ope' expects images normalized with {name} {own}, but the model's config says {images}, so it "
+                    f"would find other objects. Give pos_enc_kwargs={{'ope': {{'mean': {list(cfg.mean)}, "
+                    f"'std': {list(cfg.std)}}}}}.")
+                break

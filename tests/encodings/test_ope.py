@@ -2,8 +2,10 @@
 import copy
 import functools
 import itertools
+import warnings
 
 import pytest
+import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -487,3 +489,18 @@ def test_in_a_model():
     objects = reference.find_objects(make_images(dtype=torch.float64), (4, 4), (8, 8), [0.5] * 3, [0.5] * 3)
     assert objects.max() > 3
     check_first_tokens('ope', functools.partial(expected, objects=objects))
+
+
+def test_images_that_are_normalized_otherwise():
+    """A model warns if its config has other statistics than `ope`; those of timm's own ViTs are the default."""
+    base = dict(base='deit_tiny_patch16_224', pos_enc='ope', img_size=32, patch_size=8, depth=1)
+    statistics = {'mean': [0.485, 0.456, 0.406], 'std': [0.229, 0.224, 0.225]}
+    with pytest.warns(UserWarning, match=r'mean \[0.5, 0.5, 0.5\], .* says \[0.485, 0.456, 0.406\], .* Give pos_enc'):
+        timm.create_model('vit_graft', **base)
+    with pytest.warns(UserWarning, match=r'std \[0.5, 0.5, 0.5\], .* says \[0.2, 0.2, 0.2\]'):
+        timm.create_model('test_vit_ope', pretrained_cfg_overlay={'std': (0.2, 0.2, 0.2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        timm.create_model('vit_graft', **base, pos_enc_kwargs={'ope': statistics})
+        timm.create_model('test_vit_ope', in_chans=1)
+        timm.create_model('vit_tiny_ope', depth=1, features_only=True)

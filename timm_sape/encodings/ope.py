@@ -34,7 +34,8 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
     colour, from 1, with 0 for the most frequent colour.) No gradient flows to the image.
 
     Args:
-        mean: Mean by which images were normalized, a number or one per channel. Default: that of the entrypoints.
+        mean: Mean by which images were normalized, a number or one per channel. Default: that of the entrypoints. A
+            model warns if its config says otherwise, as that of a graft may. train.py's `--mean` is not seen.
         std: Standard deviation by which they were divided, likewise; positive.
 
     Raises:
