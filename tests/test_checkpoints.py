@@ -357,6 +357,18 @@ def test_another_patch_size_than_the_default_one_that_was_saved(kwargs, tmp_path
     assert loaded.ref_grid_size == (4, 4) and loaded.patch_embed.grid_size == (8, 8)
 
 
+@pytest.mark.parametrize('last', [1, 2])
+def test_a_pruned_model_that_depends_on_its_depth_is_refused(last, tmp_path):
+    """LookHere built again with fewer layers would see other distances, with the same weights."""
+    saved = timm.create_model('test_vit_lookhere', depth=4, patch_size=8, img_size=32)
+    saved.prune_intermediate_layers([last], prune_head=False)
+    with pytest.raises(ValueError, match='blocks'):
+        timm_sape.hub.save(saved, tmp_path / 'model')
+    save_dir(saved, tmp_path / 'other')
+    with pytest.raises((ValueError, RuntimeError), match='blocks'):
+        from_dir(tmp_path / 'other')
+
+
 @pytest.mark.parametrize('pool', ['token', 'avg'])
 @pytest.mark.parametrize('pruned', [dict(prune_head=False), dict(), dict(prune_norm=True)], ids=str)
 @pytest.mark.parametrize('name', ['test_vit_lape', 'test_naflexvit_sape2_k'])

@@ -287,7 +287,9 @@ class PosEncModel(nn.Module):
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for encoding in self.encodings.values():
             encoding.set_depth(len(self.blocks))
-        now = {'depth': len(self.blocks)}  # recorded, so that it is saved as it is now
+        now = {}
+        if not any(get_encoding(name).uses_depth for name in self.pos_enc.split('+')):
+            now['depth'] = len(self.blocks)  # recorded, so that it is saved as it is now
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):  # goes with the head
             now['final_norm'] = False
         self._recorded_args = {**self._recorded_args, **now}

@@ -148,6 +148,8 @@ class PositionEncoding(nn.Module):
     rules: Tuple[str, ...] = ()  #: Values of the keyword `resolution`, the default first. Empty: one rule.
     #: Keywords that change nothing on the trained grid, so that they may be chosen anew when a saved model is loaded.
     rule_keywords: Tuple[str, ...] = ()
+    #: Whether a layer computes something else in a model of another depth. Then a pruned model cannot be saved.
+    uses_depth: bool = False
     turns_alike: bool = False  #: Whether `turn` does the same to all tokens, on every grid.
     #: Whether computing it for few patches of a large grid costs little, because it does so for the kept ones alone, or
     #: makes at most a row for each patch. If not, such patches are refused by `Grid.check_density`.

@@ -47,6 +47,7 @@ class DirectedAttentionEncoding(OffsetBiasEncoding):
         ValueError: If the number of heads is neither 6 nor a multiple of 4. Hence there is no `vit_tiny_lookhere`.
     """
     per_layer = True  # because of f
+    uses_depth = True  # likewise
     gate_init = None
     paper = 'https://arxiv.org/abs/2405.13985'
 
