@@ -10,8 +10,8 @@ from operators import DEVICE
 from timm_sape.ops.distances import distance_attention
 from timm_sape.ops.triton_common import padded
 from timm_sape.ops.triton_distances import _add_sums
-from timm_sape.ops.triton_operators import triton_distance_attention
 from timm_sape.ops.triton_limits import limits_of
+from timm_sape.ops.triton_operators import triton_distance_attention
 from timm_sape.ops.triton_prepare import PreparedCodes
 from timm_sape.ops.triton_tiles import backward_launches, forward_tiles
 

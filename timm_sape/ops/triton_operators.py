@@ -5,7 +5,7 @@ on the same q and k. As one operator they take less time between the kernels, co
 backward pass, and the kernels add what q and k get through the codes to their gradients from attention.
 """
 from functools import partial
-from typing import List, Tuple
+from typing import Callable, List, Tuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -16,6 +16,38 @@ from .double_backward import differentiable_gradients
 from .precision import without_autocast
 
 __all__ = ['triton_axis_codes', 'triton_distance_attention', 'triton_sape2_attention']
+
+
+def _like(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Memory for gradients."""
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+
+
+def _register_attention(forward: Callable, backward: Callable, reference: Callable) -> None:
+    """Register shapes of gradients and autograd of two operators for attention: the forward and the backward pass.
+
+    Both get six tensors, the first of them q, k and v, and then what has no gradient. The forward pass returns the
+    output and what the backward pass needs; the backward pass gets the gradient of the output and all of these before
+    its arguments. `reference` computes the output from what has no gradient and the six tensors.
+    """
+    @backward.register_fake
+    def _(*args):
+        return _like(*[t for t in args if isinstance(t, torch.Tensor)][-6:])
+
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.args = inputs[6:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # else zeros are made for each of these
+        ctx.save_for_backward(*output, *inputs[:6])
+
+    def formula(ctx, grad, *_):
+        if torch.is_grad_enabled():  # the caller will differentiate the result again
+            grads = differentiable_gradients(partial(reference, *ctx.args), ctx.saved_tensors[-6:], (grad,))
+        else:
+            grads = backward(grad, *ctx.saved_tensors, *ctx.args)
+        return (*grads, *(None for _ in ctx.args))
+
+    forward.register_autograd(formula, setup_context=setup_context)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
@@ -108,26 +140,8 @@ def triton_distance_attention_backward(
     return *grads_of_tokens, *grads, grad_scale
 
 
-@triton_distance_attention_backward.register_fake
-def _(grad, out, row_max, row_sum, *args):
-    return _like(*args[:6])
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros are made for each of these
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _formula(ctx, grad, *_):
-    if torch.is_grad_enabled():  # the caller will differentiate the result again
-        inputs = ctx.saved_tensors[3:]
-        return (*differentiable_gradients(partial(distance_attention, ctx.scale), inputs, (grad,)), None)
-    return (*triton_distance_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None)
-
-
-triton_distance_attention_forward.register_autograd(_formula, setup_context=_setup_context)
+_register_attention(
+    triton_distance_attention_forward, triton_distance_attention_backward, reference=distance_attention)
 register_flops(triton_distance_attention_forward, triton_distance_attention_backward)
 
 
@@ -220,35 +234,14 @@ def triton_sape2_attention_backward(
     return grad_q, grad_k, grad_v, *grads_of_tables, grad_scale
 
 
-@triton_sape2_attention_backward.register_fake
-def _(grad, out, row_max, row_sum, wx, wy, sx, sy, unit, *args):
-    return _like(*args[:6])
-
-
 def _sape2_reference(size, mode, factors, q, k, v, table_x, table_y, bias_scale):
     *factors, scale = factors
     return distance_attention(
         scale, q, k, v, *codes_reference(*size, mode, *factors, q, k, table_x, table_y), bias_scale)
 
 
-def _sape2_setup_context(ctx, inputs, output) -> None:
-    *tensors, size, mode, factors = inputs
-    ctx.args = size, mode, factors
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros are made for each of these
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _sape2_formula(ctx, grad, *_):
-    if torch.is_grad_enabled():  # the caller will differentiate the result again
-        inputs = ctx.saved_tensors[8:]
-        grads = differentiable_gradients(partial(_sape2_reference, *ctx.args), inputs, (grad,))
-    else:
-        grads = triton_sape2_attention_backward(grad, *ctx.saved_tensors, *ctx.args)
-    return *grads, None, None, None
-
-
-triton_sape2_attention_forward.register_autograd(_sape2_formula, setup_context=_sape2_setup_context)
+_register_attention(
+    triton_sape2_attention_forward, triton_sape2_attention_backward, reference=_sape2_reference)
 
 
 @register_flop_formula(triton_sape2_attention_forward._opoverload.overloadpacket)
@@ -269,8 +262,3 @@ def _sape2_flops(q_shape, k_shape, v_shape, x_shape, y_shape, gain_shape, size, 
 def triton_sape2_attention(*args) -> torch.Tensor:
     """The output alone, `[B, h, N, d]`. For the arguments see `triton_sape2_attention_forward`."""
     return triton_sape2_attention_forward(*args)[0]
-
-
-def _like(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Memory for gradients."""
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
