@@ -168,6 +168,25 @@ def test_damaged_files(tmp_path, capsys):
         assert text in error and len(error) < 600
 
 
+@pytest.mark.parametrize('pixels, suffix, mode', [
+    (np.full((40, 40), 30_000, np.uint16), 'png', 'I;16'),
+    (np.full((40, 40), 30_000, np.int32), 'tif', 'I'),
+    (np.full((40, 40), 0.4, np.float32), 'tif', 'F'),
+])
+def test_images_of_more_than_8_bits(pixels, suffix, mode, tmp_path, capsys):
+    """Pillow would clip them to 0 to 255, so that all is white, or black."""
+    path = tmp_path / 'data' / 'a' / f'x.{suffix}'
+    path.parent.mkdir(parents=True)
+    Image.fromarray(pixels).save(path)
+    assert main(['map', 'model', '--image', str(path), '--output', str(tmp_path / 'map.png')]) == 2
+    error, = capsys.readouterr().err.splitlines()
+    assert error.startswith(f'timm-sape: {path} has integers of more than 8 bits') and f'mode {mode})' in error
+    assert not (tmp_path / 'map.png').exists()
+    if suffix == 'png':  # timm's data sets do not look for other files
+        with pytest.raises(ValueError, match='Save it with 8 bits'):
+            inputs.open_dataset(str(tmp_path / 'data'))[0]
+
+
 def test_grey_images(tmp_path, capsys):
     model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=32, patch_size=(8, 16), in_chans=1)
     timm.models.save_for_hf(model, tmp_path / 'grey', safe_serialization=True)

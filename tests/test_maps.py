@@ -1,4 +1,6 @@
 """Maps of position show what the layers compute."""
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
@@ -139,6 +141,31 @@ def test_vectors_of_timms_naflexvit(kind, size):
     assert_near(vectors, with_table - without, 1e-6)  # timm resizes tables in float32
 
 
+@pytest.mark.parametrize('name, kwargs', [
+    ('vit_tiny_patch16_224', {}),
+    ('vit_small_patch14_reg4_dinov2', {'patch_size': 16}),
+    ('eva02_tiny_patch14_224', {'patch_size': 16}),
+])
+@pytest.mark.parametrize('size, grid_size, pad', [
+    ((64, 32), (4, 2), False),  # as many patches as the model's own grid has
+    ((64, 96), (4, 6), False),
+    ((32, 64), (2, 4), False),
+    ((60, 30), (4, 2), True),
+])
+def test_vectors_of_timms_models_of_any_size(name, kwargs, size, grid_size, pad):
+    model = timm.create_model(
+        name, img_size=(32, 64), depth=1, dynamic_img_size=True, dynamic_img_pad=pad, **kwargs).double().eval()
+    x = images(1, size)
+    maps = position_maps(model, x)
+    assert maps.grid.size == grid_size and maps.vectors.any()
+    with torch.no_grad():
+        (with_table, *_), _ = output_of(model.blocks[0], model, x)
+        model.pos_embed.zero_()
+        (without, *_), _ = output_of(model.blocks[0], model, x)
+    expected = (with_table - without)[0, model.num_prefix_tokens:]
+    assert_near(maps.vectors, expected, 1e-6)  # timm resizes tables in float32
+
+
 @pytest.mark.parametrize('layers, expected', [([0, 0], [0]), ([1, 0, -1], [1, 0])])
 def test_a_layer_that_is_named_twice_counts_once(layers, expected):
     maps = position_maps(build('rope2d'), images(), layers=layers)
@@ -171,6 +198,18 @@ def test_attention_distance():
     assert_near(attention_distance(everywhere, grid), torch.tensor([8 / 9]), 1e-6)
     heads = torch.cat([looks_at_itself, everywhere], dim=1)
     assert_near(attention_distance(heads, grid), torch.tensor([0, 8 / 9]), 1e-6)
+
+
+def test_attention_distance_of_patches_in_another_order():
+    attention = torch.rand(2, 3, 7, 7, dtype=torch.float64).softmax(-1)  # a class token and 2x3 patches
+    grid = timm_sape.Grid(2, 3, 1)
+    orders = torch.stack([torch.randperm(6) for _ in range(2)])
+    tokens = [[0, *(order + 1).tolist()] for order in orders]
+    moved = torch.stack([image[:, kept][:, :, kept] for image, kept in zip(attention, tokens)])
+    found = attention_distance(moved, replace(grid, keep_indices=orders))
+    assert_near(found, attention_distance(attention, grid), 1e-12)
+    one = replace(grid, keep_indices=torch.tensor([[5], [0]]))
+    assert attention_distance(torch.ones(2, 3, 2, 2), one).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize('masked', [dict(attn_mask=torch.ones(17, 17, dtype=torch.bool)), dict(is_causal=True)])

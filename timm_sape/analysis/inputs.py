@@ -437,11 +437,16 @@ class ImageFile(Dataset):
         if index != 0:
             raise IndexError(index)
         try:
-            image = Image.open(self.path).convert('RGB')
+            opened = Image.open(self.path)
+            image = opened.convert('RGB')
         except FileNotFoundError as e:
             raise ValueError(f'There is no file {str(self.path)!r}.') from e
         except Exception as e:  # Pillow raises many types for damaged files
             raise ValueError(f'{self.path} is not an image that can be read: {e}') from e
+        if opened.mode.startswith(('I', 'F')):  # convert has clipped its values to 0 to 255
+            raise ValueError(
+                f"{self.path} has integers of more than 8 bits or floats (Pillow's mode {opened.mode}), which would "
+                'become white or black. Save it with 8 bits for each channel.')
         return (image if self.transform is None else self.transform(image)), -1
 
 

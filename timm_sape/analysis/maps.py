@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from timm.layers import Attention, AttentionRope
+from timm.layers import Attention, AttentionRope, resample_abs_pos_embed
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models.eva import EvaAttention
 from timm.models.naflexvit import NaFlexVit
@@ -154,12 +154,15 @@ def _index(layer: int, depth: int) -> int:
 
 
 def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
-    height, width = (size // patch for size, patch in zip(images.shape[-2:], patch_size_of(model)))
+    size = tuple(images.shape[-2:])
+    height, width = (side // patch for side, patch in zip(size, patch_size_of(model)))
+    if getattr(getattr(model, 'patch_embed', None), 'dynamic_img_pad', False):
+        height, width = model.patch_embed.dynamic_feat_size(size)
     return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
 
 
 def _table(model: nn.Module, grid: Grid) -> Optional[torch.Tensor]:
-    """What a model of timm adds to its patches from a table, `[1, H*W, D]`. None if it has none, or resizes it."""
+    """What a model of timm adds to its patches from a table, `[1, H*W, D]`. None if it has none."""
     if isinstance(model, NaFlexVit):
         embeds = model.embeds
         if embeds.pos_embed_type == 'none':
@@ -168,8 +171,12 @@ def _table(model: nn.Module, grid: Grid) -> Optional[torch.Tensor]:
         getattr(embeds, f'_apply_{embeds.pos_embed_type}_pos_embed')(table, grid_size=grid.size)
         return table
     table = getattr(model, 'pos_embed', None)
-    sizes = grid.num_patches, grid.num_patches + grid.num_prefix_tokens  # not all have rows for prefix tokens
-    return table[..., -grid.num_patches:, :] if table is not None and table.shape[-2] in sizes else None
+    if table is None:
+        return None
+    if getattr(model, 'dynamic_img_size', False):
+        prefix = table.shape[-2] - model.patch_embed.num_patches  # not all have rows for prefix tokens
+        table = resample_abs_pos_embed(table, grid.size, model.patch_embed.grid_size, num_prefix_tokens=prefix)
+    return table[..., -grid.num_patches:, :].clone()  # else it would follow the training
 
 
 def watched_module(attn: nn.Module) -> nn.Module:
@@ -226,13 +233,13 @@ def attention_distance(attention: torch.Tensor, grid: Grid) -> torch.Tensor:
 
     Args:
         attention: Probabilities, `[B, h, N, N]`.
-        grid: The grid.
+        grid: The grid, with the `keep_indices` of the patches if some were dropped or their order was changed.
 
     Returns:
         `[h]`.
     """
     p = grid.num_prefix_tokens
     attention = attention[..., p:, p:]
-    place = grid.coordinates(attention.device, attention.dtype)
+    place = grid.keep_rows(grid.coordinates(attention.device, attention.dtype))  # [N-P, 2] or [B, 1, N-P, 2]
     weighted = (attention * torch.cdist(place, place)).sum(-1) / attention.sum(-1)
     return weighted.mean(dim=(0, 2))
