@@ -308,6 +308,37 @@ def test_layers_that_nothing_sets_again(base):
             build(pos_enc).init_weights()
 
 
+@pytest.mark.parametrize('base', [PositionEncoding, FixedEncoding])
+def test_buffers_that_nothing_computes_again(base):
+    def init(self, *, persistent=False, device=None, **host):
+        base.__init__(self, device=device, **host)
+        if base is FixedEncoding:
+            self.make_table()
+        self.register_buffer('slope', torch.full((), 0.1, device=device), persistent=persistent)
+
+    functions = dict(
+        position_bias=lambda self, grid: self.slope * torch.eye(grid.num_tokens),
+        compute=lambda self, grid, device, dtype: grid.coordinates(device, dtype))
+    register('__init__', init, base, **functions)
+    with pytest.raises(ValueError, match='nothing computes slope again.* init_non_persistent_buffers of Mine'):
+        build()
+    build(pos_enc_kwargs={'mine': {'persistent': True}})
+
+    def again(self):
+        base.init_non_persistent_buffers(self)
+        self.slope.fill_(0.1)
+
+    def reset_parameters(self):
+        self.init_non_persistent_buffers()
+
+    register('__init__', init, base, init_non_persistent_buffers=again, reset_parameters=reset_parameters, **functions)
+    expected, x = build(), torch.randn(1, 3, 16, 24)
+    model = build(device='meta').to_empty(device='cpu')
+    model.init_weights()
+    model.load_state_dict(expected.state_dict())
+    torch.testing.assert_close(model(x), expected(x))
+
+
 @pytest.mark.parametrize('asked, per_layer, hook', [
     (('images',), True, 'embed'), (('image',), False, 'embed'), (('images'), False, 'embed'), (None, False, 'embed'),
     (('images',), False, 'position_bias')])

@@ -341,6 +341,14 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
         raise ValueError(
             f'{name!r}: the constructor of {cls.__name__} does not set {unset[0]}, which holds whatever was in memory. '
             'Set it in reset_parameters, and end the constructor by self.reset_parameters().')
+    known = {'table'} if isinstance(encoding, FixedEncoding) else set()
+    lost = sorted(encoding._non_persistent_buffers_set - known)
+    sets_known = PositionEncoding.init_non_persistent_buffers, FixedEncoding.init_non_persistent_buffers
+    if lost and cls.init_non_persistent_buffers in sets_known:
+        raise ValueError(
+            f'{name!r}: nothing computes {lost[0]} again, which is not saved, for a model that is built without memory '
+            f'and then filled. Set it in a method init_non_persistent_buffers of {cls.__name__}, or save it: '
+            'persistent=True.')
     ignores = _ignores_gate(encoding) if is_own and gate == 0 else ''
     if ignores:
         raise ValueError(
