@@ -1256,6 +1256,14 @@ def test_preprocessing_of_channels(channels, images, tmp_path):
     assert model(x[None]).shape == (1, 1000)
 
 
+@pytest.mark.parametrize('seed', [str(2 ** 63), '-1', '1.5', ''])
+def test_seeds_that_are_none(seed, main, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(['compare', 'model', '--data-dir', 'data', f'--seed={seed}'])
+    assert e.value.code == 2
+    assert 'is not a seed; write an integer from 0 to 9223372036854775807' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('sizes', ['0', '-8', '4x4x4', 'big', '48x', ''])
 def test_sizes_that_are_none(sizes, main, capsys):
     with pytest.raises(SystemExit) as e:

@@ -334,8 +334,20 @@ CHANGES = {
     'the dtype': (twice_as_precise, r'other values when .* torch.float32, the default: convert it first, model\.to'),
     'the sense': (diverged, 'logits for random images are not finite'),
     'the memory format': (lambda model: model.to(memory_format=torch.channels_last), r'channels_last.*model\.to\('),
+    'a class as argument': (
+        lambda model: timm.create_model('test_vit_rope2d', act_layer=torch.nn.ReLU),
+        r"'act_layer' is not serializable.* model_config=\{'model_args': \{'act_layer': 'relu'\}\}"),
     'all': (lambda model: torch.nn.Linear(2, 2), 'cannot be saved as timm saves those that timm.create_model makes: '),
 }
+
+
+def test_a_name_in_place_of_a_class(tmp_path):
+    """As the message advises."""
+    model = timm.create_model('test_vit_rope2d', act_layer=torch.nn.ReLU).eval()
+    timm_sape.hub.save(model, tmp_path / 'model', model_config={'model_args': {'act_layer': 'relu'}})
+    loaded = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True).eval()
+    x = torch.randn(1, 3, 160, 160)
+    assert torch.equal(loaded(x), model(x))
 
 
 @pytest.mark.parametrize('what', CHANGES)

@@ -103,7 +103,8 @@ def filter_state_dict(
     if report:
         raise ValueError(
             f'The checkpoint does not fit the model with pos_enc={model.pos_enc!r}: {report}. Create the model with '
-            f'the arguments that the checkpoint was trained with.{_hint_of_graft(state_dict, model)}')
+            f'the arguments that the checkpoint was trained with.{_hint_of_graft(state_dict, model)}'
+            f'{_hint_of_channels(state_dict, model)}')
     warn_of_lost_head(state_dict, model)
     return state_dict
 
@@ -312,6 +313,16 @@ def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:
     if has or not needs or not any(name in state_dict for name in STEMS):
         return ''
     return " To add encodings to weights of timm's own model, use timm_sape.graft."
+
+
+def _hint_of_channels(state_dict: Mapping[str, Any], model: nn.Module) -> str:
+    """What to do with a linear patch embedding that may be for other channels: its shape does not tell how many."""
+    name = 'embeds.proj.weight'
+    if name not in state_dict or state_dict[name].shape == model.state_dict()[name].shape:
+        return ''
+    return (
+        ' If it is for images with C channels, and not 3, say so: '
+        'pretrained_cfg_overlay=dict(file=..., input_size=(C, height, width)).')
 
 
 def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:

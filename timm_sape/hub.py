@@ -185,7 +185,8 @@ def save(
         results: Its results, likewise.
         model_card: Entries of timm's model cards that replace ours (`description`, `details`, `license`, `tags`,
             `citation` ...). Default license: the one in its config, that of the weights it started from; else unknown.
-        model_config: Entries for config.json as in `timm.models.save_for_hf`, e.g. `label_names`.
+        model_config: Entries for config.json as in `timm.models.save_for_hf`, e.g. `label_names`, or `model_args` in
+            place of arguments that were classes or functions.
         data_config: Preprocessing for config.json, as there.
 
     Raises:
@@ -219,8 +220,10 @@ def save(
         except OSError:
             raise
         except Exception as e:  # models that timm has not made fail in many ways
+            fix = " E.g. act_layer by its name: model_config={'model_args': {'act_layer': 'relu'}}."
             raise ValueError(
-                f'The model cannot be saved as timm saves those that timm.create_model makes: {described(e)}') from e
+                f'The model cannot be saved as timm saves those that timm.create_model makes: {described(e)}'
+                f'{fix if "not serializable" in str(e) else ""}') from e
         config = json.loads((staged / CONFIG_NAME).read_text())
         # timm reads it at the root of the config; with this one, transformers would pass it to create_model twice
         config['model_args'].pop('num_classes', None)

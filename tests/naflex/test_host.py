@@ -116,8 +116,9 @@ def test_checkpoint_of_other_channels(in_chans, tmp_path, caplog):
 
 def test_checkpoint_of_channels_that_are_not_declared():
     overlay = dict(state_dict=small('rope2d', in_chans=2).state_dict(), num_classes=3)
-    with pytest.raises(ValueError, match=r'embeds.proj.weight \[32, 128\] instead of \[32, 64\]'):
+    with pytest.raises(ValueError, match=r'\[32, 128\] instead of \[32, 64\].* input_size=\(C, height'):
         small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay=overlay)
+    small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay={**overlay, 'input_size': (2, 32, 32)})
 
 
 @pytest.mark.parametrize('pos_enc', POS_ENCS)

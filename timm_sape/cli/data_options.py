@@ -22,6 +22,7 @@ __all__ = [
     'measured_on',
     'named',
     'readable',
+    'seed',
     'size',
     'warn_untrained',
 ]
@@ -44,7 +45,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         '--class-map', default='', metavar='FILE',
         help='numbers the classes, as for train.py (default: the one that a checkpoint was trained with, or none)')
     parser.add_argument('--num-images', type=int, metavar='N', help='use N images, drawn at random (default: all)')
-    parser.add_argument('--seed', type=int, default=0, help='of the random draw (default: %(default)s)')
+    parser.add_argument('--seed', type=seed, default=0, help='of the random draw (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=64, metavar='N', help='(default: %(default)s)')
     parser.add_argument(
         '--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
@@ -59,6 +60,17 @@ def add_rules_option(parser: argparse.ArgumentParser) -> None:
         '--rules', nargs='+', metavar='RULE',
         help='only these: extrapolate, rescale, ntk, yarn, slopes, own (where there is no choice), each also with '
              '+log; with several encodings, alibi2d=rescale,rope2d=ntk (default: all)')
+
+
+def seed(text: str) -> int:
+    """A seed that torch accepts.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    if not text.isdecimal() or int(text) >= 2 ** 63:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a seed; write an integer from 0 to {2 ** 63 - 1}')
+    return int(text)
 
 
 def size(text: str) -> Tuple[int, int]:

@@ -3,7 +3,7 @@ import argparse
 from typing import Any, Dict, List
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, add_image_options, chosen_encoding, image_size, readable
+from .data_options import MODELS_HELP, add_image_options, chosen_encoding, image_size, readable, seed
 from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -28,7 +28,8 @@ if there is a theorem; then verdict is pass or fail. The exit code is 1 if a the
     parser.add_argument(
         '--randomize', action='store_true',
         help='randomize the parameters of encodings; those that are initialized to zero have no effect otherwise')
-    parser.add_argument('--seed', type=int, default=0, help='of weights, noise and permutations (default: %(default)s)')
+    parser.add_argument(
+        '--seed', type=seed, default=0, help='of weights, noise and permutations (default: %(default)s)')
     add_output_options(parser)
 
 
