@@ -32,6 +32,8 @@ API = {
     'Analysis': [
         'timm_sape.analysis.position_maps', 'timm_sape.analysis.similarity', 'timm_sape.analysis.position_shap',
         'timm_sape.analysis.probe'],
+    'Loading models and images': [
+        'timm_sape.loading.load_model', 'timm_sape.loading.open_dataset', 'timm_sape.loading.preprocessing'],
 }
 
 

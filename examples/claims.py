@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import timm_sape  # noqa: F401  registers the models
-from timm_sape.analysis.inputs import load_model, open_dataset
-from timm_sape.lab.shifts import shift_sweep
-from timm_sape.lab.sweep import sweep
-from timm_sape.lab.machine import about
-from timm_sape.lab.tables import markdown, write_csv
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
+from timm_sape.lab.machine import about
+from timm_sape.lab.shifts import shift_sweep
+from timm_sape.lab.sweep import sweep
+from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.loading import load_model, open_dataset
 
 RULES = 'own', 'extrapolate', 'rescale'  # for other sizes
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from timm.utils.onnx import onnx_export
 
-from timm_sape.analysis.inputs import load_images, load_model, open_dataset, patch_size_of, preprocessing
+from timm_sape.loading import load_images, load_model, open_dataset, patch_size_of, preprocessing
 
 TOLERANCE = 1e-4
 

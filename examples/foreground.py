@@ -41,13 +41,13 @@ from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps, separation
-from timm_sape.analysis.inputs import load_model, preprocessing
 from timm_sape.analysis.maps import record_calls
-from timm_sape.lab.machine import about
-from timm_sape.lab.tables import markdown, write_csv
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
+from timm_sape.lab.machine import about
 from timm_sape.lab.position_data import load_cifar10_splits
+from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.loading import load_model, preprocessing
 
 SIDE, PATCH = 32, 4
 DIGIT = 24  # pixels, three times the eight of scikit-learn

@@ -41,7 +41,6 @@ import torch
 from scipy.stats import dunnett
 
 from timm_sape.analysis import position_shap
-from timm_sape.analysis.inputs import load_images, load_model, open_dataset, preprocessing
 from timm_sape.lab.experiment import (
     ARCHIVE,
     alone,
@@ -67,6 +66,7 @@ from timm_sape.lab.machine import about
 from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.loading import load_images, load_model, open_dataset, preprocessing
 
 ROOT = Path(__file__).parents[1]
 PLAN = ROOT / 'train_configs' / 'cpu_cifar10' / 'reference.yaml'

@@ -47,7 +47,6 @@ from tqdm import tqdm
 
 import timm_sape
 from timm_sape.analysis.figures import new_figure
-from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
 from timm_sape.analysis.maps import logits_of, record_calls, watched_module
 from timm_sape.lab.evaluate import predict, top_k_correct
 from timm_sape.lab.experiment import (
@@ -65,6 +64,7 @@ from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
 from timm_sape.lab.sweep import check_sizes
 from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.loading import image_size_of, load_images, load_model, open_dataset, preprocessing
 
 BASES = ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed')
 AGAINST = 'RoPE-2D'

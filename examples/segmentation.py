@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from timm_sape.analysis.inputs import image_size_of, load_images, load_model, open_dataset, preprocessing
 from timm_sape.cli.files import write_files
 from timm_sape.lab.experiment import check_splits, hash_of, images_in, refuse_other_images, trained_models
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
 from timm_sape.lab.tables import markdown, write_csv
+from timm_sape.loading import image_size_of, load_images, load_model, open_dataset, preprocessing
 
 SCALES = (1, 2)  # of the trained size
 IMAGES = {'train': 4000, 'held_out': 1000, 'test': 4000}  # at most, at the trained size

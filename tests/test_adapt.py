@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 
 import timm_sape
 from timm_sape import cli
-from timm_sape.analysis.inputs import load_images, open_dataset, preprocessing
+from timm_sape.loading import load_images, open_dataset, preprocessing
 from timm_sape.cli import adapt as adapt_command
 from timm_sape.lab.adapt import adapt, adapted_table, snapshot
 from timm_sape.lab.compare import compare

@@ -17,7 +17,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
 import timm_sape  # noqa: F401  registers the models
-from timm_sape.analysis.inputs import load_model
+from timm_sape.loading import load_model
 
 A, B, C = (24, 40), (32, 32), (40, 16)  # image sizes; grids of 3x5, 4x4 and 5x2 patches
 SAME = dict(rtol=0, atol=1e-6)

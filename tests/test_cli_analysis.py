@@ -19,9 +19,9 @@ from sklearn.datasets import load_sample_image
 
 import timm_sape
 from harness import assert_near
-from timm_sape.analysis import inputs, position_maps, randomize_encodings
+from timm_sape.analysis import position_maps, randomize_encodings
 from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
-from timm_sape.analysis.inputs import ImageFile, load_model, preprocessing
+from timm_sape.loading import ImageFile, load_model, open_dataset, preprocessing
 from timm_sape.cli import main
 from timm_sape.cli.list import GUIDE
 from timm_sape.entrypoints import SIZES
@@ -184,7 +184,7 @@ def test_images_of_more_than_8_bits(pixels, suffix, mode, tmp_path, capsys):
     assert not (tmp_path / 'map.png').exists()
     if suffix == 'png':  # timm's data sets do not look for other files
         with pytest.raises(ValueError, match='Save it with 8 bits'):
-            inputs.open_dataset(str(tmp_path / 'data'))[0]
+            open_dataset(str(tmp_path / 'data'))[0]
 
 
 def test_grey_images(tmp_path, capsys):
@@ -411,7 +411,7 @@ def test_both_spellings_of_a_size(size, tmp_path, monkeypatch):
         sizes.append(img_size)
         raise ValueError
 
-    monkeypatch.setattr('timm_sape.analysis.inputs.load_model', load_model)
+    monkeypatch.setattr('timm_sape.loading.load_model', load_model)
     for command in (['probe', 'model'], ['map', 'model', '--output', str(tmp_path / 'map.png')]):
         assert main([*command, '--image', 'china.jpg', '--img-size', *size]) == 2
     assert sizes == [(48, 64)] * 2
@@ -490,7 +490,8 @@ def test_warnings_of_ours_are_one_line(capsys, monkeypatch):
     usual, found = warnings.formatwarning, []
 
     def row(name):
-        found.extend(warnings.formatwarning('text', UserWarning, file, 1, '') for file in (inputs.__file__, __file__))
+        files = timm_sape.loading.__file__, __file__
+        found.extend(warnings.formatwarning('text', UserWarning, file, 1, '') for file in files)
         return name, '', '', ''
 
     monkeypatch.setattr('timm_sape.cli.list._model_row', row)

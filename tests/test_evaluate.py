@@ -44,8 +44,7 @@ from timm_sape.lab.evaluate import (
     wilson_interval,
 )
 from timm_sape.lab.figures_sweep import plot_sweep
-from timm_sape.analysis import inputs
-from timm_sape.analysis.inputs import image_size_of, load_model, number_classes, open_dataset, preprocessing
+from timm_sape.loading import image_size_of, load_model, number_classes, open_dataset, preprocessing
 from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.lab.tables import markdown
 from timm_sape.cli import compare as compare_command
@@ -1191,7 +1190,8 @@ def test_class_map_of_other_data_sets(mapped, images, monkeypatch):
         open_dataset(images, 'torch/image_folder', class_map='map.txt')
     asked = []
     monkeypatch.setattr(
-        inputs, 'create_dataset', lambda *args, **kwargs: asked.append(kwargs['class_map']) or ImageDataset(*args[1:2]))
+        'timm_sape.loading.images.create_dataset',
+        lambda *args, **kwargs: asked.append(kwargs['class_map']) or ImageDataset(*args[1:2]))
     data = open_dataset(images, 'hfds/some')
     with pytest.raises(ValueError, match='was trained with a class map. Give it, too: --class-map .*map.txt'):
         compare([mapped], data, progress=False)

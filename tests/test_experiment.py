@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 
 from timm_sape.analysis.figures import new_figure
-from timm_sape.analysis.inputs import split_folder
+from timm_sape.loading import split_folder
 from timm_sape.cli import main
 from timm_sape.lab import experiment, intervals
 from timm_sape.lab.experiment import records, report, results, runner, trial

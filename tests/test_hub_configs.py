@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import timm_sape
 from timm_sape import hub
-from timm_sape.analysis.inputs import load_model
+from timm_sape.loading import load_model
 
 MODEL = dict(
     img_size=[48, 80], num_classes=7, pos_enc='ape+sape2_k+rope2d', embed_dim=16, depth=2, num_heads=2,

@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 import timm_sape
 from timm_sape.analysis import position_shap
 from timm_sape.analysis.gallery import gallery_panels
-from timm_sape.analysis.inputs import load_model, native_preprocessing, preprocessing
+from timm_sape.loading import load_model, native_preprocessing, preprocessing
 from timm_sape.checkpoints import unwrap
 from timm_sape.cli import main
 from timm_sape.lab import bench_naflex, bench_sape2

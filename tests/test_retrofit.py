@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 from timm.utils import random_seed
 
-from timm_sape.analysis.inputs import load_model
+from timm_sape.loading import load_model
 from timm_sape.grid import Grid
 from timm_sape.lab.evaluate import Predictions
 from timm_sape.lab.experiment import lock

@@ -70,7 +70,8 @@ from .conversion import (
 from .encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from .encodings.registry import AUTO, plain_keywords
 from .entrypoints import build_by_timm
-from .host import PosEncModel, check_logit_scaling, check_ref_grid_size
+from .host import PosEncModel
+from .model_args import check_logit_scaling, check_ref_grid_size
 from .naflexvit_pos_enc import NaFlexVitPosEnc
 from .vit_pos_enc import VisionTransformerPosEnc
 

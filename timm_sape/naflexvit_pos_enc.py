@@ -26,15 +26,8 @@ from .encodings import parse_pos_enc
 from .entrypoints import base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
 from .grid_groups import GridGroups, grid_sizes, group_by_grid
-from .host import (
-    PosEncModel,
-    check_flags,
-    check_logit_scaling,
-    check_model_args,
-    check_ref_grid_size,
-    check_sizes,
-    keep_patches,
-)
+from .host import PosEncModel, keep_patches
+from .model_args import check_flags, check_logit_scaling, check_model_args, check_ref_grid_size, check_sizes
 from .position import AnyPosition, MixedPosition, Position
 
 __all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this

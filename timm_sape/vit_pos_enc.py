@@ -28,8 +28,8 @@ from .conversion import convert_to_plain
 from .encodings import ResizedEncoding, encoding_keywords, parse_pos_enc
 from .entrypoints import SIZES, base_cfg, entrypoints, make_entrypoint
 from .grid import Grid
-from .host import (
-    PosEncModel,
+from .host import PosEncModel, keep_patches
+from .model_args import (
     as_pair,
     check_flags,
     check_integers,
@@ -37,7 +37,6 @@ from .host import (
     check_model_args,
     check_ref_grid_size,
     check_sizes,
-    keep_patches,
 )
 from .position import Position
 

@@ -18,7 +18,7 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from ..attention import HostsEncodings
 from ..grid import Grid
 from ..host import PosEncModel
-from .inputs import patch_size_of
+from ..loading import patch_size_of
 
 __all__ = [
     'KNOWN',

@@ -28,7 +28,7 @@ from ..attention import HostsEncodings
 from ..encodings import get_encoding
 from ..encodings.sape2 import SemanticAwarePositionEncoding
 from ..host import PosEncModel
-from .inputs import patch_size_of
+from ..loading import patch_size_of
 from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import shuffle_patches
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..grid import Grid
 from ..host import PosEncModel
-from .inputs import check_classes, patch_size_of
+from ..loading import check_classes, patch_size_of
 
 __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
 

@@ -196,7 +196,7 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
     """
     import torch
 
-    from ..analysis.inputs import open_dataset
+    from ..loading import open_dataset
 
     for name, least in (('num_images', 1), ('batch_size', 1), ('workers', 0)):
         value = getattr(args, name)

@@ -141,8 +141,8 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
     """Refuse what would make every run fail, or worse, train on the wrong images."""
     import timm
 
-    from ..analysis.inputs import split_folder
     from ..lab.experiment import SPLITS, import_modules
+    from ..loading import split_folder
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')

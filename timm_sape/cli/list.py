@@ -53,9 +53,9 @@ def _list(args: argparse.Namespace) -> int:
     import timm
     from tqdm import tqdm
 
-    from ..analysis.inputs import why_unknown
     from ..encodings import list_encodings
     from ..grafting import OUR_MODULES
+    from ..loading import why_unknown
 
     if what == 'models':
         names = sorted(

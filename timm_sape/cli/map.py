@@ -98,8 +98,8 @@ def _map(args: argparse.Namespace) -> int:
 
     from ..analysis import attention_distance, position_maps
     from ..analysis.figures import displayed, draw_attention_distance, draw_maps
-    from ..analysis.inputs import ImageFile, load_model, patch_ratio, preprocessing
     from ..lab.machine import about
+    from ..loading import ImageFile, load_model, patch_ratio, preprocessing
 
     with readable():
         model = load_model(args.model, size, **chosen_encoding(args.pos_enc))
@@ -161,8 +161,8 @@ def _check_memory(model, image, layers: Optional[List[int]], args: argparse.Name
     Raises:
         CommandError: If they would not.
     """
-    from ..analysis.inputs import patch_ratio
     from ..lab.machine import memory_size
+    from ..loading import patch_ratio
 
     blocks, memory = getattr(model, 'blocks', None), memory_size()
     if memory is None or not blocks or not hasattr(blocks[0], 'attn'):

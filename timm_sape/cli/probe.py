@@ -41,10 +41,10 @@ def _probe(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from ..analysis import probe, randomize_encodings
-    from ..analysis.inputs import ImageFile, load_model, preprocessing
+    from ..host import PosEncModel
     from ..lab.machine import about
     from ..lab.tables import markdown
-    from ..host import PosEncModel
+    from ..loading import ImageFile, load_model, preprocessing
 
     cases = [(model, pos_enc) for model in args.models for pos_enc in args.pos_enc or [None]]
     rows: List[Dict[str, Any]] = []

@@ -52,10 +52,10 @@ def _pshap(args: argparse.Namespace) -> int:
         raise CommandError('--amp: Position-SHAP computes small differences, which need float32; leave it out')
 
     from ..analysis import position_shap
-    from ..lab.evaluate import predict
     from ..analysis.figures import draw_histogram
-    from ..analysis.inputs import check_numbering, load_images, load_model, number_classes, preprocessing
+    from ..lab.evaluate import predict
     from ..lab.tables import markdown
+    from ..loading import check_numbering, load_images, load_model, number_classes, preprocessing
 
     with readable():
         options = loading(args)

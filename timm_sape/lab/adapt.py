@@ -9,7 +9,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.utils.data import Dataset
 
 from .. import hub
-from ..analysis.inputs import (
+from ..grafting import graft
+from ..host import PosEncModel
+from ..loading import (
     check_numbering,
     image_size_of,
     in_order,
@@ -19,8 +21,6 @@ from ..analysis.inputs import (
     patch_ratio,
     preprocessing,
 )
-from ..grafting import graft
-from ..host import PosEncModel
 from .evaluate import predict, wilson_interval
 from .intervals import paired_interval
 from .rules import distinct_rules, own_rule, rules_of, trained_grid

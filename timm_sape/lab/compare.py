@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import (
+from ..loading import (
     check_numbering,
     image_size_of,
     load_images,

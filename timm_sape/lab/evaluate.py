@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from scipy.stats import binomtest
 from tqdm import tqdm
 
-from ..analysis.inputs import check_classes
+from ..loading import check_classes
 from .machine import now
 
 __all__ = [

@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import check_classes, check_numbering, load_images, load_model, number_classes, preprocessing
+from ..loading import check_classes, check_numbering, load_images, load_model, number_classes, preprocessing
 from .evaluate import predict
 from .tables import markdown
 

@@ -5,7 +5,9 @@ import torch
 from timm.layers import to_2tuple
 from torch.utils.data import Dataset
 
-from ..analysis.inputs import (
+from ..encodings import get_encoding
+from ..host import PosEncModel
+from ..loading import (
     check_numbering,
     load_images,
     load_model,
@@ -14,8 +16,6 @@ from ..analysis.inputs import (
     patch_ratio,
     preprocessing,
 )
-from ..encodings import get_encoding
-from ..host import PosEncModel
 from .evaluate import accuracy, predict
 from .machine import memory_size
 from .rules import rules_of

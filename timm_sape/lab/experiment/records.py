@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 from timm.utils import load_checkpoint_metadata
 
-from ...analysis.inputs import load_model
+from ...loading import load_model
 from .plan import Run
 
 __all__ = [

@@ -23,7 +23,7 @@ from timm.data import is_img_extension
 
 import timm_sape
 
-from ...analysis.inputs import split_folder
+from ...loading import split_folder
 from ..machine import commit, hardware
 from .plan import ARCHIVE, Run
 from .records import Record, last_checkpoint, lock, lock_path, not_finite, read_summary, write_summary, write_text

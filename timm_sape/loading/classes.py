@@ -1,0 +1,105 @@
+"""Whether the classes of images are those of a model, in the same order."""
+import warnings
+from typing import Dict, Sequence
+
+import torch
+from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
+from torch.utils.data import Dataset
+
+from .images import ImageFolder, read_class_map
+from .models import find_source, no_retries
+
+__all__ = ['check_classes', 'check_numbering', 'number_classes']
+
+
+def number_classes(data: Dataset, models: Sequence[str]) -> None:
+    """Number the classes of images as the models do.
+
+    Those that train.py trained with `--class-map` name the file. Saved models may have `label_names`, the names of all
+    folders of images in their order.
+
+    Args:
+        data: From `open_dataset`. If a class map was given there, it stays.
+        models: Names as for `load_model`.
+
+    Raises:
+        ValueError: If a class map cannot be read, or the models number the classes in different ways.
+    """
+    given = getattr(data, 'class_map', None)
+    if given or given is None and not hasattr(data, 'reader'):  # one image, or a data set of the caller's own
+        return
+    sources = {model: find_source(model) for model in models}
+    if not isinstance(data, ImageFolder):
+        # torchvision's data sets have no reader, and train.py no class map for them
+        fix = 'Give it, too: --class-map {}.' if hasattr(data, 'reader') else (
+            'It does not apply to a data set of torchvision: measure on a folder of images, without --dataset.')
+        for model, source in sources.items():
+            if source.class_map:
+                raise ValueError(f'{model} was trained with a class map. {fix.format(source.class_map)}')
+        return
+    if '' in data.by_name:
+        return
+    numbers = {
+        model: read_class_map(source.class_map, data.reader.root) if source.class_map else _numbers_by_labels(
+            source.name, data.by_name)
+        for model, source in sources.items()}
+    first = next(iter(numbers))
+    for model in numbers:
+        if numbers[model] != numbers[first]:
+            raise ValueError(
+                f'{first} and {model} number the classes in different ways, by the class maps that they were trained '
+                'with, by the label_names that they were saved with, or by the order of names. Measure them one at a '
+                'time, or give one map for both: --class-map FILE.')
+    data.number(numbers[first])
+
+
+def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
+    """The index of each class in the `label_names` of a saved model. If they do not name all classes: `by_name`."""
+    if name.startswith('local-dir:'):
+        cfg, *_ = load_model_config_from_path(name.removeprefix('local-dir:'))
+    elif ':' in name:
+        try:
+            with no_retries():
+                cfg, *_ = load_model_config_from_hf(name.partition(':')[2])
+        except Exception:  # load_model says what is wrong
+            return by_name
+    else:
+        return by_name
+    labels = cfg.get('label_names') or ()  # timm has dicts, too, of numbers and names
+    numbers = {label: index for index, label in (labels.items() if isinstance(labels, dict) else enumerate(labels))}
+    return {label: int(index) for label, index in numbers.items()} if by_name.keys() <= numbers.keys() else by_name
+
+
+def check_numbering(data: Dataset, model: torch.nn.Module, name: str) -> None:
+    """Warn if a model has another number of classes than the images, whose numbers are a guess without a class map.
+
+    Args:
+        data: The images.
+        model: The model.
+        name: What the message calls it.
+    """
+    classes = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}  # torchvision's have no reader
+    num_classes = getattr(model, 'num_classes', 0)
+    if '' in classes or classes != getattr(data, 'by_name', classes):
+        return
+    if num_classes and classes and len(classes) != num_classes:
+        warnings.warn(
+            f'{name} has {num_classes} classes, and the images have {len(classes)}, so their labels may be wrong: they '
+            'are numbered in the order of their names. If some are missing, put train/ with all of them beside the '
+            'folder, or give a class map.')
+
+
+def check_classes(labels: torch.Tensor, num_classes: int) -> None:
+    """Check that a model has the classes of all labels.
+
+    Args:
+        labels: Class indices of any shape.
+        num_classes: Number of classes of the model.
+
+    Raises:
+        ValueError: If a label is too large.
+    """
+    if labels.max() >= num_classes:
+        raise ValueError(
+            f'There are labels up to {labels.max().item()}, but the model has {num_classes} classes, from 0 on. '
+            'Use a model that was trained on these classes.')

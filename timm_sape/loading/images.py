@@ -1,0 +1,265 @@
+"""Images and data sets, with labels as timm's train.py numbers them."""
+import os
+import warnings
+from pathlib import Path
+from typing import Dict, Iterable, List, Mapping, Optional, Tuple, Union
+
+import torch
+from PIL import Image
+from timm.data import ImageDataset, create_dataset
+from timm.data.dataset_factory import _search_split
+from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.readers.class_map import load_class_map
+from timm.data.readers.reader_image_folder import find_images_and_targets
+from timm.utils.misc import natural_key
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from .. import hub
+
+__all__ = [
+    'ImageFile',
+    'ImageFolder',
+    'in_order',
+    'load_images',
+    'open_dataset',
+    'read_class_map',
+    'split_folder',
+]
+
+WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/CLASS/IMAGE, or the root of a `dataset`.'
+
+
+class ImageFile(Dataset):
+    """A data set of one image, without a label (-1).
+
+    Args:
+        path: The file.
+        transform: Applied to the image.
+
+    Raises:
+        ValueError: On access, if the file cannot be read.
+    """
+
+    def __init__(self, path: Union[str, os.PathLike], transform=None) -> None:
+        self.path = path
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int):
+        if index != 0:
+            raise IndexError(index)
+        try:
+            opened = Image.open(self.path)
+            image = opened.convert('RGB')
+        except FileNotFoundError as e:
+            raise ValueError(f'There is no file {str(self.path)!r}.') from e
+        except Exception as e:  # Pillow raises many types for damaged files
+            raise ValueError(f'{self.path} is not an image that can be read: {e}') from e
+        if opened.mode.startswith(('I', 'F')):  # convert has clipped its values to 0 to 255
+            raise ValueError(
+                f"{self.path} has integers of more than 8 bits or floats (Pillow's mode {opened.mode}), which would "
+                'become white or black. Save it with 8 bits for each channel.')
+        return (image if self.transform is None else self.transform(image)), -1
+
+
+class ImageFolder(ImageDataset):
+    """timm's data set, except that hidden files and folders are left out, and an unreadable file is an error.
+
+    timm takes the next file instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
+
+    Args:
+        root: The folder.
+
+    Attributes:
+        files: The path of each image, and the folder that is its class; empty for images directly in the root.
+        by_name: The index of each class, unless a class map says otherwise.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.files = _visible([path for path, _ in self.reader.samples], root)
+        if not self.files:
+            raise ValueError('all of them are hidden')
+        self.by_name = _numbered(name for _, name in self.files)
+
+    def number(self, class_to_idx: Dict[str, int]) -> None:
+        """Give each class its index. As in train.py, images are left out whose class has none."""
+        samples = [(path, class_to_idx[name]) for path, name in self.files if name in class_to_idx]
+        if not samples:
+            raise ValueError(f'The class map has none of the classes in {self.reader.root!r}. Give another one.')
+        lacking = sorted({name for _, name in self.files} - class_to_idx.keys())
+        if lacking:
+            warnings.warn(
+                f'{len(self.files) - len(samples)} of {len(self.files)} images in {self.reader.root!r} are left out, '
+                f'because the class map has no number for their classes: {", ".join(lacking[:5])}.')
+        self.reader.class_to_idx, self.reader.samples = class_to_idx, samples
+
+    def __getitem__(self, index: int):
+        path, label = self.reader.samples[index]
+        image, _ = ImageFile(path, self.transform)[0]
+        return image, label
+
+
+def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, class_map: str = '') -> Dataset:
+    """A data set of images and labels.
+
+    Args:
+        data: One of
+
+            - a folder with a sub-folder of images per class, or with such a folder per split. If one of these is
+              `train` or `training`, its classes are numbered, else those of the split. Hidden files and folders are
+              left out;
+            - a folder of images, or an image file; labels are then -1;
+            - the root folder of `dataset`.
+        dataset: Empty for a folder or file, else a name that timm's train.py accepts, such as `torch/cifar10`.
+        split: Name of the split; as in train.py, `val`, `valid`, `validation`, `eval` and `evaluation` are one.
+            Default: 'validation', or else in a folder `test` if there is one, or else the folder itself.
+        transform: Applied to each image.
+        class_map: The file that numbers the classes, as for train.py. Default: the one that a checkpoint names, see
+            `number_classes`.
+
+    Raises:
+        ValueError: If there is no such data or class map, or a split has classes that `train` has not; on access, if a
+            file in a folder cannot be read.
+    """
+    root = Path(data)
+    if class_map and (dataset.startswith('torch/') or root.is_file()):
+        raise ValueError('A class map numbers the folders of images, or the classes of hfds/NAME. Leave it out.')
+    if not dataset and root.is_file():
+        return ImageFile(data, transform)
+    if not root.is_dir():
+        raise ValueError(f'There is no image or folder {data!r}. {WHAT_IS_DATA}')
+    if dataset and '/' not in dataset:
+        raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
+    in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
+    if in_folders:  # timm would take the root itself, and the splits for classes
+        names = [split or 'validation']
+    else:
+        names = [split] if split else ['validation', 'test']
+    splits = [folder for name in names if (folder := split_folder(root, name)) is not None]
+    if (in_folders or not dataset) and not splits and (split or split_folder(root, 'train') is not None):
+        there = ', '.join(sorted(entry.name for entry in root.iterdir() if entry.is_dir())) or 'none'
+        raise ValueError(f'{data} has no folder {split or ", ".join(names)!r}. Its folders: {there}.')
+    if not dataset:
+        root = splits[0] if splits else root
+    try:
+        if dataset:
+            found = create_dataset(
+                dataset, str(root), split or 'validation', search_split=in_folders, class_map=class_map or None)
+        else:
+            found = ImageFolder(root)
+    except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
+        if 'download=True' in str(e):  # torchvision's advice, which is useless on a command line
+            raise ValueError(
+                f'No {dataset} in {str(root)!r}. Fetch it: python -c "from timm.data import create_dataset; '
+                f'create_dataset({dataset!r}, {str(root)!r}, {split or "validation"!r}, download=True)"') from e
+        where = f'{dataset} in {str(root)!r}, split {split!r}' if dataset else repr(str(root))
+        raise ValueError(f'No images in {where}: {e}. {WHAT_IS_DATA}') from e
+    if not dataset and '' in found.by_name:
+        if len(found.by_name) > 1:
+            raise ValueError(f'{str(root)!r} has images next to the folders of its classes. Move them into one.')
+        found.by_name = {'': -1}
+    elif not dataset and not class_map:
+        found.by_name = _numbers_by_name(found, root, bool(splits))
+    if not dataset:
+        found.number(read_class_map(class_map, str(root)) if class_map else found.by_name)
+    found.class_map = class_map
+    found.transform = transform
+    return found
+
+
+def split_folder(root: Path, split: str) -> Optional[Path]:
+    """The folder that train.py takes for a split, say `valid` for `validation`. None if there is none."""
+    found = Path(_search_split(str(root), split))
+    return found if found != root and found.is_dir() else None
+
+
+def load_images(
+        data: Dataset,
+        batch_size: int,
+        num_images: Optional[int] = None,
+        workers: int = 0,
+        seed: int = 0,
+        shuffle: bool = False,
+        max_patches: Optional[int] = None,
+) -> DataLoader:
+    """Batches of a data set, or of a random subset.
+
+    Args:
+        data: The data set.
+        batch_size: Images per batch.
+        num_images: Number of images to draw at random, None for all.
+        workers: Number of processes that load them.
+        seed: Seed of the draw.
+        shuffle: Return images in random order instead of that of the data set, which is often sorted by class.
+        max_patches: As in `native_preprocessing`, if the data set's transform comes from there.
+    """
+    if shuffle or num_images is not None and num_images < len(data):
+        picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
+        data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
+    collate = None if max_patches is None else NaFlexCollator(max_patches)
+    return DataLoader(data, batch_size=batch_size, num_workers=workers, collate_fn=collate)
+
+
+def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:
+    """The paths below a root of which no part is hidden, as .ipynb_checkpoints and ._0.png are, and their folders."""
+    found = []
+    for path in paths:
+        parts = path.removeprefix(f'{root}{os.sep}').split(os.sep)
+        if not any(part.startswith('.') for part in parts):
+            found.append((path, parts[-2] if len(parts) > 1 else ''))
+    return found
+
+
+def _numbered(names: Iterable[str]) -> Dict[str, int]:
+    """The numbers that timm gives to classes."""
+    return {name: index for index, name in enumerate(sorted(set(names), key=natural_key))}
+
+
+def _numbers_by_name(data: ImageFolder, root: Path, is_split: bool) -> Dict[str, int]:
+    """The index of each class. Training images beside the folder decide it, as some classes may be missing here.
+
+    Args:
+        data: The images.
+        root: Their folder.
+        is_split: Whether the folder is known to be a split of the same data set as those training images.
+
+    Raises:
+        ValueError: If it is one, and has classes that the training images lack.
+    """
+    train = split_folder(Path(os.path.abspath(root)).parent, 'train')  # of '.', too
+    if train is None or train.samefile(root):
+        return data.by_name
+    trained = {
+        name for _, name in _visible((path for path, _ in find_images_and_targets(str(train), sort=False)[0]), train)}
+    others = {name for _, name in data.files} - trained
+    if not others:
+        return _numbered(trained)
+    if is_split and any(trained):  # not only images without classes
+        raise ValueError(
+            f'{str(root)!r} has classes that {str(train)!r} has not, so they have no number: '
+            f'{", ".join(sorted(others)[:5])}. Move them elsewhere, or give a class map.')
+    return data.by_name
+
+
+def in_order(class_to_idx: Mapping[str, int]) -> Optional[List[str]]:
+    """Names of classes in the order of their numbers. None if these are not 0, 1, 2, ..., or belong to no names."""
+    names = sorted(class_to_idx, key=class_to_idx.get)
+    is_plain = '' not in class_to_idx and [class_to_idx[name] for name in names] == list(range(len(names)))
+    return names if is_plain else None
+
+
+def read_class_map(file: str, root: str = '') -> Dict[str, int]:
+    """The index of each class, as train.py reads it.
+
+    Raises:
+        ValueError: If there is no such file, or it has no classes.
+    """
+    try:
+        return load_class_map(file, root)
+    except Exception as e:  # timm asserts, and a pickle can raise anything
+        raise ValueError(
+            f'The class map {file} cannot be read: {hub.described(e)}. Give it by --class-map FILE (in Python '
+            'open_dataset(..., class_map=FILE)).') from e
