@@ -43,11 +43,12 @@ not square differs from that of validate.py, which crops them.""",
     parser.add_argument(
         '--sizes', nargs='+', required=True, type=size, metavar='SIZE', help='pixels, 224, or height x width, 224x448')
     parser.add_argument(
-        '--agreement', action='store_true', help="ignore labels, if the classes of the images are not the model's")
+        '--agreement', action='store_true',
+        help="score by the model's own predictions at its trained size, not by labels")
     parser.add_argument(
         '--output', type=Path, metavar='FOLDER',
-        help='save the model with the rule that was chosen, at that size; of several sizes each in a folder of its '
-             'own, 448x448')
+        help='save the model with the rule that was chosen, at that size, to a new folder; of several sizes each in a '
+             'folder of its own, 448x448')
     add_rules_option(parser)
     add_data_options(parser)
     parser.add_argument('--table', type=Path, metavar='FILE', help=f'write the table: {", ".join(TABLES)}')

@@ -45,9 +45,13 @@ thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower t
         'what', nargs='?', choices=('encodings', 'sape2', 'naflex', 'timm'), default='encodings',
         help='(default: %(default)s)')
     parser.add_argument('--pos-enc', nargs='+', metavar='NAME', help='encodings: what to measure (default: all)')
-    parser.add_argument('--settings', nargs='*', metavar='SIZE/PATCH', help='32/4, 224/16, 384/16 (default: first two)')
+    parser.add_argument(
+        '--settings', nargs='*', metavar='SIZE/PATCH',
+        help='sizes of images and patches in pixels: 32/4, 224/16 or 384/16 (default: 32/4 224/16)')
     parser.add_argument('--backends', nargs='+', metavar='NAME', help='sape2: reference, torch, cpp, triton')
-    parser.add_argument('--sizes', nargs='*', type=int, metavar='N', help='sape2: 64, 196, ... (default: up to 4096)')
+    parser.add_argument(
+        '--sizes', nargs='*', type=int, metavar='N',
+        help='sape2: numbers of patches (default: 64 196 576 1024 4096)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, metavar='N', help=f'images in a step (default: {BATCH_SIZE})')
     parser.add_argument('--repeats', type=int, default=5, help='steps of each, for medians (default: %(default)s)')

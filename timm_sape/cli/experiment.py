@@ -42,20 +42,21 @@ DIR/PLAN.md the comparison, DIR/PLAN.png the curves. --archive puts what is wort
 KEPT/runs.jsonl; --output KEPT --tables makes the same tables from it.""",
     )
     parser.add_argument('plan', type=Path, metavar='PLAN', help='a YAML file, see below')
-    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='for the experiment; may be new')
+    parser.add_argument('--output', type=Path, metavar='DIR', required=True, help='folder for the runs; may be new')
     parser.add_argument('--data-dir', type=Path, metavar='DIR', help='images, for train.py')
     parser.add_argument(
         '--script', type=Path, default=Path('train.py'), metavar='FILE', help="timm's train.py (default: %(default)s)")
     parser.add_argument('--models', nargs='+', metavar='LABEL', help='run or archive only these')
     parser.add_argument('--seeds', nargs='+', type=int, metavar='N', help='run or archive only these')
     parser.add_argument(
-        '--jobs', type=int, metavar='N', help='runs at a time, per GPU if there are any (default: 1; cores / threads)')
+        '--jobs', type=int, metavar='N',
+        help='runs at a time (default: cores / threads); with GPUs, runs at a time on each of them (default: 1)')
     parser.add_argument('--threads', type=int, metavar='N', help='CPU threads per run (default: 1 on a CPU)')
     what = parser.add_mutually_exclusive_group()
     what.add_argument('--dry-run', action='store_true', help='only say what is left to do, and how long it will take')
     what.add_argument('--tables', action='store_true', help='only write the tables and curves again')
     what.add_argument(
-        '--archive', type=Path, metavar='DIR', help='only add the runs that have ended to DIR/runs.jsonl')
+        '--archive', type=Path, metavar='KEPT', help='only add the runs that have ended to KEPT/runs.jsonl')
 
 
 def _experiment(args: argparse.Namespace) -> int:

@@ -17,12 +17,12 @@ Which one? Little has been measured, with small models on CIFAR-10: see results/
   on pretrained weights  timm_sape.graft(NAME, 'rope2d', pretrained=True) starts from the same logits; fine-tuned,
                          neither sape2_k nor rope2d made a clear difference
 
-Models are called vit_{tiny,small,base}_{name}, and vit_{tiny,small,base}_{name}_ape if the encoding acts inside
-attention; `timm-sape list models` shows them. lookhere does not fit the 3 heads of vit_tiny: there is no
-vit_tiny_lookhere. Any other set: timm.create_model('vit_small_pos_enc', pos_enc='ape+rope2d+rpb'). `auto_` before a
-name adds a learned gate. naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit, with every encoding:
-images of any aspect ratio in one batch, each with the logits it has alone (`ope` finds objects only where no patch is
-missing)."""
+Models are called vit_{tiny,small,base}_{name}, with this encoding alone. vit_{tiny,small,base}_{name}_ape, where there
+is one, has timm's learned table too. `timm-sape list models` shows all names. pemix needs another encoding, so there is
+only vit_*_pemix_ape; and lookhere does not fit the 3 heads of vit_tiny. Any other set:
+timm.create_model('vit_small_pos_enc', pos_enc='ape+rope2d+rpb'). `auto_` before a name adds a learned gate.
+naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit: images of any aspect ratio in one batch, each with
+the logits that it has alone (`ope` finds objects only where no patch is missing)."""
 
 
 def add(commands) -> None:

@@ -19,8 +19,8 @@ examples:
   timm-sape probe test_vit_pos_enc --pos-enc nope ape rope2d sape2_k --randomize --image cat.jpg --output probe.csv
   timm-sape probe vit_small_patch16_224 hf-hub:USER/MODEL --image cat.jpg
 
-change is |after - before| / |before| in float64, with patches moved back to their places. expected is 0 or `changes`
-if there is a theorem; then verdict is pass or fail. The exit code is 1 if a theorem failed.""",
+change is |after - before| / |before| in float64, with patches moved back to their places. Where theory predicts it,
+expected is 0 or `changes`, and verdict is pass or fail; elsewhere both are empty. The exit code is 1 if one failed.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     add_image_options(parser)

@@ -31,9 +31,9 @@ examples:
   timm-sape sweep local-dir:output/rope2d --data-dir DATA --sizes 224 448 --rules rescale ntk yarn+log
 
 Images are squashed to each size, so that all sizes show the same part of them; for details, in Python:
-`from timm_sape.lab.sweep import sweep; help(sweep)`. Each rule that a model has for other sizes is a row: `rule` is
-the value of `resolution`, of several encodings that of each, alibi2d=rescale,rope2d=ntk; +log stands for
-logit_scaling='log'.""",
+`from timm_sape.lab.sweep import sweep; help(sweep)`. There is a row for each rule that a model has for other sizes. The
+column `rule` has the value of `resolution`. If several encodings have rules it names each, alibi2d=rescale,rope2d=ntk.
++log stands for logit_scaling='log'.""",
     )
     parser.add_argument('models', nargs='+', metavar='MODEL', help=MODELS_HELP)
     parser.add_argument(
