@@ -535,8 +535,8 @@ class LayerEncodings(_Encodings):
     def _check(self, position: Optional[AnyPosition], x: torch.Tensor) -> None:
         """
         Raises:
-            ValueError: If position is missing where the layer needs it, is no `Position`, or has another number of
-                tokens.
+            ValueError: If position is missing where the layer needs it, is no `Position`, or is for another number of
+                tokens or, in a batch of several sizes, of images.
         """
         if position is not None and not isinstance(position, (Position, MixedPosition)):
             raise ValueError(
@@ -548,6 +548,12 @@ class LayerEncodings(_Encodings):
                 raise ValueError(
                     f'The layer got {got} tokens, its position is for {expected}. Position acts inside the blocks, so '
                     'tokens cannot be added or removed between them. Drop patches by keep_indices=, before the first.')
+        if isinstance(position, MixedPosition) and not torch.compiler.is_compiling():  # it would compile for each size
+            expected = position.groups.batch_size, position.groups.num_tokens
+            if tuple(x.shape[:2]) != expected:
+                raise ValueError(
+                    f'The layer got {x.shape[0]} images of {x.shape[1]} tokens, its position is for {expected[0]} of '
+                    f'{expected[1]}, padding included. Pass on what model.embed() returned along with these tokens.')
         if position is None and (self.needs_position or any(map(self.acting_on, PositionEncoding.HOOKS))):
             raise ValueError(
                 'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '

@@ -470,6 +470,18 @@ def at(index, value):
     return change
 
 
+@pytest.mark.parametrize('pos_enc', ['ape', 'rope2d', 'sape2_k', 'lape', 'peg'])
+def test_tokens_of_another_batch(pos_enc):
+    model = small(pos_enc)
+    tokens, position = model.embed(batch(pictures(SIZES, torch.float32)))
+    for other in (tokens[:, :-1], torch.cat([tokens, tokens[:, :1]], dim=1), tokens[:-1], tokens.repeat(2, 1, 1)):
+        with pytest.raises(ValueError, match=f'got {other.shape[0]} images of {other.shape[1]} tokens, its position'):
+            model.blocks[0](other, position=position)
+    one = model.embed(batch(pictures(SIZES[:1], torch.float32), padding=2))[1]
+    with pytest.raises(ValueError, match='its position is for 1 of'):  # would be added to each image of the batch
+        model.blocks[0](tokens, position=one)
+
+
 @pytest.mark.parametrize(('changes', 'message'), [
     ({'patch_coord': None}, "lacks 'patch_coord'"),
     ({'patches': None}, "lacks 'patches'"),
