@@ -742,6 +742,7 @@ def test_names_without_weights_are_pointed_out(main, images, capsys):
     (['compare', '{rope2d}', '--device', 'warp'], '--device warp: '),
     (['compare', '{rope2d}', '--split', 'test9'], "has no folder 'test9'. Its folders: val."),
     (['compare', '{rope2d}', '--dataset', 'cifar10'], "Unknown data set 'cifar10'. Write e.g. torch/cifar10"),
+    (['compare', '{rope2d}', '--dataset', 'trch/cifar10'], "Unknown data set 'trch/cifar10'. Write e.g. torch/cifar10"),
     (['compare', '{rope2d}', '--data-dir', '{image}'], 'The images have no labels'),
     (['compare', '{rope2d}', '--data-dir', 'nowhere'], "There is no image or folder 'nowhere'."),
     (['compare', '{rope2d}', '{few}'], 'the model has 2 classes, from 0 on. Use a model that was trained on these'),

@@ -1160,6 +1160,12 @@ WRONG = {
     'null interval': (dict(args={'val_interval': None}), 'val_interval must be a number'),
     'batches': (dict(args={'batch_size': [8]}), 'batch_size must be a number (without quotes) of 1 or more, got [8]'),
     'batch as text': (dict(args={'batch_size': '8'}), 'batch_size must be a number (without quotes) of 1'),
+    'unknown data': (dict(args={'dataset': 'trch/cifar10'}), "args: Unknown data set 'trch/cifar10'. Write e.g. torch"),
+    'data without a prefix': (dict(models={'A': {'dataset': 'folder'}}), "Unknown data set 'folder'"),
+    'split of folders by torchvision': (
+        dict(args={'dataset': 'torch/image_folder', 'val_split': 'val'}), "has no folder 'val', and train.py would"),
+    'config': (dict(args={'config': 'other.yaml'}), 'args: train.py would ignore config; write its options here'),
+    'no optimizer': (dict(args={'no_resume_opt': True}), 'with no_resume_opt an interrupted run would go on as'),
     'data as a list': (dict(args={'dataset': ['torch/cifar10']}), 'dataset must be a name'),
     'null data': (dict(args={'dataset': None}), 'dataset must be a name (in quotes if it is a number), got None'),
     'rates': (dict(args={'lr': [0.1, 0.2]}), 'args: lr must be a number, got [0.1, 0.2]'),

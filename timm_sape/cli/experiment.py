@@ -165,7 +165,7 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
     named = {
         (run.config['dataset'], run.config.get(option, default)): run.label
         for run in runs for option, default in SPLITS.items()
-        if run.config.get('dataset', '').startswith('torch/') and not run.config.get('dataset_download')}
+        if run.config.get('dataset', '').lower().startswith('torch/') and not run.config.get('dataset_download')}
     for (name, split), label in named.items():
         if not split:
             continue

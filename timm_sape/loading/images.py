@@ -23,9 +23,11 @@ __all__ = [
     'load_images',
     'open_dataset',
     'read_class_map',
+    'reads_folders',
     'split_folder',
 ]
 
+READERS = 'torch', 'hfds', 'hfids', 'tfds', 'wds'  # what the names of data sets begin with in timm
 WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/CLASS/IMAGE, or the root of a `dataset`.'
 
 
@@ -125,21 +127,19 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
             file in a folder cannot be read.
     """
     root = Path(data)
-    if class_map and (dataset.startswith('torch/') or root.is_file()):
+    in_folders = reads_folders(dataset)
+    if class_map and (dataset.lower().startswith('torch/') or root.is_file()):
         raise ValueError('A class map numbers the folders of images, or the classes of hfds/NAME. Leave it out.')
     if not dataset and root.is_file():
         return ImageFile(data, transform)
     if not root.is_dir():
         raise ValueError(f'There is no image or folder {data!r}. {WHAT_IS_DATA}')
-    if dataset and '/' not in dataset:
-        raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
-    in_folders = dataset.split('/')[-1] in ('folder', 'image_folder')  # its splits are folders in the root
-    if in_folders:  # timm would take the root itself, and the splits for classes
+    if dataset and in_folders:  # timm would take the root itself, and the splits for classes
         names = [split or 'validation']
     else:
         names = [split] if split else ['validation', 'test']
     splits = [folder for name in names if (folder := split_folder(root, name)) is not None]
-    if (in_folders or not dataset) and not splits and (split or split_folder(root, 'train') is not None):
+    if in_folders and not splits and (split or split_folder(root, 'train') is not None):
         there = ', '.join(sorted(entry.name for entry in root.iterdir() if entry.is_dir())) or 'none'
         raise ValueError(f'{data} has no folder {split or ", ".join(names)!r}. Its folders: {there}.')
     if not dataset:
@@ -168,6 +168,21 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
     found.class_map = class_map
     found.transform = transform
     return found
+
+
+def reads_folders(dataset: str) -> bool:
+    """Whether a data set is a folder of images per class, with such a folder per split.
+
+    Args:
+        dataset: Its name in train.py, empty for a folder.
+
+    Raises:
+        ValueError: If timm knows no data set of this name. It would read all images below the root, of every split.
+    """
+    prefix, _, name = dataset.lower().partition('/')
+    if dataset and (not name or prefix not in READERS):
+        raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
+    return not dataset or prefix == 'torch' and name.split('/')[-1] in ('folder', 'image_folder')
 
 
 def split_folder(root: Path, split: str) -> Optional[Path]:

@@ -219,7 +219,8 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     folder = Path(file).parent
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
     trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
-    is_torchvision = (args.get('dataset') or '').startswith('torch/')  # for which train.py ignores the class map
+    # for which train.py ignores the class map
+    is_torchvision = (args.get('dataset') or '').lower().startswith('torch/')
     return Source(name, file, kwargs, cfg, trained, '' if is_torchvision else args.get('class_map') or '')
 
 

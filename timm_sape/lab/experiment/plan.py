@@ -47,7 +47,9 @@ class Run(NamedTuple):
     @property
     def splits(self) -> Dict[str, str]:
         """Image folders in the data directory, by train.py's option. Empty if the recipe names a data set instead."""
-        options = {} if self.config.get('dataset') else SPLITS
+        from ...loading import reads_folders
+
+        options = SPLITS if reads_folders(self.config.get('dataset', '')) else {}
         found = {option: self.config.get(option, default) for option, default in options.items()}
         return {option: split for option, split in found.items() if split}
 
@@ -267,6 +269,8 @@ def _merged(*layers: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _check_options(given: Any, options: Optional[Mapping[str, Optional[Option]]], where: str) -> None:
+    from ...loading import reads_folders
+
     if not isinstance(given, dict):
         raise ValueError(
             f'{where}: it must be options of train.py, such as {{lr: 0.001}} (or, for a model, just its name), '
@@ -274,9 +278,17 @@ def _check_options(given: Any, options: Optional[Mapping[str, Optional[Option]]]
     for key in OURS:
         if key in given:
             raise ValueError(f'{where}: the command sets {key} itself; leave it out')
+    if 'config' in given:  # train.py reads it from the command line alone
+        raise ValueError(f'{where}: train.py would ignore config; write its options here, or name it as the recipe')
+    if given.get('no_resume_opt'):
+        raise ValueError(f'{where}: with no_resume_opt an interrupted run would go on as another; leave it out')
     for key in TEXTS:
         if not isinstance(given.get(key, ''), str):
             raise ValueError(f'{where}: {key} must be a name (in quotes if it is a number), got {given[key]!r}')
+    try:
+        reads_folders(given.get('dataset', ''))
+    except ValueError as e:
+        raise ValueError(f'{where}: {e}') from e
     for key, least in COUNTS.items():
         if key in given and (type(given[key]) is not int or given[key] < least):
             raise ValueError(f'{where}: {key} must be a number (without quotes) of {least} or more, got {given[key]!r}')
