@@ -9,7 +9,14 @@ from ..grid import Grid
 from .double_backward import differentiable_gradients
 from .reference import axis_codes
 
-__all__ = ['codes_flops', 'codes_reference', 'empty_codes', 'patches_of', 'register_codes']
+__all__ = ['CODES', 'CODES_BACKWARD', 'codes_flops', 'codes_reference', 'empty_codes', 'patches_of', 'register_codes']
+
+# The schemas of the operators. Arguments: q and k `[B, h, N, d]`, prefix tokens first if there are any; the tables.
+_ARGUMENTS = (
+    'Tensor q, Tensor k, Tensor table_x, Tensor table_y, SymInt height, SymInt width, str mode, float gate_scale, '
+    'float shrink_x, float shrink_y')
+CODES = f'({_ARGUMENTS}) -> (Tensor, Tensor)'
+CODES_BACKWARD = f'(Tensor grad_x, Tensor grad_y, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)'
 
 
 def patches_of(height: int, width: int, *tensors: torch.Tensor) -> List[torch.Tensor]:
@@ -43,8 +50,7 @@ def codes_reference(height, width, mode, gate_scale, shrink_x, shrink_y, q, k, t
 def register_codes(forward: Callable, backward: Callable) -> None:
     """Register shapes, autograd and FLOP counts of two operators for the codes: the forward and the backward pass.
 
-    Both get q and k, `[B, h, N, d]`, prefix tokens first if there are any, the tables, and then height, width, mode,
-    gate_scale, shrink_x and shrink_y. Only the tensors are kept for the backward pass.
+    Their schemas are `CODES` and `CODES_BACKWARD`. Only the tensors are kept for the backward pass.
     """
     @forward.register_fake
     def _(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):

@@ -8,9 +8,9 @@ from typing import Tuple
 import torch
 import torch.nn.functional as F
 
-from .codes import empty_codes, patches_of, register_codes
+from .codes import CODES, CODES_BACKWARD, empty_codes, patches_of, register_codes
 from .cpp_build import find_cpp
-from .distances import register_attention
+from .distances import ATTENTION, ATTENTION_BACKWARD, register_attention
 from .precision import wide
 
 __all__ = ['cpp_axis_codes', 'cpp_distance_attention']
@@ -36,19 +36,8 @@ def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
     return padded[..., :tensor.shape[-1]].to(tensor.dtype).contiguous()
 
 
-@torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu')
-def cpp_axis_codes(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu', schema=CODES)
+def cpp_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
     codes = empty_codes(q, height, width, mode)
     _kernels().codes(
         *_rows(*patches_of(height, width, q, k), table_x, table_y), height, width, mode, gate_scale, shrink_x, shrink_y,
@@ -56,21 +45,11 @@ def cpp_axis_codes(
     return codes
 
 
-@torch.library.custom_op('timm_sape::cpp_axis_codes_backward', mutates_args=(), device_types='cpu')
+@torch.library.custom_op(
+    'timm_sape::cpp_axis_codes_backward', mutates_args=(), device_types='cpu', schema=CODES_BACKWARD)
 def cpp_axis_codes_backward(
-        grad_x: torch.Tensor,
-        grad_y: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
+):
     rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rows[:2]]
     heads = q.shape[0] * q.shape[1]
@@ -86,16 +65,8 @@ def cpp_axis_codes_backward(
 register_codes(cpp_axis_codes, cpp_axis_codes_backward)
 
 
-@torch.library.custom_op('timm_sape::cpp_distance_attention', mutates_args=(), device_types='cpu')
-def cpp_distance_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> torch.Tensor:
+@torch.library.custom_op('timm_sape::cpp_distance_attention', mutates_args=(), device_types='cpu', schema=ATTENTION)
+def cpp_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale):
     rows = _rows(q, k, v)
     gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
     out = torch.empty_like(rows[2], memory_format=torch.contiguous_format)
@@ -103,17 +74,9 @@ def cpp_distance_attention(
     return _like(v, out)
 
 
-@torch.library.custom_op('timm_sape::cpp_distance_attention_backward', mutates_args=(), device_types='cpu')
-def cpp_distance_attention_backward(
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    'timm_sape::cpp_distance_attention_backward', mutates_args=(), device_types='cpu', schema=ATTENTION_BACKWARD)
+def cpp_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
     rows, codes = _rows(grad, q, k, v), wide(codes_x, codes_y)
     gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*rows[1:], *codes)]

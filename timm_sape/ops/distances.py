@@ -10,7 +10,24 @@ from .attention import attend
 from .double_backward import differentiable_gradients
 from .reference import pairwise_distance
 
-__all__ = ['attention_flops', 'distance_attention', 'empty_out', 'register_attention', 'register_flops']
+__all__ = [
+    'ATTENTION',
+    'ATTENTION_ARGUMENTS',
+    'ATTENTION_BACKWARD',
+    'ATTENTION_GRADIENTS',
+    'attention_flops',
+    'distance_attention',
+    'empty_out',
+    'register_attention',
+    'register_flops',
+]
+
+# The schemas of the operators
+ATTENTION_ARGUMENTS = (
+    'Tensor q, Tensor k, Tensor v, Tensor codes_x, Tensor codes_y, Tensor bias_scale, float scale')
+ATTENTION_GRADIENTS = '(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
+ATTENTION = f'({ATTENTION_ARGUMENTS}) -> Tensor'
+ATTENTION_BACKWARD = f'(Tensor grad, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
@@ -31,7 +48,7 @@ def empty_out(v: torch.Tensor) -> torch.Tensor:
 def register_attention(forward: Callable, backward: Callable) -> None:
     """Register shapes, autograd and FLOP counts of two operators: the forward and the backward pass.
 
-    Both get q, k, v, both codes, bias_scale and scale. Only the tensors are kept for the backward pass.
+    Their schemas are `ATTENTION` and `ATTENTION_BACKWARD`. Only the tensors are kept for the backward pass.
     """
     @forward.register_fake
     def _(q, k, v, codes_x, codes_y, bias_scale, scale):

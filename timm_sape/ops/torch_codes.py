@@ -8,7 +8,7 @@ from typing import List, Tuple
 import torch
 
 from .chunks import chunks
-from .codes import empty_codes, patches_of, register_codes
+from .codes import CODES, CODES_BACKWARD, empty_codes, patches_of, register_codes
 from .counting import cells, gates_of, sources_of, suffix_sum
 from .precision import wide, without_autocast
 
@@ -75,20 +75,9 @@ def _axis_backward(
     return grad_values
 
 
-@torch.library.custom_op('timm_sape::axis_codes', mutates_args=())
+@torch.library.custom_op('timm_sape::axis_codes', mutates_args=(), schema=CODES)
 @without_autocast
-def torch_axis_codes(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+def torch_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
     q, k = patches_of(height, width, q, k)
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     codes_x, codes_y = empty_codes(q, height, width, mode)
@@ -100,22 +89,11 @@ def torch_axis_codes(
     return codes_x, codes_y
 
 
-@torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=())
+@torch.library.custom_op('timm_sape::axis_codes_backward', mutates_args=(), schema=CODES_BACKWARD)
 @without_autocast
 def torch_axis_codes_backward(
-        grad_x: torch.Tensor,
-        grad_y: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
+):
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k)]
     for grad in grads:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .chunks import chunk_size, chunks
-from .distances import register_attention
+from .distances import ATTENTION, ATTENTION_BACKWARD, register_attention
 from .precision import upcast, without_autocast
 from .reference import cdist_is_slow, squares_by_products
 
@@ -160,17 +160,9 @@ def _rows(num_tokens: int, device: torch.device) -> Iterator[slice]:
         yield slice(row, min(row + rows, num_tokens))
 
 
-@torch.library.custom_op('timm_sape::distance_attention', mutates_args=())
+@torch.library.custom_op('timm_sape::distance_attention', mutates_args=(), schema=ATTENTION)
 @without_autocast
-def torch_distance_attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> torch.Tensor:
+def torch_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale):
     batch, num_heads, num_tokens, _ = q.shape
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -210,18 +202,9 @@ def _add_gradient(grad: torch.Tensor, r: torch.Tensor, w_and_one: torch.Tensor, 
     grad += column_sum * w - rw
 
 
-@torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=())
+@torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=(), schema=ATTENTION_BACKWARD)
 @without_autocast
-def torch_distance_attention_backward(
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
     batch, num_heads, num_tokens, _ = q.shape
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)

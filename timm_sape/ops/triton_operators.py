@@ -5,17 +5,29 @@ on the same q and k. As one operator they take less time between the kernels, co
 backward pass, and the kernels add what q and k get through the codes to their gradients from attention.
 """
 from functools import partial
-from typing import Callable, List, Tuple
+from typing import Callable, Tuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .codes import codes_flops, codes_reference, empty_codes, register_codes
-from .distances import attention_flops, distance_attention, empty_out, register_flops
+from .codes import CODES, CODES_BACKWARD, codes_flops, codes_reference, empty_codes, register_codes
+from .distances import (
+    ATTENTION_ARGUMENTS,
+    ATTENTION_GRADIENTS,
+    attention_flops,
+    distance_attention,
+    empty_out,
+    register_flops,
+)
 from .double_backward import differentiable_gradients
 from .precision import without_autocast
 
 __all__ = ['triton_axis_codes', 'triton_distance_attention', 'triton_sape2_attention']
+
+# Attention also returns two numbers for each row, which its backward pass gets, see `triton_distances`.
+_OUTPUT = 'Tensor out, Tensor row_max, Tensor row_sum'
+_ATTENTION = f'({ATTENTION_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
+_ATTENTION_BACKWARD = f'(Tensor grad, {_OUTPUT}, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 def _like(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -50,40 +62,18 @@ def _register_attention(forward: Callable, backward: Callable, reference: Callab
     forward.register_autograd(formula, setup_context=setup_context)
 
 
-@torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=())
+@torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=(), schema=CODES)
 @without_autocast
-def triton_axis_codes(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+def triton_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
     from .triton_codes import codes_of
     return codes_of(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y)
 
 
-@torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=())
+@torch.library.custom_op('timm_sape::axis_codes_triton_backward', mutates_args=(), schema=CODES_BACKWARD)
 @without_autocast
 def triton_axis_codes_backward(
-        grad_x: torch.Tensor,
-        grad_y: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        height: int,
-        width: int,
-        mode: str,
-        gate_scale: float,
-        shrink_x: float,
-        shrink_y: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
+):
     from .triton_codes import gradients_of
     grads = _like(q, k)
     grads_of_tables = gradients_of(
@@ -94,16 +84,8 @@ def triton_axis_codes_backward(
 register_codes(triton_axis_codes, triton_axis_codes_backward)
 
 
-@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=())
-def triton_distance_attention_forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=(), schema=_ATTENTION)
+def triton_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale):
     """The output, and for the backward pass two numbers for each row, see `triton_distances.attention_forward`."""
     from .triton_distances import attention_forward
     from .triton_prepare import PreparedCodes
@@ -117,20 +99,9 @@ def _(q, k, v, codes_x, codes_y, bias_scale, scale):
     return empty_out(v), rows, torch.empty_like(rows)
 
 
-@torch.library.custom_op('timm_sape::distance_attention_triton_backward', mutates_args=())
-def triton_distance_attention_backward(
-        grad: torch.Tensor,
-        out: torch.Tensor,
-        row_max: torch.Tensor,
-        row_sum: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        codes_x: torch.Tensor,
-        codes_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        scale: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    'timm_sape::distance_attention_triton_backward', mutates_args=(), schema=_ATTENTION_BACKWARD)
+def triton_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, codes_x, codes_y, bias_scale, scale):
     from .triton_distances import attention_backward
     from .triton_prepare import PreparedCodes
     prepared = PreparedCodes.of(codes_x, codes_y, q.shape[2], q.dtype)
@@ -164,24 +135,17 @@ def triton_distance_attention(
 # torch spends time on each argument, more so the more there are. So these operators take lists of numbers:
 #   size                    H, W
 #   factors                 gate_scale, shrink_x, shrink_y, scale
+_SAPE2_ARGUMENTS = (
+    'Tensor q, Tensor k, Tensor v, Tensor table_x, Tensor table_y, Tensor bias_scale, SymInt[] size, str mode, '
+    'float[] factors')
+_PREPARED = 'Tensor wx, Tensor wy, Tensor sx, Tensor sy, Tensor unit'
+_SAPE2 = f'({_SAPE2_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
+_SAPE2_BACKWARD = f'(Tensor grad, {_OUTPUT}, {_PREPARED}, {_SAPE2_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
-@torch.library.custom_op('timm_sape::sape2_attention_triton', mutates_args=())
+@torch.library.custom_op('timm_sape::sape2_attention_triton', mutates_args=(), schema=_SAPE2)
 @without_autocast
-def triton_sape2_attention_forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        size: List[int],
-        mode: str,
-        factors: List[float],
-) -> Tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor,
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-]:
+def triton_sape2_attention_forward(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
     """The output, and for the backward pass two numbers for each row and the prepared codes."""
     from .triton_codes import codes_of
     from .triton_distances import attention_forward
@@ -200,28 +164,11 @@ def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
     return empty_out(v), rows, torch.empty_like(rows), *PreparedCodes.empty(*codes, q.shape[2], q.dtype)
 
 
-@torch.library.custom_op('timm_sape::sape2_attention_triton_backward', mutates_args=())
+@torch.library.custom_op('timm_sape::sape2_attention_triton_backward', mutates_args=(), schema=_SAPE2_BACKWARD)
 @without_autocast
 def triton_sape2_attention_backward(
-        grad: torch.Tensor,
-        out: torch.Tensor,
-        row_max: torch.Tensor,
-        row_sum: torch.Tensor,
-        wx: torch.Tensor,
-        wy: torch.Tensor,
-        sx: torch.Tensor,
-        sy: torch.Tensor,
-        unit: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        table_x: torch.Tensor,
-        table_y: torch.Tensor,
-        bias_scale: torch.Tensor,
-        size: List[int],
-        mode: str,
-        factors: List[float],
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad, out, row_max, row_sum, wx, wy, sx, sy, unit, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
+):
     from .triton_codes import gradients_of
     from .triton_distances import attention_backward
     from .triton_prepare import PreparedCodes
