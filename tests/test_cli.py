@@ -18,7 +18,7 @@ import timm_sape
 from harness import assert_near
 from timm_sape import cli
 from timm_sape.lab import bench, bench_sape2, bench_timm
-from timm_sape.cli import main
+from timm_sape.cli import main, make_parser
 from timm_sape.functional import sape2_attention
 from timm_sape.ops.triton_limits import LIMITS
 
@@ -232,6 +232,24 @@ def test_import_does_not_reach_experiments(capsys):
 
 def recipe_texts(folder):
     return {str(p.relative_to(folder)): p.read_text() for p in folder.rglob('*') if p.suffix in ('.md', '.yaml')}
+
+
+@pytest.mark.parametrize('args', [
+    ['sweep', 'model', '--data-dir', 'data', '--sizes', '32', '--sizes', '48'],
+    ['experiment', 'plan.yaml', '--output', 'a', '--seeds', '1', '--output', 'b'],
+    ['probe', 'model', '--image', 'a.png', '--image=a.png'],
+    ['map', 'model', '--image', 'a.png', '--img-size', '32', '--img-size', '48', '--output', 'map.png'],
+])
+def test_an_option_that_is_given_twice(args, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    assert e.value.code == 2 and 'given twice; give it once' in capsys.readouterr().err
+
+
+def test_output_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv('HOME', '/home/user')
+    args = make_parser().parse_args(['probe', 'model', '--image', 'a.png', '--output=~/table.csv'])
+    assert args.output == Path('/home/user/table.csv')
 
 
 def test_configs_writes_all_recipes(tmp_path, monkeypatch, capsys):

@@ -341,6 +341,31 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize('given, message', [
+    (dict(data_config={'crop_pct': '0.9'}), "crop_pct .* must be a number, .*not '0.9'"),
+    (dict(data_config={'interpolation': 3}), 'interpolation .* must be'),
+    (dict(model_config={'label_names': ['a', 'b']}), r"label_names must be 4 different texts, .* got \['a', 'b'\]"),
+    (dict(model_config={'label_names': ['a', 'b', 'c', 'a']}), 'label_names must be 4 different texts'),
+    (dict(model_config={'label_names': [0, 1, 2, 3]}), 'label_names must be 4 different texts'),
+])
+def test_entries_that_would_be_wrong(given, message, tmp_path):
+    model = timm.create_model('test_vit_rope2d', num_classes=4)
+    with pytest.raises(ValueError, match=message):
+        timm_sape.hub.save(model, tmp_path / 'model', **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_home_folder(tmp_path, monkeypatch):
+    """No folder with the name ~ is made, which somebody might delete by `rm -r ~`."""
+    (tmp_path / 'home').mkdir()
+    (tmp_path / 'here').mkdir()
+    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+    monkeypatch.chdir(tmp_path / 'here')
+    timm_sape.hub.save(timm.create_model('test_vit_rope2d'), '~/model')
+    assert [path.name for path in (tmp_path / 'home').iterdir()] == ['model']
+    assert not list((tmp_path / 'here').iterdir())
+
+
 def test_a_name_in_place_of_a_class(tmp_path):
     """As the message advises."""
     model = timm.create_model('test_vit_rope2d', act_layer=torch.nn.ReLU).eval()

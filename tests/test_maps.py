@@ -219,6 +219,11 @@ def test_no_masks(masked):
         position_maps(model, torch.zeros(1, 3, 64, 64), **masked)
 
 
+def test_layers_that_are_no_list():
+    with pytest.raises(ValueError, match=r'layers must be a list of indices, such as \[0\]'):
+        position_maps(build('rope2d'), images(), 0)
+
+
 @pytest.mark.parametrize('layers', [[2], [-3], [0, 7]])
 def test_no_such_layer(layers):
     with pytest.raises(ValueError, match='There is no layer .*: the model has 2, 0 to 1'):

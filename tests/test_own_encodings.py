@@ -308,6 +308,30 @@ def test_layers_that_nothing_sets_again(base):
             build(pos_enc).init_weights()
 
 
+@pytest.mark.parametrize('hidden', [
+    lambda: torch.ones(1, requires_grad=True),
+    lambda: [nn.Parameter(torch.ones(1))],
+    lambda: {'a': nn.Linear(2, 2)},
+])
+def test_parameters_that_torch_does_not_see(hidden):
+    def init(self, *, seen=False, device=None, **host):
+        PositionEncoding.__init__(self, device=device, **host)
+        self.rnn = nn.GRU(2, 2)  # which lists its own parameters in an attribute
+        self.seen = nn.Parameter(torch.ones(1))
+        self.found = [self.seen, self.rnn] if seen else hidden()
+
+    register('__init__', init, reset_parameters=lambda self: None, position_bias=lambda self, grid: self.seen[:, None])
+    with pytest.raises(ValueError, match='found of Mine would neither be trained nor saved'):
+        build()
+    build(pos_enc_kwargs={'mine': {'seen': True}})
+
+
+def test_tokens_in_place_of_a_term():
+    register('embed', lambda self, x, grid: x.add_(1))
+    with pytest.raises(ValueError, match='embed returned the tokens that it got. It must return only the term'):
+        build()(torch.randn(1, 3, 16, 24))
+
+
 @pytest.mark.parametrize('base', [PositionEncoding, FixedEncoding])
 def test_buffers_that_nothing_computes_again(base):
     def init(self, *, persistent=False, device=None, **host):

@@ -140,3 +140,13 @@ def test_what_is_wrong():
         probe(nn.Linear(2, 2), picture())
     with pytest.raises(ValueError, match='The image is 32x33, the model is made for 32x40'):
         probe(build('nope'), picture()[..., :33])
+    with pytest.raises(ValueError, match=r'images must be \[B, C, height, width\], got \[3, 32, 40\]'):
+        probe(build('nope'), picture()[0])
+
+
+def test_another_default_device():
+    model, images = build('ape'), picture()
+    expected = probe(model, images)
+    with torch.device('meta'):
+        randomize_encodings(model, std=0)
+        assert probe(model, images) == expected

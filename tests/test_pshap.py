@@ -246,6 +246,12 @@ def test_cost():
     (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'at least two images'),
     (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),
     (lambda x, y: position_shap(build('ape'), [(x, y)], background=0), 'background must be 1 or more'),
+    (lambda x, y: position_shap(build('ape'), [(x, y)], background=2.5), 'background must be 1 or more, an integer'),
+    (lambda x, y: position_shap(build('ape'), [(x, y)], batch_size=0), 'batch_size must be 1 or more'),
+    (lambda x, y: position_shap(build('ape'), [(x, y)], seed=1.5), 'seed must be 0 or more, an integer, got 1.5'),
+    (lambda x, y: position_shap(build('ape'), [(x, y.double())]), r'integers \[B\] = \[4\], got torch.float64 \[4\]'),
+    (lambda x, y: position_shap(build('ape'), [(x, y[:, None])]), r'got torch.int64 \[4, 1\]'),
+    (lambda x, y: position_shap(build('ape'), [(x, y[:3])]), r'got torch.int64 \[3\]'),
     (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),
     (lambda x, y: position_shap(build('ape').train(), [(x, y)]), r'call model.eval\(\) first'),
     (lambda x, y: shuffle_patches(x, (5, 8), torch.zeros(4, 6)), 'Patches of 5 x 8 do not divide images of 16 x 24'),
@@ -253,3 +259,12 @@ def test_cost():
 def test_what_is_wrong(call, text):
     with pytest.raises(ValueError, match=text):
         call(*data(4))
+
+
+def test_labels_of_other_types_and_another_default_device():
+    model, (x, y) = build('ape'), data(4)
+    expected = position_shap(model, [(x, y)], background=2)
+    for labels in (y, y.tolist(), y.to(torch.uint8)):
+        with torch.device('meta'):
+            found = position_shap(model, [(x, labels)], background=2)
+        assert torch.equal(found.position, expected.position) and torch.equal(found.labels, expected.labels)

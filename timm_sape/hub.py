@@ -198,7 +198,7 @@ def save(
     for name, given in (('model_card', model_card), ('model_config', model_config), ('data_config', data_config)):
         if given is not None and not isinstance(given, dict):
             raise ValueError(f'{name} must be a dict of entries and values, got {_short(given)}.')
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
     model = unwrap_model(model)
@@ -229,6 +229,8 @@ def save(
         config['model_args'].pop('num_classes', None)
         config['timm_sape'] = {'version': __version__, 'sha256': _sha256(staged / HF_SAFE_WEIGHTS_NAME)}
         (staged / CONFIG_NAME).write_text(json.dumps(config, indent=2))
+        read_config(str(folder), staged / CONFIG_NAME)
+        _check_label_names(config)
         _refuse_other_logits(model, staged, config['pretrained_cfg']['input_size'])
 
         source = f'hf-hub:{repo_id}' if repo_id else f'local-dir:{folder.name}'
@@ -360,6 +362,18 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
         raise ValueError(
             f'{where}: timm-sape {__version__} cannot make its position encoding. ({described(e)})') from e
     return config
+
+
+def _check_label_names(config: Dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: If `label_names` is a list, and does not have a name of its own for each class.
+    """
+    names, num_classes = config.get('label_names'), config['num_classes']
+    if not isinstance(names, list):  # timm has dicts, too, for some of the classes
+        return
+    if len(names) != num_classes or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f'label_names must be {num_classes} different texts, one for each class, got {_short(names)}.')
 
 
 def _entries(value: Any, path: str = '', level: int = 0) -> Iterator[Tuple[str, Any]]:

@@ -70,7 +70,7 @@ def randomize_encodings(model: nn.Module, std: float = 0.1, seed: int = 0) -> No
     generator = torch.Generator().manual_seed(seed)
     for encoding in model.position_encodings().values():
         for parameter in encoding.parameters():
-            parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter += std * torch.randn(parameter.shape, generator=generator, device='cpu').to(parameter)
 
 
 @torch.no_grad()
@@ -92,12 +92,15 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         column of patches or an image of a single colour.
 
     Raises:
-        ValueError: If the model does not cut images into separate patches, or the images are not of its size.
+        ValueError: If the model does not cut images into separate patches, or the images are not of its size or no
+            batch.
     """
+    if images.ndim != 4:
+        raise ValueError(f'images must be [B, C, height, width], got {list(images.shape)}. Of one image give x[None].')
     patch_size = patch_size_of(model)
     model, images = deepcopy(model).double().eval(), images.double()
     height, width = (size // patch for size, patch in zip(images.shape[2:], patch_size))
-    places = torch.arange(height * width).view(height, width)
+    places = torch.arange(height * width, device='cpu').view(height, width)
     generator = torch.Generator().manual_seed(seed)
     every = places > -1
     moves: Dict[str, Tuple[torch.Tensor, torch.Tensor]] = {  # which patch goes to each place; which places to compare
@@ -112,7 +115,7 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     rows = []
     for name, (order, counted) in moves.items():
         order, counted = order.flatten(), counted.flatten()
-        moved_images = shuffle_patches(images, patch_size, order.expand(len(images), -1))
+        moved_images = shuffle_patches(images, patch_size, order.expand(len(images), -1).to(images.device))
         if torch.equal(moved_images, images):
             continue
         after = _measure(model, moved_images)
@@ -142,8 +145,8 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
 
 def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
     """A permutation that moves something, if there is one."""
-    order = torch.randperm(n, generator=generator)
-    return order.roll(1) if torch.equal(order, torch.arange(n)) else order
+    order = torch.randperm(n, generator=generator, device='cpu')
+    return order.roll(1) if torch.equal(order, order.sort().values) else order
 
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:

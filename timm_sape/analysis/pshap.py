@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from ..checks import is_integer
 from ..grid import Grid
 from ..host import PosEncModel
 from ..loading import check_classes, patch_size_of
@@ -132,7 +133,7 @@ def _positions_per_layer(model: PosEncModel, seeds: Optional[torch.Tensor]) -> I
 
 
 def _order(seed: int, num_patches: int) -> torch.Tensor:
-    return torch.randperm(num_patches, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(num_patches, generator=torch.Generator().manual_seed(seed), device='cpu')
 
 
 class _Logits:
@@ -207,18 +208,19 @@ def position_shap(
 
     Args:
         model: A model of timm_sape, or any timm ViT whose patches do not overlap; in eval mode.
-        batches: Images `[B, C, height, width]` and labels `[B]`, in random order. If they are in the order of their
-            classes, the background is of the class that is explained, and P-SHAP comes out two or three times too high.
+        batches: Images `[B, C, height, width]` and labels, integers `[B]`, in random order. If they are in the order of
+            their classes, the background is of the class that is explained, and P-SHAP comes out two or three times too
+            high.
         background: Number of images in the background, 1 or more; the authors use 16.
         batch_size: Images per forward pass.
         per_layer: Use another permutation in each layer. Only for models of timm_sape.
-        seed: Seed of the permutations.
+        seed: Seed of the permutations, 0 or more.
         device: Device of the model.
         progress: Label of a progress bar, shown after two seconds. Default: no bar.
 
     Raises:
-        ValueError: If the model is in training mode or does not cut images into separate patches, a label is missing
-            or is not a class of the model, or there are fewer than two images.
+        ValueError: If the model is in training mode or does not cut images into separate patches, labels are missing or
+            are no classes of the model, there are fewer than two images, or a number is none of its range.
     """
     if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
@@ -226,8 +228,9 @@ def position_shap(
         raise ValueError(
             f'per_layer=True cannot move the position that the base of this graft has by itself '
             f'({model.base_position}). Leave it out.')
-    if background < 1:
-        raise ValueError(f'background must be 1 or more, got {background}.')
+    for name, value, least in (('background', background, 1), ('batch_size', batch_size, 1), ('seed', seed, 0)):
+        if not is_integer(value, least):
+            raise ValueError(f'{name} must be {least} or more, an integer, got {value!r}.')
     if any(module.training for module in model.modules()):
         raise ValueError('Position-SHAP needs a model without dropout: call model.eval() first.')
     logits = _Logits(model, batch_size, per_layer)
@@ -239,8 +242,8 @@ def position_shap(
                 raise ValueError('Position-SHAP explains the logit of the true class: images need labels.')
             images = images.to(device)
             draws += len(images)
-            seeds = torch.arange(draws - len(images), draws) + 1_000_003 * seed
-            every = torch.arange(len(images))
+            seeds = torch.arange(draws - len(images), draws, device='cpu') + 1_000_003 * seed % 2 ** 62
+            every = torch.arange(len(images), device='cpu')
             with_position, without = logits(images, every), logits(images, every, seeds)
             check_classes(labels, with_position.shape[1])
             half = len(images) // 2
@@ -258,8 +261,12 @@ def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
     """Images and labels in groups of `size`, then the remaining ones if there are at least two."""
     images, labels = [], []
     for some_images, some_labels in batches:
+        found = torch.as_tensor(some_labels, device=getattr(some_labels, 'device', 'cpu'))
+        if found.shape != some_images.shape[:1] or found.is_floating_point():
+            raise ValueError(
+                f'labels must be classes, integers [B] = [{len(some_images)}], got {found.dtype} {list(found.shape)}.')
         images.extend(some_images)
-        labels.extend(some_labels)
+        labels.extend(found.long())
         while len(images) >= size:
             yield torch.stack(images[:size]), torch.stack(labels[:size])
             images, labels = images[size:], labels[size:]
@@ -284,7 +291,7 @@ def _explain(logits, images, labels, seeds, both, background_position, backgroun
     """
     n, b = len(images), len(seeds)
     labels = labels.to(both.device)
-    each = torch.arange(n).repeat_interleave(b)
+    each = torch.arange(n, device='cpu').repeat_interleave(b)
     image_only = logits(images, each, seeds.repeat(n)).unflatten(0, (n, b))  # [n, b, classes]
     index = labels[:, None].expand(n, b)
     position, image = attributions(

@@ -47,9 +47,24 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(handler=handler, command=name)
+    for action in (None, 'store'):
+        parser.register('action', action, _StoreOnce)
+    parser.register('type', Path, lambda text: Path(text).expanduser())  # shells do not expand --output=~/FILE
     # A `dest` of its own: argparse would drop what was given before COMMAND. Experiments refuse it.
     add_import_option(parser, 'imports_of_command', shown=name != 'experiment')
     return parser
+
+
+class _StoreOnce(argparse.Action):
+    """What argparse does by default, but an option that is given twice is an error: argparse would keep the last."""
+    is_given = False
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if self.is_given:
+            raise argparse.ArgumentError(
+                self, 'given twice; give it once' + (', with all values' if self.nargs in ('+', '*') else ''))
+        setattr(namespace, self.dest, values)
+        self.is_given = bool(self.option_strings)
 
 
 def add_import_option(parser: argparse.ArgumentParser, dest: str, shown: bool = True) -> None:

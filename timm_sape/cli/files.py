@@ -122,7 +122,7 @@ def write_files(writers: Mapping[Optional[Path], Callable[[Path], None]], force:
         with ExitStack() as stack:
             staged: Dict[Path, Path] = {}
             for path, write in writers.items():
-                target = path.resolve()  # where a link leads
+                target = Path(os.path.realpath(path))  # where a link leads; unlike resolve, it accepts a loop
                 target.parent.mkdir(parents=True, exist_ok=True)
                 folder = tempfile.TemporaryDirectory(prefix='.timm-sape-', dir=target.parent)
                 staged[target] = Path(stack.enter_context(folder), path.name)

@@ -51,6 +51,8 @@ def check_result(
     is_pair = isinstance(found, (tuple, list)) and len(found) == 2
     if hook in PAIRS and not is_pair:
         raise ValueError(f'{what} {_described(found)}. It must return two tensors.')
+    if hook == 'embed' and found is tensors[0]:
+        raise ValueError(f'{what} the tokens that it got. It must return only the term to add to them.')
     for result in found if hook in PAIRS else (found,):
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             raise ValueError(f'{what} {_described(result)}. It must be a tensor of floating-point numbers.')

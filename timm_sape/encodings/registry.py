@@ -336,6 +336,11 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
             f'{name!r}: {cls.__name__} sets self.gate, which is the gate of an encoding with {AUTO}. Choose another '
             'name.')
     is_own = not _is_built_in(cls)
+    unseen = _unseen_parameter(encoding) if is_own else ''
+    if unseen:
+        raise ValueError(
+            f'{name!r}: {unseen} of {cls.__name__} would neither be trained nor saved, because torch does not see it. '
+            'Make it an nn.Parameter, or a list of them an nn.ParameterList or nn.ModuleList.')
     unset = [key for key, t in _tensors(encoding).items() if is_own and t.is_floating_point() and t.isnan().any()]
     if unset:
         raise ValueError(
@@ -365,6 +370,19 @@ def _tensors(encoding: PositionEncoding) -> Dict[str, torch.Tensor]:
     tensors = dict(itertools.chain(encoding.named_parameters(), encoding.named_buffers()))
     has_values = all(type(t) in (nn.Parameter, torch.Tensor) and not t.is_meta for t in tensors.values())
     return tensors if has_values else {}
+
+
+def _unseen_parameter(encoding: PositionEncoding) -> str:
+    """An attribute with parameters or layers that no module knows of. Empty if there is none."""
+    known = set(map(id, itertools.chain(encoding.parameters(), encoding.modules())))  # some layers list theirs
+    for path, module in encoding.named_modules():
+        for name, value in vars(module).items():
+            items = list(value.values()) if isinstance(value, dict) else value
+            for item in items if isinstance(items, (list, tuple)) else [items]:
+                learns = isinstance(item, nn.Module) or isinstance(item, torch.Tensor) and item.requires_grad
+                if learns and id(item) not in known:
+                    return f'{path}.{name}' if path else name
+    return ''
 
 
 def _ignores_gate(encoding: PositionEncoding) -> str:

@@ -212,7 +212,7 @@ def load_images(
         max_patches: As in `native_preprocessing`, if the data set's transform comes from there.
     """
     if shuffle or num_images is not None and num_images < len(data):
-        picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:num_images]
+        picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed), device='cpu')[:num_images]
         data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
     collate = None if max_patches is None else NaFlexCollator(max_patches)
     return DataLoader(data, batch_size=batch_size, num_workers=workers, collate_fn=collate)
