@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -1190,6 +1191,34 @@ WRONG = {
     'no device': (dict(args={'device': None}), "device must not be null; leave it out for the default, 'cuda'"),
     'cuda': (dict(args={'device': 'cuda'}), 'torch sees no GPU here'),
 }
+
+
+def test_hints_name_what_is_text(lab, capsys):
+    lab.plan({'A': 'test_vit_ape'}, args={'sched': 'cosin', 'warmup_lr': '1e-5'})
+    assert lab() == 2
+    err = capsys.readouterr().err
+    assert "Unknown scheduler 'cosin'" in err and 'as text' not in err
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError('no space left')
+
+    monkeypatch.setattr('os.replace', full)
+    with pytest.raises(OSError, match='no space'):
+        records.write_text(tmp_path / 'summary.csv', 'text')
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_are_utf8_whatever_the_locale(lab):
+    lab.plan({'APE ±': 'test_vit_ape'}, seeds=[1])
+    path = lab.folder / 'plan.yaml'
+    path.write_text(path.read_text().replace('\\xB1', '±'), encoding='utf-8')
+    assert '±' in path.read_text(encoding='utf-8')
+    env = {**os.environ, 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'LC_ALL': 'POSIX'}
+    code = f'from timm_sape.lab.experiment import load_plan; print(ascii(load_plan({str(path)!r}).baseline))'
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == f'{ascii("APE ±")}\n', done.stderr
 
 
 def test_folders_that_train_py_takes_for_a_split(tmp_path):

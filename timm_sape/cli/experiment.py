@@ -215,7 +215,7 @@ def _write_tables(plan, args: argparse.Namespace, curves: bool = True) -> str:
     data, table, figure = _files(args)
     writers = {
         data: lambda path: write_csv(rows, path),  # the rows have columns for everything that the notes say
-        table: lambda path: path.write_text(f'{text}\n')}
+        table: lambda path: path.write_text(f'{text}\n', encoding='utf-8')}
     if curves and find_spec('matplotlib') is not None:
         writers[figure] = lambda path: plot_curves(plan, args.output, path)
     write_files(writers, force=True)

@@ -149,9 +149,9 @@ def table_writer(rows: Sequence[Dict[str, Any]], notes: str, table: str) -> Call
             write_csv(rows, path, notes)
         elif path.suffix.lower() == '.json':
             content = {'notes': notes, 'rows': list(map(_finite, rows))}
-            path.write_text(json.dumps(content, indent=2, allow_nan=False) + '\n')
+            path.write_text(json.dumps(content, indent=2, allow_nan=False) + '\n', encoding='utf-8')
         else:
-            path.write_text(f'{table}\n\n{notes}\n')
+            path.write_text(f'{table}\n\n{notes}\n', encoding='utf-8')
 
     return write
 

@@ -17,7 +17,7 @@ def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str = '') ->
             lost when the table is mailed. A column survives that, and also filtering and joining tables.
     """
     rows = [{**row, 'notes': notes} for row in rows] if notes else rows
-    with open(path, 'w', newline='') as f:
+    with open(path, 'w', newline='', encoding='utf-8') as f:
         writer = csv.DictWriter(f, fieldnames=list(rows[0]), lineterminator='\n')
         writer.writeheader()
         writer.writerows(rows)

@@ -178,7 +178,8 @@ def load_plan(path: Path, options: Optional[Mapping[str, Optional[Option]]] = No
             texts = [
                 key for key, value in configs[label].items()
                 if isinstance(value, str) and re.fullmatch(r'[\d.]+(e[-+]?\d+)?', value)]
-            hint = f'; YAML reads {texts[0]} as text: write 1.0e-5, not 1e-5, and no quotes' if texts else ''
+            is_text = texts and isinstance(e, TypeError)
+            hint = f'; YAML reads {", ".join(texts)} as text: write 1.0e-5, not 1e-5, and no quotes' if is_text else ''
             raise ValueError(f'{where}: timm cannot make this schedule: {e}{hint}') from e
     runs = [
         Run(label, seed, {**config, 'seed': seed}) for seed in seeds for label, config in configs.items()]
@@ -194,8 +195,8 @@ def script_options(script: Path) -> Optional[Dict[str, Option]]:
         ValueError: If the file is not Python.
     """
     try:
-        tree = ast.parse(script.read_text())
-    except (SyntaxError, UnicodeDecodeError) as e:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError) as e:
         raise ValueError(f'{script} is not a Python script: {e}') from e
     found = {}
     for node in ast.walk(tree):
@@ -347,7 +348,7 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> N
 
 def _load_yaml(path: Path) -> Dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding='utf-8')
         _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), path)
         loaded = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as e:

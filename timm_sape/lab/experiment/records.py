@@ -76,8 +76,12 @@ class Record:
 def write_text(path: Path, text: str) -> None:
     """Write a file beside its place, then move it there, so that it is never half-written."""
     beside = path.with_name(f'.{path.name}.{os.getpid()}')
-    beside.write_text(text)
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding='utf-8')
+        os.replace(beside, path)
+    except BaseException:  # such as a full disk
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
