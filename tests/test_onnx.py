@@ -191,6 +191,7 @@ def example():
     return module
 
 
+@pytest.mark.full
 def test_example(saved, photos, tmp_path):
     folder, model = saved
     (tmp_path / 'out').mkdir()

@@ -55,6 +55,9 @@ class OwnGridOnly(PositionEncoding):
     def position_bias(self, grid):
         return grid.pad_prefix(self.bias)
 
+    def init_non_persistent_buffers(self):
+        """Does nothing; without it, this would be refused at once."""
+
 
 @controls.broken_encoding('dynamic_img_size', 'own size after another one: differs')
 class RemembersLargestGrid(PositionEncoding):

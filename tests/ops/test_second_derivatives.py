@@ -8,7 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import timm_sape
 from harness import assert_near
-from operators import BACKENDS, DEVICE, FAST, NAMES, device_of, make_inputs, second_derivatives_of_distances
+from operators import BACKENDS, DEVICE, FAST, INTERPRETED, NAMES, device_of, make_inputs, second_derivatives_of_distances
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops import reference
@@ -67,7 +67,8 @@ def test_bias():
 
 
 @pytest.mark.parametrize('backend, operator', [
-    ('torch', torch_axis_codes), ('cpp', cpp_axis_codes), ('triton', triton_axis_codes)])
+    ('torch', torch_axis_codes), ('cpp', cpp_axis_codes),
+    pytest.param('triton', triton_axis_codes, marks=INTERPRETED)])
 def test_codes(backend, operator):
     if device_of(backend) == 'cuda':
         pytest.skip('Triton has no float64 on a GPU, which finite differences need')
