@@ -8,7 +8,16 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import timm_sape
 from harness import assert_near
-from operators import BACKENDS, DEVICE, FAST, INTERPRETED, NAMES, device_of, make_inputs, second_derivatives_of_distances
+from operators import (
+    BACKENDS,
+    DEVICE,
+    FAST,
+    INTERPRETED,
+    NAMES,
+    device_of,
+    make_inputs,
+    second_derivatives_of_distances,
+)
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops import reference
