@@ -364,6 +364,8 @@ def test_home_folder(tmp_path, monkeypatch):
     timm_sape.hub.save(timm.create_model('test_vit_rope2d'), '~/model')
     assert [path.name for path in (tmp_path / 'home').iterdir()] == ['model']
     assert not list((tmp_path / 'here').iterdir())
+    timm_sape.hub.load('~/model')
+    timm_sape.hub.load('local-dir:~/model')
 
 
 def test_a_name_in_place_of_a_class(tmp_path):

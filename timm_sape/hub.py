@@ -273,7 +273,7 @@ def load(
         OSError: If the disk is full.
     """
     named = os.fspath(repo_id)
-    folder = Path(named.removeprefix('local-dir:'))
+    folder = Path(named.removeprefix('local-dir:')).expanduser()
     is_folder = named.startswith('local-dir:') or not named.startswith('hf-hub:') and folder.is_dir()
     if is_folder or isinstance(repo_id, Path):
         where = str(folder)
