@@ -34,6 +34,8 @@ WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/C
 class ImageFile(Dataset):
     """A data set of one image, without a label (-1).
 
+    Like timm, it does not apply a rotation that EXIF data ask for.
+
     Args:
         path: The file.
         transform: Applied to the image.
