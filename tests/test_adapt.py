@@ -20,13 +20,13 @@ from timm.models import save_for_hf
 
 import timm_sape
 from timm_sape import cli
-from timm_sape.loading import load_images, open_dataset, preprocessing
 from timm_sape.cli import adapt as adapt_command
 from timm_sape.lab.adapt import adapt, adapted_table, snapshot
 from timm_sape.lab.compare import compare
 from timm_sape.lab.evaluate import Predictions, wilson_interval
 from timm_sape.lab.intervals import paired_interval
 from timm_sape.lab.rules import distinct_rules, own_rule, rules_of
+from timm_sape.loading import load_images, open_dataset, preprocessing
 
 ALL = ['extrapolate', 'rescale', 'ntk', 'yarn']
 ALL += [f'{rule}+log' for rule in ALL]

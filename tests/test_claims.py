@@ -22,10 +22,10 @@ from timm.utils import random_seed
 
 from timm_sape.analysis import position_shap, separation
 from timm_sape.lab import shifts as shifts_module
-from timm_sape.loading import load_images, load_model, open_dataset, preprocessing
 from timm_sape.lab.shifts import shift_images, shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.cli import main
+from timm_sape.loading import load_images, load_model, open_dataset, preprocessing
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'
 

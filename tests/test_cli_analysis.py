@@ -21,10 +21,10 @@ import timm_sape
 from harness import assert_near
 from timm_sape.analysis import position_maps, randomize_encodings
 from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
-from timm_sape.loading import ImageFile, load_model, open_dataset, preprocessing
 from timm_sape.cli import main
 from timm_sape.cli.list import GUIDE
 from timm_sape.entrypoints import SIZES
+from timm_sape.loading import ImageFile, load_model, open_dataset, preprocessing
 
 
 @pytest.fixture(scope='module')

@@ -44,13 +44,13 @@ from timm_sape.lab.evaluate import (
     wilson_interval,
 )
 from timm_sape.lab.figures_sweep import plot_sweep
-from timm_sape.loading import image_size_of, load_model, number_classes, open_dataset, preprocessing
 from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.lab.tables import markdown
 from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
 from timm_sape.cli import sweep as sweep_command
 from timm_sape.cli.common import CommandError
+from timm_sape.loading import image_size_of, load_model, number_classes, open_dataset, preprocessing
 
 PATCH = 8
 CLASSES = 3
@@ -618,6 +618,10 @@ def test_a_link_stays_a_link(tmp_path):
     with pytest.raises(CommandError, match='--force'):
         files.write_files({link: lambda path: path.write_text('third')}, force=False)
     assert list(tmp_path.joinpath('deep').iterdir()) == [target]
+    loop = tmp_path / 'loop.csv'
+    loop.symlink_to(loop)
+    files.write_files({loop: lambda path: path.write_text('text')}, force=True)
+    assert loop.read_text() == 'text'
 
 
 def test_tables_that_others_can_read(tmp_path):

@@ -1162,11 +1162,13 @@ WRONG = {
     'batches': (dict(args={'batch_size': [8]}), 'batch_size must be a number (without quotes) of 1 or more, got [8]'),
     'batch as text': (dict(args={'batch_size': '8'}), 'batch_size must be a number (without quotes) of 1'),
     'unknown data': (dict(args={'dataset': 'trch/cifar10'}), "args: Unknown data set 'trch/cifar10'. Write e.g. torch"),
+    'data of torchvision': (
+        dict(args={'dataset': 'Torch/CIFAR10'}), "data has no data set Torch/CIFAR10, split 'train': Dataset not"),
     'data without a prefix': (dict(models={'A': {'dataset': 'folder'}}), "Unknown data set 'folder'"),
     'split of folders by torchvision': (
         dict(args={'dataset': 'torch/image_folder', 'val_split': 'val'}), "has no folder 'val', and train.py would"),
     'config': (dict(args={'config': 'other.yaml'}), 'args: train.py would ignore config; write its options here'),
-    'no optimizer': (dict(args={'no_resume_opt': True}), 'with no_resume_opt an interrupted run would go on as'),
+    'no optimizer': (dict(args={'no_resume_opt': True}), 'with no_resume_opt an interrupted run would go on with'),
     'data as a list': (dict(args={'dataset': ['torch/cifar10']}), 'dataset must be a name'),
     'null data': (dict(args={'dataset': None}), 'dataset must be a name (in quotes if it is a number), got None'),
     'rates': (dict(args={'lr': [0.1, 0.2]}), 'args: lr must be a number, got [0.1, 0.2]'),
@@ -1219,6 +1221,12 @@ def test_texts_are_utf8_whatever_the_locale(lab):
     code = f'from timm_sape.lab.experiment import load_plan; print(ascii(load_plan({str(path)!r}).baseline))'
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout == f'{ascii("APE ±")}\n', done.stderr
+    plan = Path(__file__).parents[1] / 'train_configs' / 'cpu_cifar10' / 'repository.yaml'
+    shutil.copytree(plan.parents[2] / 'results' / 'cpu_repository', lab.output)
+    command = [sys.executable, '-m', 'timm_sape', 'experiment', plan, '--output', lab.output, '--tables']
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and r'\xb1' in done.stdout, done.stderr
+    assert '±' in (lab.output / 'repository.md').read_text(encoding='utf-8')
 
 
 def test_folders_that_train_py_takes_for_a_split(tmp_path):

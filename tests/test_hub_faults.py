@@ -344,12 +344,13 @@ CHANGES = {
 @pytest.mark.parametrize('given, message', [
     (dict(data_config={'crop_pct': '0.9'}), "crop_pct .* must be a number, .*not '0.9'"),
     (dict(data_config={'interpolation': 3}), 'interpolation .* must be'),
-    (dict(model_config={'label_names': ['a', 'b']}), r"label_names must be 4 different texts, .* got \['a', 'b'\]"),
-    (dict(model_config={'label_names': ['a', 'b', 'c', 'a']}), 'label_names must be 4 different texts'),
-    (dict(model_config={'label_names': [0, 1, 2, 3]}), 'label_names must be 4 different texts'),
+    (dict(model_config={'label_names': ['a', 'b']}), r"label_names must be 4 strings, .* got \['a', 'b'\]"),
+    (dict(model_config={'label_names': ['a', 'b', 'c', 'a']}), "has 'a' twice.* label_descriptions="),
+    (dict(model_config={'label_names': [0, 1, 2, 3]}), 'label_names must be 4 strings'),
+    (dict(num_classes=0, model_config={'label_names': ['a']}), 'The model has no classes. Leave label_names out'),
 ])
 def test_entries_that_would_be_wrong(given, message, tmp_path):
-    model = timm.create_model('test_vit_rope2d', num_classes=4)
+    model = timm.create_model('test_vit_rope2d', num_classes=given.pop('num_classes', 4))
     with pytest.raises(ValueError, match=message):
         timm_sape.hub.save(model, tmp_path / 'model', **given)
     assert not list(tmp_path.iterdir())
@@ -366,6 +367,8 @@ def test_home_folder(tmp_path, monkeypatch):
     assert not list((tmp_path / 'here').iterdir())
     timm_sape.hub.load('~/model')
     timm_sape.hub.load('local-dir:~/model')
+    with pytest.raises(ValueError, match='There is no folder ~nobody-here'):
+        timm_sape.hub.load(Path('~nobody-here/model'))
 
 
 def test_a_name_in_place_of_a_class(tmp_path):

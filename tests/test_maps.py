@@ -219,9 +219,10 @@ def test_no_masks(masked):
         position_maps(model, torch.zeros(1, 3, 64, 64), **masked)
 
 
-def test_layers_that_are_no_list():
-    with pytest.raises(ValueError, match=r'layers must be a list of indices, such as \[0\]'):
-        position_maps(build('rope2d'), images(), 0)
+@pytest.mark.parametrize('layers', [0, '0', torch.tensor(1)])
+def test_layers_that_are_not_a_list(layers):
+    with pytest.raises(ValueError, match=r'layers must be a list of indices, such as \[0\], got'):
+        position_maps(build('rope2d'), images(), layers)
 
 
 @pytest.mark.parametrize('layers', [[2], [-3], [0, 7]])

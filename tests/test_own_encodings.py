@@ -312,13 +312,15 @@ def test_layers_that_nothing_sets_again(base):
     lambda: torch.ones(1, requires_grad=True),
     lambda: [nn.Parameter(torch.ones(1))],
     lambda: {'a': nn.Linear(2, 2)},
+    lambda: [nn.Linear(2, 2)],
 ])
 def test_parameters_that_torch_does_not_see(hidden):
     def init(self, *, seen=False, device=None, **host):
         PositionEncoding.__init__(self, device=device, **host)
         self.rnn = nn.GRU(2, 2)  # which lists its own parameters in an attribute
+        self.linear = nn.utils.weight_norm(nn.Linear(2, 2))  # whose weight is computed from parameters
         self.seen = nn.Parameter(torch.ones(1))
-        self.found = [self.seen, self.rnn] if seen else hidden()
+        self.found = [self.seen, self.rnn, nn.GELU(), nn.Linear(2, 2).requires_grad_(False)] if seen else hidden()
 
     register('__init__', init, reset_parameters=lambda self: None, position_bias=lambda self, grid: self.seen[:, None])
     with pytest.raises(ValueError, match='found of Mine would neither be trained nor saved'):
@@ -344,7 +346,7 @@ def test_buffers_that_nothing_computes_again(base):
         position_bias=lambda self, grid: self.slope * torch.eye(grid.num_tokens),
         compute=lambda self, grid, device, dtype: grid.coordinates(device, dtype))
     register('__init__', init, base, **functions)
-    with pytest.raises(ValueError, match='nothing computes slope again.* init_non_persistent_buffers of Mine'):
+    with pytest.raises(ValueError, match='slope of Mine is not saved.* in a method init_non_persistent_buffers'):
         build()
     build(pos_enc_kwargs={'mine': {'persistent': True}})
 

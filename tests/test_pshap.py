@@ -250,6 +250,7 @@ def test_cost():
     (lambda x, y: position_shap(build('ape'), [(x, y)], batch_size=0), 'batch_size must be 1 or more'),
     (lambda x, y: position_shap(build('ape'), [(x, y)], seed=1.5), 'seed must be 0 or more, an integer, got 1.5'),
     (lambda x, y: position_shap(build('ape'), [(x, y.double())]), r'integers \[B\] = \[4\], got torch.float64 \[4\]'),
+    (lambda x, y: position_shap(build('ape'), [(x, y.to(torch.complex64))]), r'got torch.complex64 \[4\]'),
     (lambda x, y: position_shap(build('ape'), [(x, y[:, None])]), r'got torch.int64 \[4, 1\]'),
     (lambda x, y: position_shap(build('ape'), [(x, y[:3])]), r'got torch.int64 \[3\]'),
     (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),
@@ -266,5 +267,9 @@ def test_labels_of_other_types_and_another_default_device():
     expected = position_shap(model, [(x, y)], background=2)
     for labels in (y, y.tolist(), y.to(torch.uint8)):
         with torch.device('meta'):
-            found = position_shap(model, [(x, labels)], background=2)
+            found = position_shap(model, [(list(x), labels)], background=2)
         assert torch.equal(found.position, expected.position) and torch.equal(found.labels, expected.labels)
+
+
+def test_the_largest_seed():
+    assert position_shap(build('ape'), [data(4)], background=2, seed=2 ** 63 - 1).position.isfinite().all()

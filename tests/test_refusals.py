@@ -9,12 +9,12 @@ from torch.nn.utils import prune
 import timm_sape
 from timm_sape.analysis import position_shap
 from timm_sape.analysis.gallery import gallery_panels
-from timm_sape.loading import load_model, native_preprocessing, preprocessing
 from timm_sape.checkpoints import unwrap
 from timm_sape.cli import main
 from timm_sape.lab import bench_naflex, bench_sape2
 from timm_sape.lab.position_data import write_subset
 from timm_sape.lab.shifts import shift_sweep
+from timm_sape.loading import load_model, native_preprocessing, preprocessing
 
 PATCHES = {
     'patches': torch.zeros(1, 4, 3 * 16 * 16),

@@ -15,11 +15,11 @@ import yaml
 from PIL import Image
 from timm.utils import random_seed
 
-from timm_sape.loading import load_model
 from timm_sape.grid import Grid
 from timm_sape.lab.evaluate import Predictions
 from timm_sape.lab.experiment import lock
 from timm_sape.lab.intervals import corrected_intervals
+from timm_sape.loading import load_model
 
 KWARGS = {'img_size': 32, 'patch_size': 8, 'embed_dim': 32, 'depth': 2, 'num_heads': 2}
 MODELS = ('not fine-tuned', 'unchanged', 'rpb')

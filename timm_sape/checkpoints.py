@@ -317,12 +317,13 @@ def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:
 
 def _hint_of_channels(state_dict: Mapping[str, Any], model: nn.Module) -> str:
     """What to do with a linear patch embedding that may be for other channels: its shape does not tell how many."""
-    name = 'embeds.proj.weight'
-    if name not in state_dict or state_dict[name].shape == model.state_dict()[name].shape:
+    theirs, ours = (weights.get('embeds.proj.weight') for weights in (state_dict, model.state_dict()))
+    if theirs is None or theirs.shape == ours.shape or not theirs.ndim == ours.ndim == 2 or len(theirs) != len(ours):
         return ''
-    return (
-        ' If it is for images with C channels, and not 3, say so: '
-        'pretrained_cfg_overlay=dict(file=..., input_size=(C, height, width)).')
+    channels, rest = divmod(theirs.shape[1], math.prod(model.kernel_size))
+    return '' if rest else (
+        f' If it is for images with {channels} channels, say so: '
+        f'pretrained_cfg_overlay=dict(file=..., input_size=({channels}, height, width)).')
 
 
 def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:

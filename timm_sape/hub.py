@@ -15,6 +15,7 @@ import math
 import os
 import re
 import threading
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,7 +191,8 @@ def save(
         data_config: Preprocessing for config.json, as there.
 
     Raises:
-        ValueError: If the folder exists, or the model cannot be saved or does not load back to identical logits.
+        ValueError: If the folder exists, an entry of `model_config` or `data_config` is wrong, or the model cannot be
+            saved or does not load back to identical logits.
         OSError: If the folder cannot be made or written.
     """
     if not isinstance(repo_id, (str, type(None))):
@@ -198,7 +200,7 @@ def save(
     for name, given in (('model_card', model_card), ('model_config', model_config), ('data_config', data_config)):
         if given is not None and not isinstance(given, dict):
             raise ValueError(f'{name} must be a dict of entries and values, got {_short(given)}.')
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
     model = unwrap_model(model)
@@ -273,7 +275,7 @@ def load(
         OSError: If the disk is full.
     """
     named = os.fspath(repo_id)
-    folder = Path(named.removeprefix('local-dir:')).expanduser()
+    folder = Path(os.path.expanduser(named.removeprefix('local-dir:')))
     is_folder = named.startswith('local-dir:') or not named.startswith('hf-hub:') and folder.is_dir()
     if is_folder or isinstance(repo_id, Path):
         where = str(folder)
@@ -370,10 +372,17 @@ def _check_label_names(config: Dict[str, Any]) -> None:
         ValueError: If `label_names` is a list, and does not have a name of its own for each class.
     """
     names, num_classes = config.get('label_names'), config['num_classes']
-    if not isinstance(names, list):  # timm has dicts, too, for some of the classes
+    if not isinstance(names, list):  # timm also takes a dict of numbers and names, for some of the classes
         return
-    if len(names) != num_classes or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise ValueError(f'label_names must be {num_classes} different texts, one for each class, got {_short(names)}.')
+    if not num_classes:
+        raise ValueError('The model has no classes. Leave label_names out.')
+    if len(names) != num_classes or not all(isinstance(name, str) for name in names):
+        raise ValueError(f'label_names must be {num_classes} strings, one for each class, got {_short(names)}.')
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:  # as of ImageNet's English names
+        raise ValueError(
+            f'label_names has {twice[0]!r} twice. Give each class a name of its own, such as that of its folder, and '
+            'what people read as label_descriptions={name: text}.')
 
 
 def _entries(value: Any, path: str = '', level: int = 0) -> Iterator[Tuple[str, Any]]:

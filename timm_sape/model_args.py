@@ -20,7 +20,7 @@ def check_model_args(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any
     """Check the sizes of a model.
 
     Raises:
-        ValueError: If one is no number of its range, or the heads do not divide the embed dim.
+        ValueError: If one is not a number in its range, or the heads do not divide the embed dim.
     """
     if not is_number(patch_drop_rate) or not 0 <= patch_drop_rate < 1:
         raise ValueError(f'patch_drop_rate must be at least 0 and less than 1, got {patch_drop_rate!r}.')

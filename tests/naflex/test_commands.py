@@ -13,11 +13,11 @@ from timm.models import save_for_hf
 from timm.models._features_fx import GraphExtractNet
 
 from timm_sape.analysis import randomize_encodings
-from timm_sape.loading import load_model, open_dataset, preprocessing
 from timm_sape.cli import main
 from timm_sape.lab import sweep as sweep_module
 from timm_sape.lab.compare import compare
 from timm_sape.lab.evaluate import predict
+from timm_sape.loading import load_model, open_dataset, preprocessing
 
 SIZES = [(40, 90), (64, 64), (101, 37), (120, 30)]  # (height, width) of the images
 

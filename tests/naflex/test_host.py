@@ -116,9 +116,14 @@ def test_checkpoint_of_other_channels(in_chans, tmp_path, caplog):
 
 def test_checkpoint_of_channels_that_are_not_declared():
     overlay = dict(state_dict=small('rope2d', in_chans=2).state_dict(), num_classes=3)
-    with pytest.raises(ValueError, match=r'\[32, 128\] instead of \[32, 64\].* input_size=\(C, height'):
+    with pytest.raises(ValueError, match=r'\[32, 128\] instead of \[32, 64\].* input_size=\(2, height'):
         small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay=overlay)
     small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay={**overlay, 'input_size': (2, 32, 32)})
+    for kwargs in (dict(patch_size=4), dict(embed_dim=64)):  # for which channels have nothing to do with it
+        overlay = dict(state_dict=small('rope2d', in_chans=2, **kwargs).state_dict(), num_classes=3)
+        with pytest.raises(ValueError, match='does not fit the model') as e:
+            small('rope2d', in_chans=1, pretrained=True, pretrained_cfg_overlay=overlay)
+        assert 'channels' not in str(e.value)
 
 
 @pytest.mark.parametrize('pos_enc', POS_ENCS)

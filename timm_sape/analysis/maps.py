@@ -88,11 +88,11 @@ def position_maps(
         kwargs: Further arguments of the model, such as `object_index`.
 
     Raises:
-        ValueError: If the model is of another kind or has no such layer, `layers` is no list, or a mask is given, which
-            maps do not show.
+        ValueError: If the model is of another kind or has no such layer, `layers` is not a list, or a mask is given,
+            which maps do not show.
     """
-    if isinstance(layers, int):
-        raise ValueError(f'layers must be a list of indices, such as [{layers}].')
+    if not isinstance(layers, (list, tuple, range, type(None))):
+        raise ValueError(f'layers must be a list of indices, such as [0], got {layers!r}.')
     if kwargs.get('attn_mask') is not None or kwargs.get('is_causal'):
         raise ValueError('position_maps shows attention without a mask. Leave attn_mask and is_causal out.')
     blocks = getattr(model, 'blocks', None)

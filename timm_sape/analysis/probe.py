@@ -92,8 +92,7 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         column of patches or an image of a single colour.
 
     Raises:
-        ValueError: If the model does not cut images into separate patches, or the images are not of its size or no
-            batch.
+        ValueError: If the model does not cut images into separate patches, or `images` is not a batch of its size.
     """
     if images.ndim != 4:
         raise ValueError(f'images must be [B, C, height, width], got {list(images.shape)}. Of one image give x[None].')

@@ -220,7 +220,7 @@ def position_shap(
 
     Raises:
         ValueError: If the model is in training mode or does not cut images into separate patches, labels are missing or
-            are no classes of the model, there are fewer than two images, or a number is none of its range.
+            are not classes of the model, there are fewer than two images, or a number is out of range.
     """
     if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
@@ -242,7 +242,7 @@ def position_shap(
                 raise ValueError('Position-SHAP explains the logit of the true class: images need labels.')
             images = images.to(device)
             draws += len(images)
-            seeds = torch.arange(draws - len(images), draws, device='cpu') + 1_000_003 * seed % 2 ** 62
+            seeds = torch.arange(draws - len(images), draws, device='cpu') + 1_000_003 * seed % 2 ** 62  # for int64
             every = torch.arange(len(images), device='cpu')
             with_position, without = logits(images, every), logits(images, every, seeds)
             check_classes(labels, with_position.shape[1])
@@ -262,7 +262,7 @@ def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
     images, labels = [], []
     for some_images, some_labels in batches:
         found = torch.as_tensor(some_labels, device=getattr(some_labels, 'device', 'cpu'))
-        if found.shape != some_images.shape[:1] or found.is_floating_point():
+        if found.shape != (len(some_images),) or found.is_floating_point() or found.is_complex():
             raise ValueError(
                 f'labels must be classes, integers [B] = [{len(some_images)}], got {found.dtype} {list(found.shape)}.')
         images.extend(some_images)

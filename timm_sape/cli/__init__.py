@@ -31,6 +31,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         The exit code: 0, 2 if the user made a mistake, or 141 if what reads the output has stopped reading.
     """
     args = make_parser().parse_args(argv)
+    sys.stdout.reconfigure(errors='backslashreplace')  # tables have a +- that not every locale has
     usual = warnings.formatwarning
 
     def formatted(message, category, filename, *rest) -> str:

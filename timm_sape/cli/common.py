@@ -49,22 +49,20 @@ def add_command(
     parser.set_defaults(handler=handler, command=name)
     for action in (None, 'store'):
         parser.register('action', action, _StoreOnce)
-    parser.register('type', Path, lambda text: Path(text).expanduser())  # shells do not expand --output=~/FILE
+    # Shells do not expand --output=~/FILE. Path.expanduser would fail for a file called ~FILE.
+    parser.register('type', Path, lambda text: Path(os.path.expanduser(text)))
     # A `dest` of its own: argparse would drop what was given before COMMAND. Experiments refuse it.
     add_import_option(parser, 'imports_of_command', shown=name != 'experiment')
     return parser
 
 
 class _StoreOnce(argparse.Action):
-    """What argparse does by default, but an option that is given twice is an error: argparse would keep the last."""
-    is_given = False
+    """What argparse does by default, but a list that is given twice is an error: argparse would keep the last."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        if self.is_given:
-            raise argparse.ArgumentError(
-                self, 'given twice; give it once' + (', with all values' if self.nargs in ('+', '*') else ''))
+        if self.option_strings and isinstance(values, list) and getattr(namespace, self.dest) is not self.default:
+            raise argparse.ArgumentError(self, 'given twice; give it once, with all values')
         setattr(namespace, self.dest, values)
-        self.is_given = bool(self.option_strings)
 
 
 def add_import_option(parser: argparse.ArgumentParser, dest: str, shown: bool = True) -> None:

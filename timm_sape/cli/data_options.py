@@ -66,7 +66,7 @@ def seed(text: str) -> int:
     """A seed that torch accepts.
 
     Raises:
-        argparse.ArgumentTypeError: If it is none.
+        argparse.ArgumentTypeError: If it is not one.
     """
     if not text.isdecimal() or int(text) >= 2 ** 63:
         raise argparse.ArgumentTypeError(f'{text!r} is not a seed; write an integer from 0 to {2 ** 63 - 1}')

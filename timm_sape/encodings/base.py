@@ -438,7 +438,7 @@ class PositionEncoding(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Give all parameters and buffers their initial values.
+        """Give parameters and saved buffers their initial values; call `init_non_persistent_buffers` for the others.
 
         Raises:
             ValueError: If there are parameters of its own, and no override of this method that sets them.

@@ -346,14 +346,12 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
         raise ValueError(
             f'{name!r}: the constructor of {cls.__name__} does not set {unset[0]}, which holds whatever was in memory. '
             'Set it in reset_parameters, and end the constructor by self.reset_parameters().')
-    known = {'table'} if isinstance(encoding, FixedEncoding) else set()
-    lost = sorted(encoding._non_persistent_buffers_set - known)
-    sets_known = PositionEncoding.init_non_persistent_buffers, FixedEncoding.init_non_persistent_buffers
-    if lost and cls.init_non_persistent_buffers in sets_known:
+    lost = _lost_buffer(encoding)
+    if lost:
         raise ValueError(
-            f'{name!r}: nothing computes {lost[0]} again, which is not saved, for a model that is built without memory '
-            f'and then filled. Set it in a method init_non_persistent_buffers of {cls.__name__}, or save it: '
-            'persistent=True.')
+            f'{name!r}: {lost} of {cls.__name__} is not saved, so a model that is built on the meta device and then '
+            'loaded has no value for it. Set it in a method init_non_persistent_buffers, which reset_parameters should '
+            'call, or save it: persistent=True.')
     ignores = _ignores_gate(encoding) if is_own and gate == 0 else ''
     if ignores:
         raise ValueError(
@@ -372,15 +370,31 @@ def _tensors(encoding: PositionEncoding) -> Dict[str, torch.Tensor]:
     return tensors if has_values else {}
 
 
+def _lost_buffer(encoding: PositionEncoding) -> str:
+    """A buffer that is not saved, and that timm's `reinit_non_persistent_buffers` does not set. Empty if there is none.
+    """
+    if type(encoding).init_non_persistent_buffers not in (
+            PositionEncoding.init_non_persistent_buffers, FixedEncoding.init_non_persistent_buffers):
+        return ''
+    for path, module in encoding.named_modules():
+        known = {'table'} if isinstance(module, FixedEncoding) else set()
+        lost = sorted(module._non_persistent_buffers_set - known)
+        if lost and (module is encoding or not hasattr(module, 'init_non_persistent_buffers')):
+            return f'{path}.{lost[0]}' if path else lost[0]
+    return ''
+
+
 def _unseen_parameter(encoding: PositionEncoding) -> str:
     """An attribute with parameters or layers that no module knows of. Empty if there is none."""
-    known = set(map(id, itertools.chain(encoding.parameters(), encoding.modules())))  # some layers list theirs
+    known = set(map(id, encoding.parameters()))  # some layers list theirs
     for path, module in encoding.named_modules():
         for name, value in vars(module).items():
             items = list(value.values()) if isinstance(value, dict) else value
             for item in items if isinstance(items, (list, tuple)) else [items]:
-                learns = isinstance(item, nn.Module) or isinstance(item, torch.Tensor) and item.requires_grad
-                if learns and id(item) not in known:
+                tensors = item.parameters() if isinstance(item, nn.Module) else [item]
+                # what is no leaf is computed from parameters, as by weight_norm
+                if any(isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf and id(t) not in known
+                       for t in tensors):
                     return f'{path}.{name}' if path else name
     return ''
 

@@ -182,7 +182,7 @@ def reads_folders(dataset: str) -> bool:
         ValueError: If timm knows no data set of this name. It would read all images below the root, of every split.
     """
     prefix, _, name = dataset.lower().partition('/')
-    if dataset and (not name or prefix not in READERS):
+    if dataset and ('/' not in dataset or prefix not in READERS):
         raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
     return not dataset or prefix == 'torch' and name.split('/')[-1] in ('folder', 'image_folder')
 

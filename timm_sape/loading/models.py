@@ -219,7 +219,7 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     folder = Path(file).parent
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
     trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
-    # for which train.py ignores the class map
+    # train.py ignores the class map of torchvision's data sets
     is_torchvision = (args.get('dataset') or '').lower().startswith('torch/')
     return Source(name, file, kwargs, cfg, trained, '' if is_torchvision else args.get('class_map') or '')
 

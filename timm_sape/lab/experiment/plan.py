@@ -282,7 +282,8 @@ def _check_options(given: Any, options: Optional[Mapping[str, Optional[Option]]]
     if 'config' in given:  # train.py reads it from the command line alone
         raise ValueError(f'{where}: train.py would ignore config; write its options here, or name it as the recipe')
     if given.get('no_resume_opt'):
-        raise ValueError(f'{where}: with no_resume_opt an interrupted run would go on as another; leave it out')
+        raise ValueError(
+            f'{where}: with no_resume_opt an interrupted run would go on with another optimizer state; leave it out')
     for key in TEXTS:
         if not isinstance(given.get(key, ''), str):
             raise ValueError(f'{where}: {key} must be a name (in quotes if it is a number), got {given[key]!r}')
