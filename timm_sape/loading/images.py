@@ -41,7 +41,7 @@ class ImageFile(Dataset):
         transform: Applied to the image.
 
     Raises:
-        ValueError: On access, if the file cannot be read.
+        ValueError: On access, if the file cannot be read, or has more than 8 bits for each channel.
     """
 
     def __init__(self, path: Union[str, os.PathLike], transform=None) -> None:
