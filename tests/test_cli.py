@@ -1,6 +1,8 @@
 """The command line, run as a user runs it, from a directory outside of the package."""
+import contextlib
 import csv
 import gc
+import io
 import json
 import os
 import subprocess
@@ -246,6 +248,13 @@ def test_a_list_that_is_given_twice(args, capsys):
     parser = make_parser()
     for _ in range(2):  # the last value of another option counts, as with argparse
         assert parser.parse_args(['probe', 'a', 'b', '--image', 'a.png', '--image=b.png']).image == 'b.png'
+
+
+def test_output_to_something_else_than_a_file():
+    """As in a notebook."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(['list', 'rope2d']) == 0
+    assert 'rope2d' in out.getvalue()
 
 
 def test_output_in_the_home_folder(monkeypatch):

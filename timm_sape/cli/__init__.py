@@ -4,6 +4,7 @@ One file per subcommand, with a function `add` that declares it and names its ha
 quick, so that `--help` is: handlers import torch, timm and the rest of the package themselves.
 """
 import argparse
+import io
 import os
 import sys
 import warnings
@@ -31,7 +32,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         The exit code: 0, 2 if the user made a mistake, or 141 if what reads the output has stopped reading.
     """
     args = make_parser().parse_args(argv)
-    sys.stdout.reconfigure(errors='backslashreplace')  # tables have a +- that not every locale has
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+        sys.stdout.reconfigure(errors='backslashreplace')  # tables have a +- that not every locale has
     usual = warnings.formatwarning
 
     def formatted(message, category, filename, *rest) -> str:
