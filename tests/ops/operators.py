@@ -15,7 +15,7 @@ FAST = ('torch', 'cpp', 'triton')
 BACKENDS = ('reference', *FAST)
 HALVES = [(backend, dtype) for backend in FAST for dtype in (torch.float16, torch.bfloat16)]
 NAMES = ('q', 'k', 'v', 'table_x', 'table_y', 'bias_scale')
-INTERPRETED = [] if DEVICE == 'cuda' else [pytest.mark.full]  # takes long in Triton's interpreter
+FULL_WITHOUT_GPU = [] if DEVICE == 'cuda' else [pytest.mark.full]  # takes long in Triton's interpreter
 if DEVICE == 'cpu':
     tensor_cores.install()
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 import timm_sape
 from common import Maker
 from harness import assert_near
-from operators import BACKENDS, DEVICE, FAST, INTERPRETED, device_of, make_inputs, strictest
+from operators import BACKENDS, DEVICE, FAST, FULL_WITHOUT_GPU, device_of, make_inputs, strictest
 from timm_sape.ops.backend import using_backend
 from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention
 from timm_sape.ops.sape2 import axis_codes
@@ -39,7 +39,7 @@ def test_codes_stay_wide_under_autocast(backend):
 @pytest.mark.parametrize('backend, codes_operator, attention_operator', [
     ('torch', torch_axis_codes, torch_distance_attention),
     ('cpp', cpp_axis_codes, cpp_distance_attention),
-    pytest.param('triton', triton_axis_codes, triton_distance_attention_forward, marks=INTERPRETED),
+    pytest.param('triton', triton_axis_codes, triton_distance_attention_forward, marks=FULL_WITHOUT_GPU),
 ])
 def test_opcheck(backend, codes_operator, attention_operator):
     device, dtype, _ = strictest(backend)

@@ -12,7 +12,7 @@ from operators import (
     BACKENDS,
     DEVICE,
     FAST,
-    INTERPRETED,
+    FULL_WITHOUT_GPU,
     NAMES,
     device_of,
     make_inputs,
@@ -77,7 +77,7 @@ def test_bias():
 
 @pytest.mark.parametrize('backend, operator', [
     ('torch', torch_axis_codes), ('cpp', cpp_axis_codes),
-    pytest.param('triton', triton_axis_codes, marks=INTERPRETED)])
+    pytest.param('triton', triton_axis_codes, marks=FULL_WITHOUT_GPU)])
 def test_codes(backend, operator):
     if device_of(backend) == 'cuda':
         pytest.skip('Triton has no float64 on a GPU, which finite differences need')

@@ -47,8 +47,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(handler=handler, command=name)
-    for action in (None, 'store'):
-        parser.register('action', action, _StoreOnce)
+    parser.register('action', None, _StoreOnce)  # of options that name no action
     # Shells do not expand --output=~/FILE. Path.expanduser would fail for a file called ~FILE.
     parser.register('type', Path, lambda text: Path(os.path.expanduser(text)))
     # A `dest` of its own: argparse would drop what was given before COMMAND. Experiments refuse it.

@@ -143,7 +143,7 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
     import timm
 
     from ..lab.experiment import SPLITS, import_modules
-    from ..loading import split_folder
+    from ..loading import is_torchvision, split_folder
 
     if data_dir is None:
         raise CommandError('--data-dir is missing: where are the images?')
@@ -165,7 +165,7 @@ def _check_runs(runs: List, data_dir: Path, output: Path) -> None:
     named = {
         (run.config['dataset'], run.config.get(option, default)): run.label
         for run in runs for option, default in SPLITS.items()
-        if run.config.get('dataset', '').lower().startswith('torch/') and not run.config.get('dataset_download')}
+        if is_torchvision(run.config.get('dataset', '')) and not run.config.get('dataset_download')}
     for (name, split), label in named.items():
         if not split:
             continue

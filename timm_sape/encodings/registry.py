@@ -346,7 +346,7 @@ def _check_instance(name: str, encoding: PositionEncoding, gate: Optional[float]
         raise ValueError(
             f'{name!r}: the constructor of {cls.__name__} does not set {unset[0]}, which holds whatever was in memory. '
             'Set it in reset_parameters, and end the constructor by self.reset_parameters().')
-    lost = _lost_buffer(encoding)
+    lost = _lost_buffer(encoding) if is_own else ''
     if lost:
         raise ValueError(
             f'{name!r}: {lost} of {cls.__name__} is not saved, so a model that is built on the meta device and then '
@@ -371,8 +371,7 @@ def _tensors(encoding: PositionEncoding) -> Dict[str, torch.Tensor]:
 
 
 def _lost_buffer(encoding: PositionEncoding) -> str:
-    """A buffer that is not saved, and that timm's `reinit_non_persistent_buffers` does not set. Empty if there is none.
-    """
+    """A buffer that is not saved and that timm's `reinit_non_persistent_buffers` does not set. Empty for none."""
     if type(encoding).init_non_persistent_buffers not in (
             PositionEncoding.init_non_persistent_buffers, FixedEncoding.init_non_persistent_buffers):
         return ''

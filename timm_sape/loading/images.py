@@ -20,6 +20,7 @@ __all__ = [
     'ImageFile',
     'ImageFolder',
     'in_order',
+    'is_torchvision',
     'load_images',
     'open_dataset',
     'read_class_map',
@@ -130,7 +131,7 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
     """
     root = Path(data)
     in_folders = reads_folders(dataset)
-    if class_map and (dataset.lower().startswith('torch/') or root.is_file()):
+    if class_map and (is_torchvision(dataset) or root.is_file()):
         raise ValueError('A class map numbers the folders of images, or the classes of hfds/NAME. Leave it out.')
     if not dataset and root.is_file():
         return ImageFile(data, transform)
@@ -184,7 +185,12 @@ def reads_folders(dataset: str) -> bool:
     prefix, _, name = dataset.lower().partition('/')
     if dataset and ('/' not in dataset or prefix not in READERS):
         raise ValueError(f'Unknown data set {dataset!r}. Write e.g. torch/cifar10, or nothing for a folder of images.')
-    return not dataset or prefix == 'torch' and name.split('/')[-1] in ('folder', 'image_folder')
+    return not dataset or is_torchvision(dataset) and name.split('/')[-1] in ('folder', 'image_folder')
+
+
+def is_torchvision(dataset: str) -> bool:
+    """Whether train.py reads the data set of this name by torchvision."""
+    return dataset.lower().startswith('torch/')
 
 
 def split_folder(root: Path, split: str) -> Optional[Path]:

@@ -20,7 +20,7 @@ from ..checkpoints import module_names, refuse_other_encoding
 from ..encodings import list_encodings
 from ..entrypoints import SIZES
 from ..host import PosEncModel
-from .images import in_order, read_class_map
+from .images import in_order, is_torchvision, read_class_map
 from .preprocess import patch_ratio
 
 __all__ = ['find_source', 'load_model', 'no_retries', 'why_unknown']
@@ -220,8 +220,8 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
     trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
     # train.py ignores the class map of torchvision's data sets
-    is_torchvision = (args.get('dataset') or '').lower().startswith('torch/')
-    return Source(name, file, kwargs, cfg, trained, '' if is_torchvision else args.get('class_map') or '')
+    class_map = '' if is_torchvision(args.get('dataset') or '') else args.get('class_map') or ''
+    return Source(name, file, kwargs, cfg, trained, class_map)
 
 
 def _pretrained_cfg(name: str) -> Mapping[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 
 import yaml
 
+from ...loading import reads_folders
+
 __all__ = ['ARCHIVE', 'OUTPUTS', 'SPLITS', 'Option', 'Plan', 'Run', 'import_modules', 'load_plan', 'script_options']
 
 KEYS = ('recipe', 'models', 'seeds', 'baseline', 'args')
@@ -47,8 +49,6 @@ class Run(NamedTuple):
     @property
     def splits(self) -> Dict[str, str]:
         """Image folders in the data directory, by train.py's option. Empty if the recipe names a data set instead."""
-        from ...loading import reads_folders
-
         options = SPLITS if reads_folders(self.config.get('dataset', '')) else {}
         found = {option: self.config.get(option, default) for option, default in options.items()}
         return {option: split for option, split in found.items() if split}
@@ -270,8 +270,6 @@ def _merged(*layers: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _check_options(given: Any, options: Optional[Mapping[str, Optional[Option]]], where: str) -> None:
-    from ...loading import reads_folders
-
     if not isinstance(given, dict):
         raise ValueError(
             f'{where}: it must be options of train.py, such as {{lr: 0.001}} (or, for a model, just its name), '
