@@ -4,7 +4,7 @@
 
 No download is needed: the images are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. With patches of one pixel
 the model sees 64 tokens. A single pixel says next to nothing, so everything depends on positions. Loader, optimizer,
-scheduler, metrics and checkpoints are timm's. It takes two to four minutes on two CPU cores.
+scheduler, metrics and checkpoints are timm's. It takes two to five minutes on two CPU cores.
 """
 import argparse
 from pathlib import Path

@@ -26,6 +26,7 @@ POS_ENCS = [
 # One of each kind, for tests that take seconds; the others run with --full.
 OFTEN = [
     'ape', 'cpb', 'irpe_qkv', 'peg', 'sape2_k', 'cope', 'pape', 'auto_rope2d', 'ape+toy_layer+toy_shared']
+FEW = ['peg', 'sape2_k', 'auto_rope2d']  # for tests that take five seconds or more
 # Keywords of the models in the contracts. Positions must not change at random in training. And logits must not be so
 # large (squares of large codes) that in low precision the rounding of q and k hides mistakes.
 KEYWORDS = {
@@ -37,9 +38,9 @@ KEYWORDS = {
 }
 
 
-def rarely(pos_encs):
-    """Parameters of a test that takes long: those beyond one of each kind are marked `full`."""
-    return [pytest.param(pos_enc, marks=[] if pos_enc in OFTEN else pytest.mark.full) for pos_enc in pos_encs]
+def rarely(pos_encs, often=OFTEN):
+    """Parameters of a test that takes long: those that are not among `often` are marked `full`."""
+    return [pytest.param(pos_enc, marks=[] if pos_enc in often else pytest.mark.full) for pos_enc in pos_encs]
 
 
 def images(grid, batch=2, seed=0):

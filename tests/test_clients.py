@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import timm_sape
-from common import HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, images, registered
+from common import HEADS, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, images, rarely, registered
 
 RESCALING = [name for name in timm_sape.list_encodings() if 'resolution' in timm_sape.encoding_keywords(name)]
 
@@ -63,7 +63,7 @@ def test_wrapped_layers(pos_enc, host):
             assert torch.equal(model.eval()(x), expected.eval()(x))
 
 
-@pytest.mark.parametrize('pos_enc', POS_ENCS)
+@pytest.mark.parametrize('pos_enc', rarely(POS_ENCS))
 def test_feature_extractor_of_torchvision(pos_enc):
     make = Maker(pos_enc)
     model, x = make(), make.images()

@@ -1221,6 +1221,11 @@ def test_texts_are_utf8_whatever_the_locale(lab):
     code = f'from timm_sape.lab.experiment import load_plan; print(ascii(load_plan({str(path)!r}).baseline))'
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout == f'{ascii("APE ±")}\n', done.stderr
+
+
+@pytest.mark.full
+def test_tables_are_utf8_whatever_the_locale(lab):
+    env = {**os.environ, 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'LC_ALL': 'POSIX'}
     plan = Path(__file__).parents[1] / 'train_configs' / 'cpu_cifar10' / 'repository.yaml'
     shutil.copytree(plan.parents[2] / 'results' / 'cpu_repository', lab.output)
     command = [sys.executable, '-m', 'timm_sape', 'experiment', plan, '--output', lab.output, '--tables']

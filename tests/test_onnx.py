@@ -18,7 +18,7 @@ from timm.models import save_for_hf
 from timm.utils.onnx import onnx_export
 
 import timm_sape
-from common import COMPOSITIONS, POS_ENCS, Maker, ToyLayer, images, rarely, registered
+from common import COMPOSITIONS, FEW, POS_ENCS, Maker, ToyLayer, images, rarely, registered
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'export.py'
 ENCODINGS = [pos_enc for pos_enc in POS_ENCS if pos_enc not in COMPOSITIONS] + ['auto_rope2d', 'ape+sape2_k']
@@ -71,7 +71,7 @@ def check_export(model, path, *batches, dynamo=True, dynamic_size=True):
     check_parity(path, model, *batches)
 
 
-@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS))
+@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, FEW))
 def test_every_encoding(pos_enc, tmp_path):
     """Dynamic batch, height and width, on square and other grids, the trained one and larger ones."""
     model = Maker(pos_enc)(dynamic_img_size=True, depth=1)
@@ -80,7 +80,7 @@ def test_every_encoding(pos_enc, tmp_path):
 
 
 @pytest.mark.filterwarnings(*DEPRECATED)
-@pytest.mark.parametrize('pos_enc', ENCODINGS)
+@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS))
 def test_deprecated_exporter(pos_enc, tmp_path):
     """timm's script uses it without --dynamo. It has no antialiased resampling, so tables of positions keep their size,
     as in timm's own models."""

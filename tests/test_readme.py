@@ -87,6 +87,7 @@ def test_tables_are_those_of_the_archive(table, tmp_path, monkeypatch):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.full
 def test_reference_table_is_that_of_its_runs(tmp_path):
     folder = RESULTS / 'cpu_cifar10' / 'reference'
     for name in ('runs.jsonl', 'measures.jsonl'):

@@ -25,7 +25,8 @@ class Contracts(dict):
     def add(self, fn=None, *, grids=GRIDS, takes_long=False):
         """Decorates a contract. One that is not about positions needs a single grid only.
 
-        One that takes long runs for one encoding of each kind, and for all with --full.
+        Each runs for all encodings on its first grid, and on the other grids for one encoding of each kind (`OFTEN`).
+        One that takes long runs for these encodings alone. With --full all run for all encodings on all grids.
         """
         if fn is None:
             return partial(self.add, grids=grids, takes_long=takes_long)
@@ -36,14 +37,17 @@ class Contracts(dict):
 
     def test(self):
         """The test that runs all of them for all encodings."""
-        def marks(name, pos_enc):
-            return [pytest.mark.full] if self[name].takes_long and pos_enc not in OFTEN else []
+        def case(name, pos_enc, grid):
+            contract = self[name]
+            rare = pos_enc not in OFTEN and (contract.takes_long or grid != contract.grids[0])
+            size = 'x'.join(map(str, grid))
+            return pytest.param(
+                name, pos_enc, grid, id=f'{name}-{pos_enc}-{size}', marks=[pytest.mark.full] if rare else [])
 
-        @pytest.mark.parametrize('name, pos_enc', [
-            pytest.param(name, pos_enc, marks=marks(name, pos_enc)) for name in self for pos_enc in POS_ENCS])
-        def test_contract(name, pos_enc):
-            for grid in self[name].grids:
-                self[name](Maker(pos_enc, grid))
+        @pytest.mark.parametrize('name, pos_enc, grid', [
+            case(name, pos_enc, grid) for name in self for pos_enc in POS_ENCS for grid in self[name].grids])
+        def test_contract(name, pos_enc, grid):
+            self[name](Maker(pos_enc, grid))
 
         return test_contract
 

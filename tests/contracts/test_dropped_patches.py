@@ -114,7 +114,7 @@ def no_patch_left(make):
         assert model(x, keep_indices=nothing).isnan().all(), 'the mean of no patch'
 
 
-@contracts.add(grids=GRIDS[:2])
+@contracts.add(grids=GRIDS[:2], takes_long=True)
 def patch_dropout_mask(make):
     """A mask is for the whole grid; entries of dropped patches are left out."""
     x = make.images()

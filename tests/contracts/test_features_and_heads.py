@@ -24,7 +24,7 @@ def forward_features(make):
     same(model.forward_features(x[1:]), model.forward_features(x)[1:], 'one image of the batch')
 
 
-@contracts.add(grids=ONE_GRID)
+@contracts.add(grids=ONE_GRID, takes_long=True)
 def forward_intermediates(make):
     """timm's contract, argument by argument."""
     x = make.images()
@@ -86,7 +86,7 @@ def forward_intermediates(make):
         'image_features', 'image_intermediates'}
 
 
-@contracts.add(grids=GRIDS[:2])
+@contracts.add(grids=GRIDS[:2], takes_long=True)
 def features_only(make):
     """`timm.create_model(..., features_only=True)` gives the maps of the whole model, and has no unused parameters."""
     x = make.images()
@@ -106,7 +106,7 @@ def features_only(make):
     same(net(y)[0], model.forward_intermediates(y, intermediates_only=True)[1], 'features of another size', tol=1e-6)
 
 
-@contracts.add(grids=GRIDS[:2])
+@contracts.add(grids=GRIDS[:2], takes_long=True)
 def prune_intermediate_layers(make):
     x = make.images()
     maps = make(depth=3).forward_intermediates(x, intermediates_only=True)
@@ -124,7 +124,7 @@ def prune_intermediate_layers(make):
     same(model(x), make(depth=3)(x), 'pruned to all', tol=1e-6)
 
 
-@contracts.add(grids=ONE_GRID)
+@contracts.add(grids=ONE_GRID, takes_long=True)
 def get_intermediate_layers(make):
     x = make.images()
     model = make(depth=3)
@@ -160,7 +160,7 @@ def reset_classifier(make):
     same(mapped.forward_features(x), features, 'features without attention pool', tol=1e-6)
 
 
-@contracts.add(grids=GRIDS[:2])
+@contracts.add(grids=GRIDS[:2], takes_long=True)
 def pooling(make):
     by_hand = {
         '': lambda model, y: y,

@@ -30,7 +30,7 @@ def check_initial(model, like):
             assert b / factor <= a <= factor * b, f'{name} starts at {a:.3g} instead of {b:.3g}'
 
 
-@contracts.add(grids=GRIDS[:2])
+@contracts.add(grids=GRIDS[:2], takes_long=True)
 def init_weights(make):
     """Every mode gives every parameter and buffer a value. Those of encodings are as after construction."""
     for mode in ('', 'jax', 'jax_nlhb', 'moco', 'reset'):

@@ -11,7 +11,7 @@ from contract_tools import ONE_GRID, Contracts, gradients, same, same_gradients
 contracts = Contracts()
 
 
-@contracts.add
+@contracts.add(takes_long=True)
 def gradient_checkpointing(make):
     """The same loss and gradients as without it, reentrant or not, with every random layer on."""
     kwargs = dict(attn_drop_rate=0.2, proj_drop_rate=0.2, drop_path_rate=0.2, patch_drop_rate=0.2)
@@ -56,7 +56,7 @@ def deterministic(make):
         same(model(x[i:i + 1]), out[i:i + 1], 'one image of the batch')
 
 
-@contracts.add(grids=ONE_GRID)
+@contracts.add(grids=ONE_GRID, takes_long=True)
 def threads(make):
     """Eight threads use one model, each with images of its own size."""
     model = make(dynamic_img_size=True)

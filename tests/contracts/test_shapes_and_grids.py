@@ -85,7 +85,7 @@ def dynamic_img_size(make):
         model(torch.zeros(1, 3, PATCH + 1, PATCH))
 
 
-@contracts.add
+@contracts.add(takes_long=True)
 def dynamic_img_pad(make):
     """An image that the patch size does not divide gets zeros at the bottom and on the right."""
     model = make(dynamic_img_size=True, dynamic_img_pad=True)
@@ -103,7 +103,7 @@ def resampled(model):
     return resized or model.pos_embed is not None
 
 
-@contracts.add
+@contracts.add(takes_long=True)
 def set_input_size(make):
     """The same logits as by `dynamic_img_size`. Back at the first size they are as before, but for resampled tables."""
     x = make.images()
