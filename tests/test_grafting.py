@@ -1056,3 +1056,9 @@ def test_entrypoints_have_the_tags_of_their_bases():
             for cfg in timm.models.get_arch_pretrained_cfgs(arch).values()} for arch in (name, base))
         assert ours == theirs and len(ours) >= 1
         assert list(ours) == list(theirs)  # the default tag is the same
+
+
+def test_pickles_of_whole_models_name_a_path_that_stays():
+    """Models that were pickled whole, which torch allows, name their class by the module that it was first in."""
+    model = timm_sape.graft('deit_tiny_distilled_patch16_224', 'rope2d')
+    assert type(model) is timm_sape.grafting.VisionTransformerDistilledPosEnc

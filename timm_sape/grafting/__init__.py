@@ -15,6 +15,12 @@ Four kinds of models can be grafted:
 
 The architecture of the result is `vit_graft`, which builds the base by timm's own entrypoint. So what timm saves of a
 graft (in a folder, or in a repository on the Hub) is enough to build it again.
+
+    bases.py        which models of timm can be grafted, and what position they have by themselves
+    build_base.py   timm builds the base
+    adopt.py        the base becomes a model of this package, with the encodings that are added
+    vit_graft.py    the architecture `vit_graft`, and the entrypoints `vit_{size}_{encoding}_graft`
+    graft_model.py  the function `graft`
 """
 from .bases import VisionTransformerDistilledPosEnc
 from .graft_model import graft

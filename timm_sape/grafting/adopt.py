@@ -1,10 +1,15 @@
 """Make a model of timm ours: which encodings the graft has, and which of timm's weights."""
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+import inspect
+from functools import partial
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
+from timm.layers import get_device_dtype
+from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
+from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
 
 from .. import checkpoints
 from ..attention import adopt_blocks
@@ -13,10 +18,10 @@ from ..encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, 
 from ..encodings.registry import AUTO, plain_keywords
 from ..host import PosEncModel
 from ..naflexvit_pos_enc import NaFlexVitPosEnc
-from .bases import OURS, Parts, check_kind, own_encodings, position_of_base, rebuild_as_vit
+from .bases import OURS, Parts, check_can_be_grafted, own_encodings, position_of_base
 
 
-def merge(
+def merge_encodings(
         own: Parts,
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]],
@@ -89,11 +94,11 @@ def adopt(
         kwargs: Dict[str, Any],
 ) -> PosEncModel:
     """Make a model that timm has just built ours: its modules stay timm's, and get our classes, as FSDP does it."""
-    check_kind(model)
+    check_can_be_grafted(model)
     own = own_encodings(model)
-    vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else rebuild_as_vit(model, kwargs)
+    vit = model if isinstance(model, (VisionTransformer, NaFlexVit)) else _rebuild_as_vit(model, kwargs)
     base_position = position_of_base(vit) if isinstance(vit, NaFlexVit) else ''
-    parts = merge(own, pos_enc, pos_enc_kwargs, base_position)
+    parts = merge_encodings(own, pos_enc, pos_enc_kwargs, base_position)
     vit.__class__ = OURS[type(vit)]
     adopt_blocks(vit.blocks)
     if isinstance(vit, NaFlexVitPosEnc):
@@ -119,6 +124,42 @@ def adopt(
     return vit
 
 
+def _rebuild_as_vit(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any]) -> VisionTransformer:
+    """timm's VisionTransformer with the sizes of a model of another class.
+
+    Args:
+        model: The other model.
+        kwargs: The arguments that it was created with. Those that VisionTransformer accepts too are passed on.
+    """
+    block = model.blocks[0]
+    layer_scale = block if isinstance(model, Eva) or isinstance(block, ResPostRelPosBlock) else block.ls1
+    args = dict(
+        img_size=model.patch_embed.img_size,
+        patch_size=model.patch_embed.patch_size,
+        in_chans=model.in_chans,
+        num_classes=model.num_classes,
+        global_pool=model.global_pool,
+        embed_dim=model.embed_dim,
+        depth=len(model.blocks),
+        num_heads=block.attn.num_heads,
+        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        qkv_bias=block.attn.qkv.bias is not None,
+        qk_norm=not isinstance(block.attn.q_norm, nn.Identity),
+        init_values=getattr(layer_scale, 'init_values', None),
+        class_token=model.cls_token is not None,
+        no_embed_class=getattr(model, 'no_embed_class', False),
+        fc_norm=not isinstance(model.fc_norm, nn.Identity),
+        pool_include_prefix=getattr(model, 'attn_pool', None) is not None,
+        norm_layer=partial(type(block.norm1), eps=block.norm1.eps),
+        block_fn=ResPostBlock if isinstance(block, ResPostRelPosBlock) else Block,
+        **get_device_dtype(model),
+    )
+    accepted = inspect.signature(VisionTransformer.__init__).parameters.keys() - args.keys()
+    vit = VisionTransformer(**args, **{k: v for k, v in kwargs.items() if k in accepted})
+    vit.attn_pool_includes_prefix = vit.pool_include_prefix
+    return vit
+
+
 def added_entries(model: PosEncModel) -> List[str]:
     """Names of the entries that the grafted encodings have in the state dict."""
     added = [f'encodings.{part}.' for part in model.pos_enc.split('+') if is_auto(part)]
@@ -128,10 +169,10 @@ def added_entries(model: PosEncModel) -> List[str]:
 def weights_for(grafted: PosEncModel, model: nn.Module) -> Dict[str, Any]:
     """The state of a timm model under our names; grids that encodings save, which it has none of, are our own."""
     grids = {name: value for name, value in grafted.state_dict().items() if name.endswith('._extra_state')}
-    return {**grids, **renamed(model.state_dict(), grafted)}
+    return {**grids, **under_our_names(model.state_dict(), grafted)}
 
 
-def renamed(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:
+def under_our_names(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:
     """Entries of a base under the names of the graft."""
     if isinstance(grafted, NaFlexVitPosEnc):
         return convert_to_naflex(entries, grafted, grafted.grid_size)

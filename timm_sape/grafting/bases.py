@@ -1,8 +1,6 @@
 """Which models of timm can be grafted, and what position they have by themselves."""
-import inspect
 import re
-from functools import partial
-from typing import Any, Dict, List, Type, Union
+from typing import Any, Dict, List, Type
 
 import torch.nn as nn
 from timm.layers import (
@@ -11,15 +9,14 @@ from timm.layers import (
     RelPosMlp,
     RotaryEmbeddingCat,
     RotaryEmbeddingMixed,
-    get_device_dtype,
     to_2tuple,
 )
 from timm.models import get_model_args
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaBlock
 from timm.models.naflexvit import NaFlexVit
-from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
-from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTransformerRelPos
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
 from ..attention import unknown_blocks
 from ..conversion import GridSize
@@ -41,11 +38,11 @@ OURS: Dict[Type[nn.Module], Type[nn.Module]] = {
     VisionTransformer: VisionTransformerPosEnc,
     VisionTransformerDistilled: VisionTransformerDistilledPosEnc,
 }
-# Those of timm's Eva class that become a plain ViT, unless use_naflex=True is given.
+# Naver's rotary ViTs: of timm's Eva class, they become a plain ViT, unless use_naflex=True is given.
 NAVER = re.compile(r'vit_\w+_patch16_rope(_mixed)?(_ape)?_224')
 
 
-def check_kind(model: nn.Module) -> None:
+def check_can_be_grafted(model: nn.Module) -> None:
     """
     Raises:
         ValueError: If the model cannot be grafted, with the reason.
@@ -76,7 +73,7 @@ def check_kind(model: nn.Module) -> None:
 
 
 def is_naver(model: Eva) -> bool:
-    """Whether it is one of the rotary ViTs that become plain ones."""
+    """Whether it is built like Naver's rotary ViTs, whatever its name, so that it can become a plain one."""
     rope, attn, mlp = model.rope, model.blocks[0].attn, model.blocks[0].mlp
     is_axial = type(rope) is RotaryEmbeddingCat and rope.temperature == 100 and rope.ref_feat_shape is None and (
         rope.grid_offset == 0 and not rope.in_pixels)
@@ -86,42 +83,6 @@ def is_naver(model: Eva) -> bool:
         attn.gate is None and (model.attn_pool is None or model.attn_pool.num_heads == attn.num_heads))
     norms = (model.norm_pre, mlp.norm, attn.norm, attn.q_norm, attn.k_norm) if is_plain else ()
     return is_rotary and is_plain and all(isinstance(norm, nn.Identity) for norm in norms)
-
-
-def rebuild_as_vit(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str, Any]) -> VisionTransformer:
-    """timm's VisionTransformer with the sizes of a model of another class.
-
-    Args:
-        model: The other model.
-        kwargs: The arguments that it was created with. Those that VisionTransformer accepts too are passed on.
-    """
-    block = model.blocks[0]
-    layer_scale = block if isinstance(model, Eva) or isinstance(block, ResPostRelPosBlock) else block.ls1
-    args = dict(
-        img_size=model.patch_embed.img_size,
-        patch_size=model.patch_embed.patch_size,
-        in_chans=model.in_chans,
-        num_classes=model.num_classes,
-        global_pool=model.global_pool,
-        embed_dim=model.embed_dim,
-        depth=len(model.blocks),
-        num_heads=block.attn.num_heads,
-        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
-        qkv_bias=block.attn.qkv.bias is not None,
-        qk_norm=not isinstance(block.attn.q_norm, nn.Identity),
-        init_values=getattr(layer_scale, 'init_values', None),
-        class_token=model.cls_token is not None,
-        no_embed_class=getattr(model, 'no_embed_class', False),
-        fc_norm=not isinstance(model.fc_norm, nn.Identity),
-        pool_include_prefix=getattr(model, 'attn_pool', None) is not None,
-        norm_layer=partial(type(block.norm1), eps=block.norm1.eps),
-        block_fn=ResPostBlock if isinstance(block, ResPostRelPosBlock) else Block,
-        **get_device_dtype(model),
-    )
-    accepted = inspect.signature(VisionTransformer.__init__).parameters.keys() - args.keys()
-    vit = VisionTransformer(**args, **{k: v for k, v in kwargs.items() if k in accepted})
-    vit.attn_pool_includes_prefix = vit.pool_include_prefix
-    return vit
 
 
 def own_encodings(model: nn.Module) -> Parts:

@@ -1,4 +1,4 @@
-"""Build models of timm, with the weights that timm loses or leaves random."""
+"""Build models of timm, and restore or refuse what timm loses on the way."""
 from typing import Callable
 
 import torch
@@ -7,6 +7,8 @@ from timm.models import is_model_in_modules
 from timm.models.naflexvit import NaFlexVit
 
 from ..conversion import fit_patch_embedding
+
+OF_THE_CALL = ('img_size', 'patch_size', 'device')  # these need not be those of the weights
 
 
 def build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.Module:

@@ -14,10 +14,9 @@ from timm.utils import unwrap_model
 from .. import checkpoints
 from ..encodings import is_auto, parse_pos_enc
 from ..host import PosEncModel
-from .adopt import added_entries, merge, needs_trained_grid, renamed, set_trained_grid, weights_for
-from .bases import check_kind, image_grid
-from .build_base import build_base, on_meta, refuse_lost_rows
-from .vit_graft import OF_THE_CALL
+from .adopt import added_entries, merge_encodings, needs_trained_grid, set_trained_grid, under_our_names, weights_for
+from .bases import check_can_be_grafted, image_grid
+from .build_base import OF_THE_CALL, build_base, on_meta, refuse_lost_rows
 
 
 def graft(
@@ -71,7 +70,7 @@ def graft(
     model = unwrap_model(model)
     if isinstance(model, PosEncModel):
         raise ValueError(_already_ours(model, pos_enc, pos_enc_kwargs))
-    check_kind(model)
+    check_can_be_grafted(model)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     if not is_model(cfg.get('architecture') or ''):
         raise ValueError(
@@ -126,7 +125,7 @@ def graft(
 def _copy_settings(grafted: PosEncModel, model: nn.Module) -> None:
     """Copy from a base to its graft what is not in a state dict: which parameters are trained, modes, patch dropout."""
     flags = {name: torch.tensor(float(p.requires_grad)).expand(p.shape) for name, p in model.named_parameters()}
-    flags = renamed(flags, grafted)
+    flags = under_our_names(flags, grafted)
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
@@ -194,7 +193,7 @@ def _already_ours(
     # the new model would otherwise have the defaults of its name, and see images of another brightness
     seen = {key: cfg[key] for key in ('mean', 'std') if key in cfg}
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
-    parts = merge(own, pos_enc, pos_enc_kwargs, model.base_position)
+    parts = merge_encodings(own, pos_enc, pos_enc_kwargs, model.base_position)
     base = get_model_args(model).get('base')  # which `vit_graft` needs
     base = f'base={base!r}, ' if base else ''
     kwargs = {part: values for part, values in parts.items() if values}

@@ -33,13 +33,13 @@ from ..host import PosEncModel
 from ..model_args import check_logit_scaling, check_ref_grid_size
 from ..naflexvit_pos_enc import NaFlexVitPosEnc
 from .adopt import added_entries, adopt, needs_trained_grid, set_trained_grid, weights_for
-from .bases import NAVER, check_kind, image_grid, is_naver
-from .build_base import build_base, on_meta, refuse_lost_rows
+from .bases import NAVER, check_can_be_grafted, image_grid, is_naver
+from .build_base import OF_THE_CALL, build_base, on_meta, refuse_lost_rows
 
 __all__ = []  # register_model adds each entrypoint
 
 DYNAMIC = ('dynamic_img_size', 'dynamic_img_pad')
-OF_THE_CALL = ('img_size', 'patch_size', 'device')  # these need not be those of the weights
+# by timm's registry: the last parts of the names of the modules that register models
 OUR_MODULES = ('vit_pos_enc', 'naflexvit_pos_enc', 'vit_graft')
 SOURCE = ('source', 'url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename')  # keys of a config that locate weights
 
@@ -83,7 +83,7 @@ class _Builder:
         if self.load_base and self.is_eva and not NAVER.fullmatch(self.base):
             with torch.random.fork_rng(devices=[]):  # a seed has the same effect on all loading paths
                 eva = self._build(True, self.cfg, use_naflex=False)
-            check_kind(eva)
+            check_can_be_grafted(eva)
         try:
             model = self._build(self.load_base and eva is None, self.cfg)
         except RuntimeError as e:
@@ -97,7 +97,7 @@ class _Builder:
         if self.load_base and eva is None and isinstance(model, NaFlexVit):
             refuse_lost_rows(self.base, model, partial(self._build, False, self.cfg, ('device',)))
         if isinstance(model, Eva) and not is_naver(model):  # by its arguments it is none, whatever its name says
-            check_kind(model)
+            check_can_be_grafted(model)
             eva = model if self.load_base else None
             self.arguments = {**self.arguments, 'use_naflex': True}
             model = self._build(False, self.cfg)
@@ -305,7 +305,7 @@ def _create(
 
 
 # Entrypoints vit_{size}_{encoding}_graft, with the tags of the plain ViTs that they are grafted onto.
-BASES = {
+PLAIN_VITS = {
     'vit_tiny': 'vit_tiny_patch16_224',
     'vit_small': 'vit_small_patch16_224',
     'vit_base': 'vit_base_patch16_224',
@@ -325,7 +325,7 @@ def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
 
 
 def _names() -> Dict[str, Tuple[str, str]]:
-    return {f'{size}_{encoding}_graft': (base, encoding) for size, base in BASES.items() for encoding in ENCODINGS}
+    return {f'{size}_{encoding}_graft': (base, encoding) for size, base in PLAIN_VITS.items() for encoding in ENCODINGS}
 
 
 default_cfgs = generate_default_cfgs({
