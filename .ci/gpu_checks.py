@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import timm_sape  # noqa: E402, F401  registers the models
 from timm_sape.functional import sape2_attention  # noqa: E402
-from timm_sape.hub import described  # noqa: E402
+from timm_sape.hub.errors import described  # noqa: E402
 from timm_sape.lab.machine import about  # noqa: E402
 from timm_sape.ops import using_backend  # noqa: E402
 from timm_sape.ops.triton_limits import limits_of  # noqa: E402

@@ -315,7 +315,7 @@ def test_the_table_is_not_lost_if_the_model_cannot_be_saved(main, images, folder
     def full(*args, **kwargs):
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr(timm_sape.hub, 'save_for_hf', full)
+    monkeypatch.setattr('timm_sape.hub.saving.save_for_hf', full)
     monkeypatch.setattr('timm_sape.lab.adapt.snapshot', lambda spec: contextlib.nullcontext((spec, '')))
     assert main(folders['rope2d'], '--sizes', '64', '--data-dir', images, '--rules', 'rescale',
                 '--output', tmp_path / 'deep' / 'adapted') == 2

@@ -64,7 +64,7 @@ def run_cli(*args, cwd, program=('-m', 'timm_sape')):
     path = os.pathsep.join(filter(None, [package_dir, os.environ.get('PYTHONPATH')]))
     return subprocess.run(
         [sys.executable, *program, *map(str, args)],
-        cwd=cwd, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True, timeout=120)
+        cwd=cwd, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True, timeout=300)
 
 
 def test_run_is_like_calling_the_script(tmp_path, script):
@@ -352,7 +352,7 @@ for command in (
 def test_commands_without_scipy(tmp_path):
     """They say what to install. Commands that need no statistics work."""
     done = subprocess.run(
-        [sys.executable, '-c', COMMANDS_WITHOUT_SCIPY], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        [sys.executable, '-c', COMMANDS_WITHOUT_SCIPY], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ['2'] * 6
     needs = 'timm-sape: this needs scipy, which is not installed: pip install matplotlib pyyaml scipy'
     assert done.stderr.splitlines() == 5 * [needs] + [

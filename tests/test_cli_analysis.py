@@ -283,7 +283,7 @@ def test_the_hub_cannot_be_reached(tmp_path, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise ConnectionError('no')
 
-    monkeypatch.setattr('timm_sape.hub.get_session', fail)
+    monkeypatch.setattr('timm_sape.hub.errors.get_session', fail)
     monkeypatch.setattr('time.sleep', lambda seconds: pytest.fail('waited'))
     monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
     arguments = ['--image', 'china.jpg', '--what', 'attention', '--img-size', '32', '--output', f'{tmp_path}/map.png']

@@ -71,8 +71,8 @@ def test_folders(saved, monkeypatch):
     assert hub.load(folder, img_size=[64, 64]).eval()(torch.randn(1, 3, 64, 64)).shape == (1, 7)
     with pytest.raises(ValueError, match="is a folder and has no revision 'main'. Write hf-hub:.* for the Hub"):
         hub.load(relative, revision='main')
-    monkeypatch.setattr(hub, 'get_session', lambda: 1 / 0)
-    monkeypatch.setattr(hub.constants, 'HF_HUB_CACHE', str(folder.parent / 'cache'))
+    monkeypatch.setattr('timm_sape.hub.errors.get_session', lambda: 1 / 0)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(folder.parent / 'cache'))
     with pytest.raises(ConnectionError, match=f'config.json of {relative} is not in the cache'):
         hub.load(f'hf-hub:{relative}')
 

@@ -20,8 +20,8 @@ import yaml
 from timm.models import save_for_hf
 
 import timm_sape
-import timm_sape.hub
 from hub_server import etag, serve
+from timm_sape.hub import files
 
 TOKEN = 'a-token-of-the-tests'
 REPO = 'someone/semantic'
@@ -522,7 +522,7 @@ def test_interrupted_download(processes, hub, logits):
 
 def test_no_connection(processes, logits):
     offline = processes.folder / 'offline'
-    away = OURS.replace('lambda: ', 'lambda: setattr(timm_sape.hub.constants, "HF_HUB_OFFLINE", True) or ')
+    away = OURS.replace('lambda: ', 'lambda: setattr(timm_sape.hub.errors.constants, "HF_HUB_OFFLINE", True) or ')
     kind, message = processes.pull(cache=offline, load=away)
     assert kind == 'ConnectionError' and 'cannot be reached' in message and 'not in the cache' in message
     assert processes.pull(cache=offline) == ['model', logits]
@@ -545,7 +545,7 @@ def test_damage_in_the_cache(file, processes, hub, logits):
 def test_damage_is_seen_by_two_processes(when, tmp_path, monkeypatch):
     """The other one has removed the file before this one could read it, or after."""
     blob, link = tmp_path / ('0' * 64), tmp_path / 'model.safetensors'
-    sha256 = timm_sape.hub._sha256
+    sha256 = files.sha256_of
     blob.write_bytes(b'damaged')
     link.symlink_to(blob)
 
@@ -555,9 +555,9 @@ def test_damage_is_seen_by_two_processes(when, tmp_path, monkeypatch):
         blob.unlink()
         return found or sha256(file)
 
-    monkeypatch.setattr(timm_sape.hub, '_sha256', removed)
+    monkeypatch.setattr(files, 'sha256_of', removed)
     with pytest.raises(ValueError, match='someone/model: model.safetensors is not what the Hub says it is'):
-        timm_sape.hub._refuse_damage('someone/model', link, None)
+        files.refuse_damage('someone/model', link, None)
 
 
 class Executed:

@@ -169,7 +169,7 @@ def test_timms_script(options, grids, tmp_path):
     save_for_hf(model, folder, safe_serialization=True)
     script = Path(os.environ['TIMM_SCRIPTS']) / 'onnx_export.py'
     command = [sys.executable, '-m', 'timm_sape', 'run', str(script), str(path), '--model', f'local-dir:{folder}']
-    done = subprocess.run([*command, '--check-forward', *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, '--check-forward', *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     check_file(path)
     check_parity(path, model, *(images(grid, batch) for grid in grids for batch in (1, 3)))
@@ -198,7 +198,7 @@ def test_example(saved, photos, tmp_path):
     (tmp_path / 'out' / 'mine.onnx').write_text('of the user')
     command = [sys.executable, EXAMPLE, f'local-dir:{folder}', '--images', photos, '--dynamic-size', '--output']
     done = subprocess.run(
-        [*map(str, command), 'out/a.onnx'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        [*map(str, command), 'out/a.onnx'], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.split(' | ') for line in done.stdout.splitlines() if line.startswith('| 2 |')]
     assert [row[1] for row in rows] == ['48 x 80', '56 x 104']

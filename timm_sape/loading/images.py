@@ -14,7 +14,7 @@ from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from .. import hub
+from ..hub.errors import described
 
 __all__ = [
     'ImageFile',
@@ -284,5 +284,5 @@ def read_class_map(file: str, root: str = '') -> Dict[str, int]:
         return load_class_map(file, root)
     except Exception as e:  # timm asserts, and a pickle can raise anything
         raise ValueError(
-            f'The class map {file} cannot be read: {hub.described(e)}. Give it by --class-map FILE (in Python '
+            f'The class map {file} cannot be read: {described(e)}. Give it by --class-map FILE (in Python '
             'open_dataset(..., class_map=FILE)).') from e

@@ -15,11 +15,12 @@ from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
 
-from .. import hub
 from ..checkpoints import module_names, refuse_other_encoding
 from ..encodings import list_encodings
 from ..entrypoints import SIZES
 from ..host import PosEncModel
+from ..hub.config import read_config
+from ..hub.errors import described, why_unreachable
 from .images import in_order, is_torchvision, read_class_map
 from .preprocess import patch_ratio
 
@@ -76,7 +77,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         try:
             weights = load_state_dict(source.file)
         except Exception as e:  # a file of another kind can raise anything
-            raise ValueError(f'{source.file} has no weights that can be read safely: {hub.described(e)}') from e
+            raise ValueError(f'{source.file} has no weights that can be read safely: {described(e)}') from e
         overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
         if source.class_map and os.path.isfile(source.class_map):  # it may be found only beside images
             overlay['label_names'] = in_order(read_class_map(source.class_map))
@@ -104,9 +105,9 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         others = '' if ':' in source.name else f' Write {model}@FILE for weights in a file, {model}@random for none.'
         raise ValueError(
             f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached '
-            f'({hub.described(unreachable or e)}).{others}') from e
+            f'({described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
-        raise ValueError(f'{model}: {hub.described(e)}') from e
+        raise ValueError(f'{model}: {described(e)}') from e
     if source.trained is not None and (source.trained != source.name or 'pos_enc' in kwargs):
         _refuse_other_encoding(found, source)
     return found
@@ -173,7 +174,7 @@ def find_source(model: str) -> Source:
 def _read_config(folder: Path) -> Dict[str, Any]:
     if not (folder / 'config.json').is_file():
         raise ValueError(f'{folder} is a folder without config.json. {_checkpoint_hint(folder)}')
-    return hub.read_config(str(folder), folder / 'config.json')
+    return read_config(str(folder), folder / 'config.json')
 
 
 def _checkpoint_hint(folder: Path) -> str:
@@ -189,7 +190,7 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
         try:
             checkpoint = _torch_load(file)
         except Exception as e:  # a file of another kind can raise anything
-            raise ValueError(f'{file} is not a checkpoint that can be read safely: {hub.described(e)}') from e
+            raise ValueError(f'{file} is not a checkpoint that can be read safely: {described(e)}') from e
     checkpoint = checkpoint if isinstance(checkpoint, dict) else {}
     name = name or checkpoint.get('arch')
     if name is None:
@@ -207,7 +208,7 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
             with torch.device('meta'):
                 model = timm.create_model(name, **kwargs)
         except (RuntimeError, TypeError, OSError) as e:
-            raise ValueError(f'{file}: {hub.described(e)}') from e
+            raise ValueError(f'{file}: {described(e)}') from e
         size = model.pretrained_cfg['input_size'][1:]  # train.py does not know what the model was made for
         if args.get('naflex_loader'):
             cfg['crop_pct'] = 1.0  # its loader shows whole images
@@ -262,7 +263,7 @@ def no_retries() -> Iterator[Optional[Exception]]:
 
     The switch is one for the whole process, as timm has no argument for it.
     """
-    unreachable = hub.why_unreachable()
+    unreachable = why_unreachable()
     if unreachable is None:
         yield None
         return
