@@ -9,7 +9,7 @@ import torch.nn as nn
 
 import timm_sape
 from timm_sape import PositionEncoding
-from timm_sape.encodings import registry
+from timm_sape.encodings.registry import names
 
 PATCH = 8
 HEADS = 4
@@ -121,7 +121,7 @@ def registered(*classes, **named):
         yield
     finally:
         for name in named:
-            registry._encodings.pop(name, None)
+            names._encodings.pop(name, None)
 
 
 class ToyShared(PositionEncoding):

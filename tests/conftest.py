@@ -41,14 +41,14 @@ except RuntimeError as e:
 @pytest.fixture
 def own_registry(monkeypatch):
     """What a test registers is forgotten after it. It must not replace or remove what was there."""
-    from timm_sape.encodings import registry
+    from timm_sape.encodings.registry import names
 
-    before = {names: getattr(registry, names) for names in ('_encodings', '_aliases')}
-    for names, known in before.items():
-        monkeypatch.setattr(registry, names, dict(known))
+    before = {variable: getattr(names, variable) for variable in ('_encodings', '_aliases')}
+    for variable, known in before.items():
+        monkeypatch.setattr(names, variable, dict(known))
     yield
-    for names, known in before.items():
-        assert known.items() <= getattr(registry, names).items()
+    for variable, known in before.items():
+        assert known.items() <= getattr(names, variable).items()
 
 
 def pytest_report_header():

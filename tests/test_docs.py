@@ -19,7 +19,7 @@ from PIL import Image
 
 import timm_sape
 from timm_sape.cli import main, make_parser
-from timm_sape.encodings.registry import _encodings
+from timm_sape.encodings.registry.names import _encodings
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / 'README.md'

@@ -39,7 +39,7 @@ def test_known_encodings():
     assert {'ape', 'cope', 'nope', 'rope2d', 'rope2d_mixed', 'sape2_k', 'sape2_q', 'sape2_qk'} <= set(names)
     assert len(names) >= 42
     assert 'sape2' not in names
-    assert list_encodings(aliases=True) == sorted([*names, *registry._aliases])
+    assert list_encodings(aliases=True) == sorted([*names, *registry.names._aliases])
     assert {'sape2_k', 'sape2_q', 'sape2_qk'} <= set(list_encodings('sape2*'))
     assert not {'ape', 'rope2d'} & set(list_encodings('sape2*'))
     assert 'sape2' in list_encodings('sape2*', aliases=True)
@@ -730,7 +730,7 @@ def test_overrides():
 def test_names_that_would_hide_an_attribute():
     """Of the modules that hold encodings by name; the list is complete."""
     for held in (SharedEncodings(), LayerEncodings()):
-        assert {name for name in dir(held) if re.fullmatch(r'[a-z][a-z0-9_]*', name)} <= registry.RESERVED
+        assert {name for name in dir(held) if re.fullmatch(r'[a-z][a-z0-9_]*', name)} <= registry.names.RESERVED
     for name in ('position', 'values', 'layer', 'train'):
         with pytest.raises(ValueError, match=f'{name!r}: it would hide an attribute'):
             register_encoding(name)(type('Mine', (PositionEncoding,), {}))

@@ -25,7 +25,7 @@ from .encodings import (
     list_encodings,
     parse_pos_enc,
 )
-from .encodings.registry import AUTO
+from .encodings.base import AUTO
 
 __all__ = [
     'filter_state_dict',

@@ -13,7 +13,7 @@ from . import checkpoints
 from .checks import is_integer
 from .encodings import get_encoding, list_encodings, parse_pos_enc
 from .encodings.ope import ObjectPositionEncoding
-from .encodings.registry import AUTO
+from .encodings.base import AUTO
 from .host import PosEncModel
 
 __all__ = ['SIZES', 'Entrypoint', 'base_cfg', 'build_by_timm', 'entrypoints', 'make_entrypoint']

@@ -78,6 +78,9 @@ def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
         parameter.copy_(wide)
 
 
+AUTO = 'auto_'  # prefix of the name of an encoding with a gate
+
+
 class Gate(nn.Module):
     """The learned scalar w of an `auto_` encoding (Auto-PE; Position-SHAP, Eq. 12 for its form on angles).
 

@@ -15,7 +15,8 @@ from .. import checkpoints
 from ..attention import adopt_blocks
 from ..conversion import GridSize, convert_to_naflex, from_timm
 from ..encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, is_auto, parse_pos_enc
-from ..encodings.registry import AUTO, plain_keywords
+from ..encodings.base import AUTO
+from ..encodings.registry import plain_keywords
 from ..host import PosEncModel
 from ..naflexvit_pos_enc import NaFlexVitPosEnc
 from .bases import OURS, Parts, check_can_be_grafted, own_encodings, position_of_base

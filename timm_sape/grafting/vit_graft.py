@@ -27,7 +27,7 @@ from timm.models.naflexvit import NaFlexVit
 from .. import checkpoints
 from ..conversion import GridSize, declared_grid, grid_of_table
 from ..encodings import is_auto, parse_pos_enc
-from ..encodings.registry import AUTO
+from ..encodings.base import AUTO
 from ..entrypoints import build_by_timm
 from ..host import PosEncModel
 from ..model_args import check_logit_scaling, check_ref_grid_size
