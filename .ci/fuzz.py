@@ -273,6 +273,7 @@ def main():
 
 
 if __name__ == '__main__':
-    code = main()
-    SERVING.__exit__(None, None, None)  # its threads would keep this process alive
-    sys.exit(code)
+    try:
+        sys.exit(main())
+    finally:
+        SERVING.__exit__(None, None, None)  # its threads would keep this process alive, even after --help
