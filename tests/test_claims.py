@@ -231,6 +231,7 @@ def digits(tmp_path_factory):
     return root / 'data'
 
 
+@pytest.mark.full
 def test_digits_on_textures(digits):
     files = {split: sorted(p.relative_to(digits / split) for p in (digits / split).glob('*/*.png'))
              for split in ('train', 'test', 'masks')}
@@ -340,6 +341,7 @@ def test_lines_of_claims(capsys):
     assert '| none | 50.0 ± 0.0 |' in out and '| RoPE, rescale | +37.5 |' in out
 
 
+@pytest.mark.full
 def test_claims_are_not_overwritten(digits, runs, tmp_path, monkeypatch, capsys):
     (tmp_path / 'shifts.csv').write_text('precious')
     command = ['claims.py', runs, '--data-dir', digits, '--output', tmp_path, '--num-images', '1', '--models', 'K']
@@ -351,6 +353,7 @@ def test_claims_are_not_overwritten(digits, runs, tmp_path, monkeypatch, capsys)
     assert (tmp_path / 'shifts.csv').read_text() == 'precious'
 
 
+@pytest.mark.full
 def test_what_the_reference_table_measures(digits, runs, tmp_path):
     example = load('reference_table.py')
     checkpoint = str(next(runs.glob('RoPE/seed1/last.pth.tar')))
@@ -369,6 +372,7 @@ def test_what_the_reference_table_measures(digits, runs, tmp_path):
     assert found.pop('position_shap') == round(position_shap(model, batches).value, 4) and not found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('command, text', [
     (['claims.py', 'RUNS', '--data-dir', 'DIGITS', '--output', 'new', '--baseline', 'Apes'], "finished run of 'Apes'"),
     (['claims.py', 'RUNS', '--data-dir', 'nowhere', '--output', 'new'], "no image or folder 'nowhere'"),

@@ -456,6 +456,7 @@ def test_bench_encodings(tmp_path, capsys):
     assert '| encoding | 32/4: parameters |' in out and '| `rope2d` | 0 |' in out and found['notes'] in out
 
 
+@pytest.mark.full
 def test_bench_timm(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_timm, 'MODELS', ('test_vit', 'test_vit_relpos'))
     output = tmp_path / 'timm.csv'

@@ -395,6 +395,7 @@ def test_probe(tmp_path, capsys):
     assert main(['probe', 'model', '--image', 'flower.jpg']) == 0
 
 
+@pytest.mark.full
 def test_probe_of_several_models_and_encodings(tmp_path):
     output = tmp_path / 'probe.json'
     models, encodings = ['test_vit_pos_enc', 'vit_tiny_pos_enc@random'], ['nope', 'ape']

@@ -113,6 +113,7 @@ def results(tmp_path_factory):
     return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('pos_enc', CASES)
 @pytest.mark.parametrize('wrapper', WRAPPERS)
 def test_gradients_of_one_process(wrapper, pos_enc, results):
@@ -126,6 +127,7 @@ def test_gradients_of_one_process(wrapper, pos_enc, results):
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-12, msg=lambda m: f'{name}: {m}')
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('pos_enc', CASES)
 def test_processes_share_the_work(pos_enc, results):
     """The negative control: half of the batch gives other gradients, and FSDP2 really holds half of the parameters."""

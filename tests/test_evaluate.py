@@ -320,6 +320,7 @@ def rules_of(name):
     return [*rules, *(f'{rule}+log' for rule in rules)]
 
 
+@pytest.mark.full
 def test_sweep_of_every_rule(images, folders, seen):
     data = open_dataset(images)
     sizes = [48, (32, 64), (80, 80), 48]

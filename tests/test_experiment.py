@@ -810,7 +810,8 @@ def test_trainings_outlive_the_command(lab, capsys):
     assert 'waiting for another start of this experiment' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize('number, code', [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)])
 def test_interrupted(lab, number, code):
     slow(lab)
     command = lab.begin()
@@ -1212,6 +1213,7 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_texts_are_utf8_whatever_the_locale(lab):
     lab.plan({'APE ±': 'test_vit_ape'}, seeds=[1])
     path = lab.folder / 'plan.yaml'

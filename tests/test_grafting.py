@@ -847,6 +847,7 @@ def test_a_convolutional_stem_at_another_size(tmp_path):
         assert torch.equal(loaded.pos_embed, model.pos_embed) == (size == (64, 128))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('name, size', [('vit_tiny_r_s16_p8_224', 126), ('vit_small_r26_s32_224', 90)])
 def test_a_convolutional_stem_that_rounds_up(name, size, tmp_path):
     model = randomised(timm.create_model(name, depth=2, img_size=size, num_classes=5, **SMALL))

@@ -317,7 +317,7 @@ def mutated(config, rng):
     return config
 
 
-@pytest.mark.parametrize('seed', [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8))])
+@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8))])
 def test_fuzz(seed, saved, config):
     """The result is the same model or a ValueError of one line, never another exception or another model."""
     right, load = config

@@ -289,6 +289,7 @@ print(json.dumps([found, list(processor.data_config['input_size']), refused]))
     assert 'num_classes' in refused
 
 
+@pytest.mark.full
 def test_example(processes, hub):
     said = {}
     for command in ('push', 'pull'):

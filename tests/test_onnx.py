@@ -98,6 +98,7 @@ def test_fixed_size(tmp_path):
     check_export(model, tmp_path / 'model.onnx', images((3, 5)), images((3, 5), 3), dynamic_size=False)
 
 
+@pytest.mark.full
 def test_rescaled(tmp_path):
     """The other rule for other grids."""
     names = 'alibi2d', 'rope2d'

@@ -145,6 +145,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('pos_enc, kwargs', seldom(NEW, 7))
 def test_compile(pos_enc, kwargs, fresh_compiler):
     """One graph, forward and backward, on the trained grid and on two others, where sizes become symbolic."""
@@ -168,6 +169,7 @@ def test_export(pos_enc, kwargs):
             torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(*DEPRECATED)
 @pytest.mark.parametrize('dynamo', [True, False])
 @pytest.mark.parametrize('pos_enc, kwargs', seldom([

@@ -189,6 +189,7 @@ def test_rope_file(name, init_values, rope_file):
         assert_position_felt(ours, x, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('name', ROPE)
 def test_rope_file_of_full_depth(name, tmp_path):
     theirs = timm_model(name)

@@ -43,6 +43,7 @@ def rows(text):
     return {name: (float(mean), [float(v) for v in values.split(', ')]) for name, mean, values in found}
 
 
+@pytest.mark.full
 def test_tables(run):
     table = rows(run[0].stdout)
     assert len(table) == 7
@@ -57,6 +58,7 @@ def test_tables(run):
     assert 0.5 < table['distance on the grid'][0] < 0.8
 
 
+@pytest.mark.full
 def test_progress_and_files(run):
     done, folder = run
     assert '3/3' in done.stderr and 'SaPE2(K)+APE, seed 0' in done.stderr and 'loss=' in done.stderr
@@ -65,6 +67,7 @@ def test_progress_and_files(run):
     assert (folder / 'out' / 'mine.txt').read_text() == 'of the user'
 
 
+@pytest.mark.full
 def test_picture(run):
     picture = np.asarray(Image.open(run[1] / 'out' / 'figure4.png').convert('RGB')).astype(int)
     assert min(picture.shape[:2]) >= 600
@@ -75,6 +78,7 @@ def test_picture(run):
     assert is_red.sum() > 500 and is_blue.sum() > 500  # the two patches are marked
 
 
+@pytest.mark.full
 def test_checkpoint(run, quickstart, monkeypatch):
     """Another process loads the model in two ways. Both give the same logits, and the accuracy in the table."""
     done, folder = run

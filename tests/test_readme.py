@@ -98,6 +98,7 @@ def test_reference_table_is_that_of_its_runs(tmp_path):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('change, text', [
     ({'status': 'diverged'}, '`nope` | 0.00075 | 47.17 ± 0.73 | 3 of 5 | APE |'),
     ({'args': {'lr': 0.0015}}, 'none, seed 24 in {folder} was started with lr 0.0015, now it is 0.00075'),

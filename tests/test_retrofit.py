@@ -96,6 +96,7 @@ def never(*args):
     raise AssertionError('measured again')
 
 
+@pytest.mark.full
 def test_it_continues_and_refuses_what_does_not_fit(example, start, runs, data, tmp_path, monkeypatch, capsys):
     new, measure = tmp_path / 'new', example.measure
     path = new / 'retrofit.jsonl'

@@ -259,6 +259,7 @@ def exported(strict):
     return torch.export.export(FindObjects(), (images,), dynamic_shapes=shapes, strict=strict).module()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('graph, sizes', [
     (compiled, [(7, 13), (8, 12), (5, 31)]),
     *((functools.partial(exported, strict), [(8, 12), (6, 30), (4, 6)]) for strict in (False, True))])
@@ -458,6 +459,7 @@ def test_tokens_alone():
     assert torch.equal(model._pos_embed(tokens, object_index=objects), model.embed(x, object_index=objects)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('strict', [False, True])
 def test_object_index_exported(strict):
     """For any number of images."""

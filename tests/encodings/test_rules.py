@@ -89,6 +89,7 @@ def test_gate(rule):
     check('auto_rope2d', rule, 'patches dropped', init=0.7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('rule', [
     pytest.param(rule, marks=[] if rule == 'yarn' else pytest.mark.full) for rule in RULES])
 def test_made_for_another_grid(rule):

@@ -386,6 +386,7 @@ def test_compiled(pos_enc):
         torch.testing.assert_close(compiled(given), model(given), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('pos_enc, kwargs', [
     ('rope2d', {'logit_scaling': 'log'}),
     pytest.param('string', {}, marks=pytest.mark.full),

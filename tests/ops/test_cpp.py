@@ -209,6 +209,7 @@ def test_part_of_a_library_is_replaced(not_built, monkeypatch, kept):
     assert build_cpp() == not_built and cpp_build._is_whole(not_built) and loaded == [str(not_built)]
 
 
+@pytest.mark.full
 @pytest.mark.cpp
 def test_operators_of_a_saved_graph():
     """A graph that another process compiled calls them by name, before anything has chosen a backend."""

@@ -140,6 +140,7 @@ def test_forward_and_backward_together(backend, mode):
     assert flops == codes_backward_by_hand(mode) + attention_backward_by_hand(mode)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DEVICE != 'cpu', reason='the interpreter makes it short')
 def test_triton_counts_from_the_first_call():
     """The counter copies torch's list of formulas when it is made, and Triton is imported when it is first needed."""

@@ -126,8 +126,9 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize('mode', ['k', 'qk'])
-@pytest.mark.parametrize('dtype', [None, pytest.param(torch.float16, marks=pytest.mark.full), torch.bfloat16])
+@pytest.mark.parametrize('mode', [pytest.param('k', marks=pytest.mark.full), 'qk'])
+@pytest.mark.parametrize('dtype', [None, *(
+    pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float16, torch.bfloat16))])
 def test_triton_as_one_operator_or_two(dtype, mode):
     """Both launch the same kernels. Only gradients of q and k differ by how sums of two or three parts are rounded.
 

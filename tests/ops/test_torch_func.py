@@ -87,6 +87,7 @@ def test_forward_derivatives(pos_enc, frozen):
     assert_near(tangent, expected, 1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('backend', [pytest.param('eager', marks=pytest.mark.full), 'aot_eager'])
 @pytest.mark.parametrize('pos_enc', ['ape+sape2_k', pytest.param('ape+cope', marks=pytest.mark.full)])
 def test_forward_derivatives_of_compiled_models(pos_enc, backend):

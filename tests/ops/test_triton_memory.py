@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('case', [
     pytest.param(case, marks=[] if case in ('1x1, framed', '1x7', '7x1, one image', '3x16') else pytest.mark.full)
     for case in CASES])
