@@ -430,28 +430,26 @@ def kernels():
     return table(['dtype, head dim', 'grid', *(f'{v[0]}.{v[1]}: {w}' for v in versions for w in what)], found)
 
 
-GPU_COMMIT, GPU_COMMIT_AGAIN = 'f892df1', 'dd1c9aa'
+GPU_COMMITS = 'dd1c9aa', 'f892df1'  # that the steps on the H200 were measured at, newest first
 
 
 def gpu():
-    """The operator in CUDA graphs on an H200 beside plain attention, by what was measured."""
-    rows = read_csv(RESULTS / 'h200' / 'graphs.csv')
-    versions = {'40a17af': 'first kernels', GPU_COMMIT: 'now'}
-    found = []
-    for grid in dict.fromkeys(row['grid'] for row in rows):
-        own = {row['commit']: row for row in rows if row['grid'] == grid and row['backend'] == 'triton'}
-        found.append([grid, own[GPU_COMMIT]['batch'], *(
-            f'{float(own[version][f"{what}_vs_plain"]):.1f}' for what in ('forward', 'both') for version in versions)])
-    head = [f'{what}: {name}' for what in ('forward', 'both') for name in versions.values()]
-    return table(['grid', 'images', *head], found)
+    """The operator in CUDA graphs on an H200 beside plain attention."""
+    rows = [
+        row for row in read_csv(RESULTS / 'h200' / 'graphs.csv')
+        if (row['commit'], row['backend']) == ('f892df1', 'triton')]
+    return table(['grid', 'images', 'forward', 'forward and backward'], [
+        [row['grid'], row['batch'], f'{float(row["forward_vs_plain"]):.1f}', f'{float(row["both_vs_plain"]):.1f}']
+        for row in rows])
 
 
-def gpu_step_rows(commit=GPU_COMMIT):
-    """Training steps of ViT-S with 128 images on an H200, by model and backend, then by way."""
+def gpu_step_rows():
+    """Newest training steps of ViT-S with 128 images on an H200, by model and backend, then by way."""
     found = {}
-    for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
-        if f'commit {commit}' in row['notes'] and row['batch'] == '128':
-            found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
+    for commit in GPU_COMMITS:
+        for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
+            if f'commit {commit}' in row['notes'] and row['batch'] == '128':
+                found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
     return found
 
 
@@ -460,17 +458,15 @@ STEPS = {
     'graph': 'CUDA graph'}
 
 
-def gpu_steps(commit=GPU_COMMIT, ways=('eager', 'compiled', 'graph')):
+def gpu_steps():
     """Training steps of ViT-S on an H200, beside APE in the same process."""
-    cell = '{ms:.0f} ms, {to_ape:.2f}'.format
-    return table(['model', 'backend', *map(STEPS.get, ways)], [
-        [f'`{model}`', backend and f'`{backend}`', *(
-            cell(ms=float(own[way]['ms']), to_ape=float(own[way]['to_ape'])) if way in own else '' for way in ways)]
-        for (model, backend), own in gpu_step_rows(commit).items()])
+    def cell(row):
+        star = '' if GPU_COMMITS[0] in row['notes'] else ' *'
+        return f'{float(row["ms"]):.0f} ms, {float(row["to_ape"]):.2f}{star}'
 
-
-def gpu_steps_again():
-    return gpu_steps(GPU_COMMIT_AGAIN, tuple(STEPS))
+    return table(['model', 'backend', *STEPS.values()], [
+        [f'`{model}`', backend and f'`{backend}`', *(cell(own[way]) if way in own else '' for way in STEPS)]
+        for (model, backend), own in gpu_step_rows().items()])
 
 
 def timms():
@@ -622,7 +618,7 @@ TABLES = {
     for f in (
         results, choosing, reference, longer, longer_seeds, encodings, rules, sizes, finetune, position_bias, cost,
         cost_liere, cost_compositions, cost_channels, timms, naflex, sape2, sape2_models, sape2_compiled, gpu,
-        gpu_steps, gpu_steps_again, kernels)}
+        gpu_steps, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 
 
