@@ -3,6 +3,7 @@
 And the kernels of the backend 'cpp' are compiled, once for all tests: half a minute after each change of them.
 """
 import os
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Leave out what is marked `full`; pytest's last line counts it as deselected. Skip 'cpp' where there is none."""
     _mark_interpreted(items)
+    _thin_out(items)
     for item in items:
         params = item.callspec.params.values() if hasattr(item, 'callspec') else ()
         if NO_CPP and ('cpp' in params or item.get_closest_marker('cpp')):
@@ -86,3 +88,11 @@ def _mark_interpreted(items):
             if seen[item.function] % 5:  # no number of values of a parameter, so that each has its turn
                 item.add_marker(pytest.mark.full)
             seen[item.function] += 1
+
+
+def _thin_out(items):
+    """Of the cases of each test marked `one_of(n)`, mark all but about one in n `full`, always the same."""
+    for item in items:
+        marker = item.get_closest_marker('one_of')
+        if marker and zlib.crc32(item.name.encode()) % marker.args[0]:
+            item.add_marker(pytest.mark.full)

@@ -78,6 +78,7 @@ def rescaling(name):
 MAKERS = {name: Maker(name) for name in POS_ENCS} | {f'{name}, rescale': rescaling(name) for name in RESCALING}
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('full', [True, False], ids=['full', 'sharded'])
 @pytest.mark.parametrize('name', MAKERS)
 def test_state_dict_of_torch_distributed(name, full):

@@ -118,6 +118,7 @@ def test_architectures(name, dtype):
         assert_felt(grafted, model)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=['float32', 'float64'])
 @pytest.mark.parametrize('name', [*ROTARY, *RELATIVE])
 def test_converted(name, dtype):
@@ -158,6 +159,7 @@ def test_converted_trains_as_before():
     assert mlp.drop1.p == 0.125
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('pos_enc', GRAFTABLE)
 def test_encodings(pos_enc):
     """Each encoding on one model: neutral at first, learning from the first step on, and effective afterwards.
@@ -506,6 +508,7 @@ def test_wrong_arguments(kwargs, message):
 CONVERTED = ('vit_small_patch16_rope_mixed_ape_224', 'vit_srelpos_small_patch16_224', 'vit_relpos_base_patch16_rpn_224')
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('name', [*ARCHITECTURES, *CONVERTED])
 def test_saved_and_loaded(name, tmp_path):
     grafted = timm_sape.graft(base_model(name, **ARCHITECTURES.get(name, SMALL)), 'sape2_k')

@@ -49,6 +49,7 @@ def step(model, x):
     return [out.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('host', ['vit', pytest.param('naflexvit', marks=pytest.mark.full)])
 @pytest.mark.parametrize('pos_enc', [pos_enc for pos_enc in POS_ENCS if 'toy' not in pos_enc])
 def test_nothing_changes_on_the_trained_grid(pos_enc, host):
@@ -117,6 +118,7 @@ def test_other_values(name, value):
 
 # --- both hosts ------------------------------------------------------------------------------------------------------
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('scaling', ['constant', 'log'])
 @pytest.mark.parametrize('pos_enc, rule', [
     *((name, rule) for name, rules in RULES.items() for rule in rules[1:] if name != 'ope'), ('nope', None),

@@ -31,6 +31,7 @@ def arguments(pos_enc, rule):
     return {'logit_scaling': rule} if rule == 'log' else {'pos_enc_kwargs': {pos_enc: {'resolution': rule}}}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('name, pos_enc, rule, grid', list(cases()))
 def test_contract_with_rescaling(name, pos_enc, rule, grid):
     """The trained grid, which such a model has to know, is never lost."""

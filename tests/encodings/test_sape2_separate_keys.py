@@ -63,6 +63,7 @@ def check(name, grid_size, num_prefix_tokens=0, num_keep=None, trained_on=None, 
 
 # --- equations -------------------------------------------------------------------------------------------------------
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('case', CASES, ids=str)
 @pytest.mark.parametrize('name', NAMES)
 def test_equations(name, case):
@@ -74,6 +75,7 @@ def test_other_keywords(name):
     check(name, (3, 5), 1, 8, preset='equations', npos=3)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('case, backend', [
     *((case, backend) for case in CASES for backend in ('reference', 'torch')),
     *(pytest.param(case, 'triton', marks=pytest.mark.full) for case in CASES[1::3])], ids=str)
@@ -127,6 +129,7 @@ def added(self, k, axis_keys=sape2.SemanticAwareEncoding._axis_keys):
     return tuple(k + keys for keys in axis_keys(self, k))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('mutant', [swapped, transposed, one_for_both, added])
 def test_mutants_are_caught(mutant, name, monkeypatch):

@@ -126,6 +126,7 @@ def test_checkpoint_of_channels_that_are_not_declared():
         assert 'channels' not in str(e.value)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('pos_enc', POS_ENCS)
 def test_saved_and_loaded(tmp_path, pos_enc):
     model = small(pos_enc)
