@@ -168,5 +168,4 @@ def plot_curves(plan: Plan, output: Path, path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     figure.legend(loc='outside lower left', fontsize='small', ncols=columns, title='model (seeds)')
-    figure.draw_without_rendering()  # before matplotlib 3.11 the first layout has the legend over long labels
     figure.savefig(path, dpi=150)
