@@ -19,6 +19,14 @@ from .config import CONFIG_NAME, check_label_names, read_config
 from .errors import described, plain_errors, short
 from .files import LIBRARY, sha256_of
 
+# What timm reads of a model card, and of a description of preprocessing. It drops other entries, such as misspelt ones.
+CARD = (
+    'tags', 'library_name', 'license', 'license_name', 'license_link', 'description', 'details', 'usage', 'comparison',
+    'citation')
+PREPROCESSING = (
+    'input_size', 'img_size', 'in_chans', 'chans', 'test_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
+    'crop_mode', 'mean', 'std')
+
 
 def push(
         model: nn.Module,
@@ -96,15 +104,20 @@ def save(
         data_config: Preprocessing for config.json, as there.
 
     Raises:
-        ValueError: If the folder exists, an entry of `model_config` or `data_config` is wrong, or the model cannot be
-            saved or does not load back to identical logits.
+        ValueError: If the folder exists, an entry of `model_card`, `model_config` or `data_config` is wrong, or the
+            model cannot be saved or does not load back to identical logits.
         OSError: If the folder cannot be made or written.
     """
     if not isinstance(repo_id, (str, type(None))):
         raise ValueError(f'repo_id must be OWNER/NAME, got {short(repo_id)}.')
-    for name, given in (('model_card', model_card), ('model_config', model_config), ('data_config', data_config)):
+    for name, given, known in (
+            ('model_card', model_card, CARD), ('model_config', model_config, None),
+            ('data_config', data_config, PREPROCESSING)):
         if given is not None and not isinstance(given, dict):
             raise ValueError(f'{name} must be a dict of entries and values, got {short(given)}.')
+        unknown = [key for key in given or () if known and key not in known]
+        if unknown:
+            raise ValueError(f'{name} has no entry {unknown[0]!r}. It takes: {", ".join(known)}.')
     folder = Path(os.path.expanduser(folder))
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
