@@ -1,6 +1,6 @@
 """Two processes under DDP and under FSDP2 give the gradients that one process gives for the same batch.
 
-The tests run this file once as a script in two processes (gloo, CPU), which save what they get.
+With --full the tests run this file once as a script in two processes (gloo, CPU), which save what they get.
 """
 import os
 import subprocess

@@ -148,7 +148,7 @@ def fresh_compiler():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('pos_enc, kwargs', seldom(NEW, 7))
+@pytest.mark.parametrize('pos_enc, kwargs', seldom(NEW))
 def test_compile(pos_enc, kwargs, fresh_compiler):
     """One graph, forward and backward, on the trained grid and on two others, where sizes become symbolic."""
     model = Maker(pos_enc, GRID, dynamic_img_size=True, depth=1, **kwargs)()
@@ -175,7 +175,7 @@ def test_export(pos_enc, kwargs):
 @pytest.mark.filterwarnings(*DEPRECATED)
 @pytest.mark.parametrize('dynamo', [True, False])
 @pytest.mark.parametrize('pos_enc, kwargs', seldom([
-    *(case for case in NEW if 'ape' not in case[0]), ('nope', {'logit_scaling': 'log'})], 1))
+    *(case for case in NEW if 'ape' not in case[0]), ('nope', {'logit_scaling': 'log'})]))
 def test_onnx(pos_enc, kwargs, dynamo, tmp_path):
     model = Maker(pos_enc, GRID, dynamic_img_size=True, depth=1, **kwargs)()
     check_export(model, tmp_path / 'model.onnx', images((4, 6)), images((7, 3), 3), images(GRID, 1), dynamo=dynamo)

@@ -724,7 +724,7 @@ def test_advice_is_that_of_the_results():
     many = again['vit_small_sape2_k_ape', 'triton', '512', 'eager']
     text = '`ape+sape2_k` takes {} % longer than `ape`, and `rope2d` {} %.'
     assert text.format(*gains) in prose(DOCS / 'cost.md')
-    text = f'with 512 images `ape+sape2_k` takes {100 * float(many["to_ape"]) - 100:.0f} % longer eagerly'
+    text = f'with 512 images `ape+sape2_k` takes {100 * float(many["to_ape"]) - 100:.0f} % longer than `ape` eagerly'
     assert text in prose(DOCS / 'cost.md')
     slower = operator.truediv(*(
         float(again['vit_small_sape2_k_ape', backend, '128', 'eager']['ms']) for backend in ('torch', 'triton')))

@@ -12,8 +12,8 @@ from timm.models import PretrainedCfg, build_model_with_cfg, resolve_pretrained_
 from . import checkpoints
 from .checks import is_integer
 from .encodings import get_encoding, list_encodings, parse_pos_enc
-from .encodings.ope import ObjectPositionEncoding
 from .encodings.base import AUTO
+from .encodings.ope import ObjectPositionEncoding
 from .host import PosEncModel
 
 __all__ = ['SIZES', 'Entrypoint', 'base_cfg', 'build_by_timm', 'entrypoints', 'make_entrypoint']

@@ -1,8 +1,8 @@
 """What the contracts and their negative controls share.
 
 A contract is a promise of timm's ViT that every encoding has to keep. It is a function of a `Maker`, which makes models
-of one encoding, and it fails with an AssertionError or with whatever the model raises. Each contract runs for every
-encoding of the registry and for compositions, on odd grids. So a new encoding is held to all of them at once.
+of one encoding, and it fails with an AssertionError or with whatever the model raises. With --full each contract runs
+for every encoding of the registry and for compositions, on odd grids. So a new encoding is held to all of them at once.
 
 `test_<subject>.py` has the contracts of a subject. `test_<subject>_controls.py` has their negative controls: encodings
 or models, broken on purpose, that a contract must reject for the stated reason.
@@ -18,7 +18,7 @@ from timm.layers import set_fused_attn
 from common import GRIDS, OFTEN, POS_ENCS, Maker, registered
 
 ONE_GRID = GRIDS[:1]
-ALWAYS = [*OFTEN, 'rope2d_mixed']  # one of each kind; `auto_rope2d` is not in POS_ENCS
+ALWAYS = [*OFTEN, 'rope2d_mixed', 'ape+auto_rope2d+auto_sape2_k']  # one of each kind
 
 
 class Contracts(dict):

@@ -1,4 +1,6 @@
 """Contracts in which the trained grid matters, again for each rule for other sizes that needs it."""
+import zlib
+
 import pytest
 
 import timm_sape
@@ -16,22 +18,23 @@ NAMES = ['dynamic_img_size', 'set_input_size', 'three_ways', 'meta_device', 'hal
 
 
 def cases():
-    """Of the usual rule all encodings run on the first grid. The others, and the second grid, with --full."""
+    """Of the usual rule half of the cases on the first grid run. The others, and the second grid, with --full."""
     for pos_enc, rule in [*((name, rule) for name, rules in RULES.items() for rule in rules[1:]), *FACTORS]:
         for name in NAMES:
             for grid in CONTRACTS[name].grids[:2]:
-                rare = (pos_enc, rule) not in OFTEN and (rule != 'rescale' or grid != CONTRACTS[name].grids[0])
+                is_rare = (pos_enc, rule) not in OFTEN and (
+                    rule != 'rescale' or grid != CONTRACTS[name].grids[0]
+                    or zlib.crc32(f'{name}-{pos_enc}'.encode()) % 2)
                 size = 'x'.join(map(str, grid))
                 yield pytest.param(
                     name, pos_enc, rule, grid, id=f'{name}-{pos_enc}-{rule}-{size}',
-                    marks=[pytest.mark.full] if rare else [])
+                    marks=[pytest.mark.full] if is_rare else [])
 
 
 def arguments(pos_enc, rule):
     return {'logit_scaling': rule} if rule == 'log' else {'pos_enc_kwargs': {pos_enc: {'resolution': rule}}}
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize('name, pos_enc, rule, grid', list(cases()))
 def test_contract_with_rescaling(name, pos_enc, rule, grid):
     """The trained grid, which such a model has to know, is never lost."""

@@ -459,8 +459,7 @@ def test_tokens_alone():
     assert torch.equal(model._pos_embed(tokens, object_index=objects), model.embed(x, object_index=objects)[0])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('strict', [False, True])
+@pytest.mark.parametrize('strict', [False, pytest.param(True, marks=pytest.mark.full)])
 def test_object_index_exported(strict):
     """For any number of images."""
     model, batch = make_model('ope').eval(), Dim('batch', max=64)

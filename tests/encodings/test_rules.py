@@ -91,8 +91,7 @@ def test_gate(rule):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('rule', [
-    pytest.param(rule, marks=[] if rule == 'yarn' else pytest.mark.full) for rule in RULES])
+@pytest.mark.parametrize('rule', RULES)
 def test_made_for_another_grid(rule):
     """The trained grid counts, not the one that the table is kept for."""
     for name in ROTATIONS:

@@ -390,10 +390,10 @@ def test_compiled(pos_enc):
 @pytest.mark.full
 @pytest.mark.parametrize('pos_enc, kwargs', [
     ('rope2d', {'logit_scaling': 'log'}),
-    pytest.param('string', {}, marks=pytest.mark.full),
-    pytest.param('rope2d_mixed', {'depth': 12}, marks=pytest.mark.full),  # were they compiled one by one: 47 graphs
+    ('string', {}),
+    ('rope2d_mixed', {'depth': 12}),  # were they compiled one by one: 47 graphs
 ])
-@pytest.mark.parametrize('checkpointing', [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize('checkpointing', [False, True])
 def test_compiled_once_for_batches_of_any_sizes(pos_enc, kwargs, checkpointing):
     """Neither the number of groups nor their sizes make new graphs, nor does each layer."""
     model, generator = small(pos_enc, **kwargs), random.Random(0)

@@ -23,7 +23,6 @@ def tolerance_of(dtype, other):
     return max(TOLERANCES[dtype], TOLERANCES[other])
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.interpreted
 @pytest.mark.parametrize('of_tables', [True, False])
 @pytest.mark.parametrize('dtype, other', PAIRS)

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_sape
 from harness import assert_near
-from operators import BACKENDS, FAST, HALVES, check, device_of, make_inputs, run, strictest
+from operators import BACKENDS, FAST, FULL_WITHOUT_GPU, HALVES, check, device_of, make_inputs, run, strictest
 from timm_sape import ops
 from timm_sape.functional import sape2_attention
 
@@ -126,9 +126,9 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize('mode', [pytest.param('k', marks=pytest.mark.full), 'qk'])
-@pytest.mark.parametrize('dtype', [None, *(
-    pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float16, torch.bfloat16))])
+@pytest.mark.parametrize('mode', [pytest.param('k', marks=FULL_WITHOUT_GPU), 'qk'])
+@pytest.mark.parametrize('dtype', [
+    None, pytest.param(torch.float16, marks=pytest.mark.full), pytest.param(torch.bfloat16, marks=FULL_WITHOUT_GPU)])
 def test_triton_as_one_operator_or_two(dtype, mode):
     """Both launch the same kernels. Only gradients of q and k differ by how sums of two or three parts are rounded.
 

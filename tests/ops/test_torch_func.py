@@ -88,8 +88,8 @@ def test_forward_derivatives(pos_enc, frozen):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('backend', [pytest.param('eager', marks=pytest.mark.full), 'aot_eager'])
-@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', pytest.param('ape+cope', marks=pytest.mark.full)])
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'ape+cope'])
 def test_forward_derivatives_of_compiled_models(pos_enc, backend):
     """A graph that was compiled without forward mode is not used with it, where its operators would lose a part."""
     make_model = Maker(pos_enc)

@@ -13,7 +13,6 @@ from ..encodings import parse_pos_enc
 from ..version import __version__
 from .errors import AGAIN, described, short
 
-
 CONFIG_NAME = 'config.json'
 MAX_LAYERS = 1_000  # no model is deeper
 MAX_PIXELS = 20_000  # no side of an image is longer

@@ -25,7 +25,7 @@ CARD = (
     'citation')
 PREPROCESSING = (
     'input_size', 'img_size', 'in_chans', 'chans', 'test_input_size', 'interpolation', 'crop_pct', 'test_crop_pct',
-    'crop_mode', 'mean', 'std')
+    'crop_mode', 'mean', 'std', 'model_kwargs')
 
 
 def push(
