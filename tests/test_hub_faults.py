@@ -345,8 +345,8 @@ CHANGES = {
 @pytest.mark.parametrize('given, message', [
     (dict(data_config={'crop_pct': '0.9'}), "crop_pct .* must be a number, .*not '0.9'"),
     (dict(data_config={'interpolation': 3}), 'interpolation .* must be'),
-    (dict(data_config={'crop': 0.9}), "data_config has no entry 'crop'. It takes: .* crop_pct"),
-    (dict(model_card={'licence': 'mit'}), "model_card has no entry 'licence'. It takes: .* license"),
+    (dict(data_config={'crop': 0.9}), "data_config has no entry 'crop'. Use only .* crop_pct"),
+    (dict(model_card={'licence': 'mit'}), "model_card has no entry 'licence'. Use only .* license"),
     (dict(model_config={'label_names': ['a', 'b']}), r"label_names must be 4 strings, .* got \['a', 'b'\]"),
     (dict(model_config={'label_names': ['a', 'b', 'c', 'a']}), "has 'a' twice.* label_descriptions="),
     (dict(model_config={'label_names': [0, 1, 2, 3]}), 'label_names must be 4 strings'),

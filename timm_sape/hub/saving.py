@@ -117,7 +117,7 @@ def save(
             raise ValueError(f'{name} must be a dict of entries and values, got {short(given)}.')
         unknown = [key for key in given or () if known and key not in known]
         if unknown:
-            raise ValueError(f'{name} has no entry {unknown[0]!r}. It takes: {", ".join(known)}.')
+            raise ValueError(f'{name} has no entry {unknown[0]!r}. Use only {", ".join(known)}.')
     folder = Path(os.path.expanduser(folder))
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
