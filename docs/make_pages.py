@@ -445,9 +445,9 @@ def gpu():
 
 def gpu_step_rows():
     """Newest training steps of ViT-S with 128 images on an H200, by model and backend, then by way."""
-    found = {}
+    rows, found = read_csv(RESULTS / 'h200' / 'steps.csv'), {}
     for commit in GPU_COMMITS:
-        for row in read_csv(RESULTS / 'h200' / 'steps.csv'):
+        for row in rows:
             if f'commit {commit}' in row['notes'] and row['batch'] == '128':
                 found.setdefault((row['model'], row['backend']), {}).setdefault(row['way'], row)
     return found

@@ -147,7 +147,6 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize('pos_enc, kwargs', seldom(NEW))
 def test_compile(pos_enc, kwargs, fresh_compiler):
     """One graph, forward and backward, on the trained grid and on two others, where sizes become symbolic."""
@@ -171,7 +170,6 @@ def test_export(pos_enc, kwargs):
             torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings(*DEPRECATED)
 @pytest.mark.parametrize('dynamo', [True, False])
 @pytest.mark.parametrize('pos_enc, kwargs', seldom([
