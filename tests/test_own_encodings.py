@@ -10,8 +10,7 @@ from PIL import Image
 import timm_sape
 from timm_sape import FixedEncoding, PositionEncoding
 from timm_sape.cli import main
-from timm_sape.encodings.base import FixedRotaryEncoding, RotaryEncoding, rotation_table
-from timm_sape.encodings.frequencies import FrequencyEncoding
+from timm_sape.encodings.base import FixedRotaryEncoding, FrequencyEncoding, RotaryEncoding, rotation_table
 
 N, D, HEADS, LAYERS = 7, 64, 4, 2  # a grid of 2 x 3 patches and a class token
 

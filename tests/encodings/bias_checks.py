@@ -19,8 +19,7 @@ from harness import (
 )
 from loops import attention
 from timm_sape import Grid
-from timm_sape.encodings.offset_bias import OffsetBiasEncoding
-from timm_sape.encodings.rpb import between_patches
+from timm_sape.encodings.base import OffsetBiasEncoding, between_patches
 
 SCALE = 0.3  # of the logits, for encodings that append channels to q and k
 

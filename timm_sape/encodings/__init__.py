@@ -42,12 +42,12 @@ from .base import (
     CoordinateEncoding,
     FixedEncoding,
     FixedRotaryEncoding,
+    FrequencyEncoding,
     PositionEncoding,
     ReferenceGridEncoding,
     ResizedEncoding,
     RotaryEncoding,
 )
-from .frequencies import FrequencyEncoding
 from .logit_scaling import LOGIT_SCALINGS, LogitScaling
 from .registry import (
     create_encoding,

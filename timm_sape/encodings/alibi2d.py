@@ -7,7 +7,7 @@ counts steps along rows and columns; direction does not matter. Costs one additi
 import torch
 
 from ..grid import Grid
-from .offset_bias import OffsetBiasEncoding, per_head, slopes_for_any_heads
+from .base import OffsetBiasEncoding, per_head, slopes_for_any_heads
 from .registry import register_encoding
 
 

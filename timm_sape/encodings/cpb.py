@@ -15,10 +15,8 @@ import torch.nn as nn
 
 from ..checks import is_integer, is_number
 from ..grid import Grid
-from .base import ReferenceGridEncoding
-from .layers import Float32Linear
+from .base import Float32Linear, ReferenceGridEncoding, between_patches
 from .registry import register_encoding
-from .rpb import between_patches
 
 
 @register_encoding('cpb')

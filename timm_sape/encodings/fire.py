@@ -14,10 +14,8 @@ import torch.nn as nn
 
 from ..checks import is_integer, is_number
 from ..grid import Grid
-from .base import PositionEncoding
-from .layers import Float32Linear
+from .base import Float32Linear, PositionEncoding, between_patches
 from .registry import register_encoding
-from .rpb import between_patches
 
 EPSILON = 1e-6  # as implementations for language models have it
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..checks import is_integer, is_number
 from ..grid import Grid
-from .base import CoordinateEncoding
-from .layers import Float32Linear
+from .base import CoordinateEncoding, Float32Linear
 from .registry import register_encoding
 
 

@@ -12,8 +12,7 @@ import torch.nn as nn
 
 from ..grid import Grid
 from .ape import resample_pos_embed
-from .base import ResizedEncoding, fill_trunc_normal
-from .layers import Float32LayerNorm
+from .base import Float32LayerNorm, ResizedEncoding, fill_trunc_normal
 from .registry import register_encoding
 
 

@@ -11,7 +11,7 @@ from typing import List, Tuple
 import torch
 
 from ..grid import Grid
-from .offset_bias import OffsetBiasEncoding, per_head
+from .base import OffsetBiasEncoding, per_head
 from .registry import register_encoding
 
 # Directions (y, x) in the authors' order. A quarter extends 45 degrees to both sides of its direction.

@@ -14,8 +14,7 @@ import torch
 
 from ..checks import is_integer
 from ..grid import Grid
-from .base import FixedRotaryEncoding
-from .frequencies import FrequencyEncoding
+from .base import FixedRotaryEncoding, FrequencyEncoding
 from .registry import register_encoding
 
 

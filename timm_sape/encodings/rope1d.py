@@ -10,8 +10,7 @@ from typing import List, Tuple
 import torch
 
 from ..grid import Grid
-from .base import FixedRotaryEncoding
-from .frequencies import FrequencyEncoding
+from .base import FixedRotaryEncoding, FrequencyEncoding
 from .registry import register_encoding
 
 

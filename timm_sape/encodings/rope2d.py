@@ -8,8 +8,7 @@ from typing import Tuple
 import torch
 
 from ..grid import Grid
-from .base import FixedRotaryEncoding
-from .frequencies import FrequencyEncoding
+from .base import FixedRotaryEncoding, FrequencyEncoding
 from .registry import register_encoding
 
 

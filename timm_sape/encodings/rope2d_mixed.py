@@ -11,8 +11,7 @@ import torch.nn as nn
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 
 from ..grid import Grid
-from .base import RotaryEncoding
-from .frequencies import FrequencyEncoding
+from .base import FrequencyEncoding, RotaryEncoding
 from .registry import register_encoding
 
 

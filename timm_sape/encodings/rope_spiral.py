@@ -11,8 +11,7 @@ import torch
 
 from ..checks import is_integer, is_number
 from ..grid import Grid
-from .base import FixedRotaryEncoding
-from .frequencies import FrequencyEncoding
+from .base import FixedRotaryEncoding, FrequencyEncoding
 from .registry import register_encoding
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .. import ops
 from ..grid import Grid
-from .base import ResizedEncoding, fill_trunc_normal
+from .base import ResizedEncoding, between_patches, fill_trunc_normal
 from .registry import register_encoding
 
 
@@ -58,26 +58,3 @@ class RelativePositionBias(ResizedEncoding):
     def position_bias(self, grid: Grid) -> torch.Tensor:
         (table,) = ops.upcast(self.resized('table', grid))
         return grid.pad_prefix(between_patches(table, grid))  # [(B,) h, N, N]
-
-
-def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """From one value per offset to one value per pair of patches.
-
-    Args:
-        values: Value of each offset p_i - p_j, from (1-H, 1-W) to (H-1, W-1) row by row, `[(2H-1)*(2W-1), h]`.
-        grid: The grid.
-
-    Returns:
-        `[h, H*W, H*W]`, or `[B, h, K, K]` if patches were dropped.
-    """
-    if grid.keep_indices is not None:
-        dy, dx = grid.kept_offsets()  # p_j - p_i, [B, K, K]
-        index = (grid.height - 1 - dy) * (2 * grid.width - 1) + grid.width - 1 - dx
-        return values.T.index_select(1, index.flatten()).reshape(values.shape[1], *index.shape).transpose(0, 1)
-    y, x = (torch.arange(size, device=values.device) for size in grid.size)
-    dy = y[:, None] - y + grid.height - 1  # [H, H]
-    dx = x[:, None] - x + grid.width - 1  # [W, W]
-    index = dy[:, None, :, None] * (2 * grid.width - 1) + dx[None, :, None, :]  # [H, W, H, W]
-    # values[index] does the same, but its gradient is slower.
-    pairs = values.T.index_select(1, index.flatten())
-    return pairs.reshape(-1, grid.num_patches, grid.num_patches)

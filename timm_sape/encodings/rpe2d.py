@@ -9,7 +9,7 @@ from typing import List
 import torch
 
 from ..grid import Grid
-from .offset_bias import OffsetBiasEncoding, per_head, slopes_for_any_heads
+from .base import OffsetBiasEncoding, per_head, slopes_for_any_heads
 from .registry import register_encoding
 
 STARTS = 2 ** -1, 2 ** -0.5  # r_left and r_right of the first head

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...grid import Grid
 from ..base import AUTO, FixedEncoding, Gate, PositionEncoding
-from ..hook_results import check_result
+from ..base.hook_results import check_result
 from .class_checks import is_built_in
 
 # Functions that make a tensor without setting it

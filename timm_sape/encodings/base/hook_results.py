@@ -8,7 +8,7 @@ from typing import Any, Sequence, Tuple, Union
 import torch
 import torch.nn as nn
 
-from ..grid import Grid
+from ...grid import Grid
 
 __all__ = ['check_result']
 

@@ -10,10 +10,10 @@ from typing import List, Sequence, Tuple, Union
 
 import torch
 
-from .. import ops
-from ..checks import is_number
-from ..grid import Grid
-from .base import CoordinateEncoding
+from ... import ops
+from ...checks import is_number
+from ...grid import Grid
+from .coordinates import CoordinateEncoding
 
 __all__ = ['FrequencyEncoding']
 

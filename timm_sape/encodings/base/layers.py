@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .. import ops
+from ... import ops
 
 __all__ = ['Float32LayerNorm', 'Float32Linear']
 

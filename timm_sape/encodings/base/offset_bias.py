@@ -1,4 +1,4 @@
-"""Base of fixed biases that depend only on the offset between two patches, so on 2H-1 x 2W-1 numbers per head.
+"""Biases that depend only on the offset between two patches, so on 2H-1 x 2W-1 numbers per head.
 
 Only these numbers are stored. Each forward pass copies the N x N biases out of them, which takes as long as any other
 pass over the logits. For 32 x 32 patches and 12 heads this stores 0.2 MB instead of 48, which matters most where each
@@ -8,11 +8,11 @@ from typing import Callable, List, Sequence, Tuple
 
 import torch
 
-from ..grid import Grid
-from .base import CoordinateEncoding, FixedEncoding
-from .rpb import between_patches
+from ...grid import Grid
+from .coordinates import CoordinateEncoding
+from .fixed import FixedEncoding
 
-__all__ = ['OffsetBiasEncoding', 'per_head', 'slopes_for_any_heads']
+__all__ = ['OffsetBiasEncoding', 'between_patches', 'per_head', 'slopes_for_any_heads']
 
 
 class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
@@ -77,3 +77,26 @@ def slopes_for_any_heads(num_heads: int, geometric: Callable[[int], List[float]]
     """
     lower = 2 ** (num_heads.bit_length() - 1)
     return [*geometric(lower), *geometric(2 * lower)[::2][:num_heads - lower]]
+
+
+def between_patches(values: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """From one value per offset to one value per pair of patches.
+
+    Args:
+        values: Value of each offset p_i - p_j, from (1-H, 1-W) to (H-1, W-1) row by row, `[(2H-1)*(2W-1), h]`.
+        grid: The grid.
+
+    Returns:
+        `[h, H*W, H*W]`, or `[B, h, K, K]` if patches were dropped.
+    """
+    if grid.keep_indices is not None:
+        dy, dx = grid.kept_offsets()  # p_j - p_i, [B, K, K]
+        index = (grid.height - 1 - dy) * (2 * grid.width - 1) + grid.width - 1 - dx
+        return values.T.index_select(1, index.flatten()).reshape(values.shape[1], *index.shape).transpose(0, 1)
+    y, x = (torch.arange(size, device=values.device) for size in grid.size)
+    dy = y[:, None] - y + grid.height - 1  # [H, H]
+    dx = x[:, None] - x + grid.width - 1  # [W, W]
+    index = dy[:, None, :, None] * (2 * grid.width - 1) + dx[None, :, None, :]  # [H, W, H, W]
+    # values[index] does the same, but its gradient is slower.
+    pairs = values.T.index_select(1, index.flatten())
+    return pairs.reshape(-1, grid.num_patches, grid.num_patches)
