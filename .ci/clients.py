@@ -88,6 +88,13 @@ def test_vit_timm(pretrained=False, **kwargs):
     return timm.create_model('vit_tiny_patch16_224', pretrained=pretrained, **{**small, **kwargs})
 
 
+@register_model
+def test_naflexvit_timm(pretrained=False, **kwargs):
+    """timm's NaFlexVit, likewise, with a class token as ours."""
+    small = dict(img_size=160, embed_dim=64, depth=2, num_heads=4, class_token=True)
+    return timm.create_model('naflexvit_base_patch16_gap', pretrained=pretrained, **{**small, **kwargs})
+
+
 @torch.no_grad()
 def awake(model):
     """Large weights, the same for the same name in every model, so that position weighs."""
@@ -107,9 +114,11 @@ class Make:
         kwargs: Arguments of all models.
     """
 
+    host = 'vit'
+
     def __init__(self, encoding, **kwargs):
         self.encoding = encoding
-        self.name = f'test_vit_{encoding}'
+        self.name = f'test_{self.host}_{encoding}'
         self.kwargs = kwargs
 
     def asleep(self, **kwargs):

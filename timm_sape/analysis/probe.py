@@ -1,21 +1,4 @@
-"""How much the results of a model change when an image is shifted, mirrored, permuted or resized.
-
-Each measured change is reported along with what theory predicts, if it predicts anything. The theorems are for float64
-and eval mode. A predicted '0' always holds. A predicted 'changes' holds except by coincidence: an encoding whose
-parameters are all zero, or an image that is its own mirror image, gives no change.
-
-- Every image of a batch gets the logits that it gets alone.
-- Without position (`nope`) a Vision Transformer does not know the order of its patches. With any other encoding it
-  does.
-- With relative encodings only, the logits between two patches in the first attention layer do not change when both are
-  shifted by whole patches, to the right or down, because there the tokens are the same as before. (In later layers
-  they are not, because other patches have entered the image.) They change with an encoding that adds absolute
-  positions to the tokens.
-- Distances without a direction (`alibi2d`) do not change when the image is mirrored. Rotations, and slopes with a
-  direction, do.
-- The x bias of SaPE2 does not change when rows of patches are exchanged, as in a shift down, because it counts within
-  rows; the y bias does. When columns are exchanged, as in a shift to the right or a mirror, it is the other way round.
-"""
+"""How much the results of a model change when an image is shifted, mirrored, permuted or resized."""
 import math
 from copy import deepcopy
 from typing import Callable, Dict, List, NamedTuple, Tuple
@@ -81,6 +64,23 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     between patches in the first attention layer; for SaPE2 also both parts of its bias there. They are computed by a
     copy of the model in float64 and eval mode. Features and attention logits are put back into the original order of
     patches before they are compared. After a shift, patches that wrapped around are left out.
+
+    Each change is reported along with what theory predicts, if it predicts anything. A predicted '0' always holds. A
+    predicted 'changes' holds except by coincidence: an encoding whose parameters are all zero, or an image that is its
+    own mirror image, gives no change. The predictions:
+
+    - Every image of a batch gets the logits that it gets alone.
+    - Without position (`nope`) a Vision Transformer does not know the order of its patches. With any other encoding it
+      does.
+    - With relative encodings only, the logits between two patches in the first attention layer do not change when both
+      are shifted by whole patches, to the right or down, because there the tokens are the same as before. (In later
+      layers they are not, because other patches have entered the image.) They change with an encoding that adds
+      absolute positions to the tokens.
+    - Distances without a direction (`alibi2d`) do not change when the image is mirrored. Rotations, and slopes with a
+      direction, do.
+    - The x bias of SaPE2 does not change when rows of patches are exchanged, as in a shift down, because it counts
+      within rows; the y bias does. When columns are exchanged, as in a shift to the right or a mirror, it is the other
+      way round.
 
     Args:
         model: A model of timm_sape, or any timm ViT whose patches do not overlap.

@@ -25,7 +25,7 @@ class CommutingRotaryEncoding(BlockRotaryEncoding):
     In the form LD (linearly dependent) each layer learns A and the factors f, which all heads share. In the form AP
     (axial partition) it learns A alone; f is (1, 0) for even blocks and (0, 1) for odd ones. y goes from -1/2 to 1/2
     over the image, ((row + 1/2) / H - 1/2), and x likewise, so 0 is the middle of the image. Prefix tokens are not
-    turned, which places them there, like the authors' class token. The authors' code learns a matrix P with
+    turned, which places them in the middle, like the authors' class token. The authors' code learns a matrix P with
     A = P - P^T, whose entries start normal with a standard deviation of 1. Here the entries of A above the diagonal are
     learned, and start normal with a standard deviation of sqrt(2), as those of P - P^T do. f starts standard normal.
     The paper also shifts positions at random in training, which is left out. No parameter gets weight decay. Computed

@@ -35,7 +35,7 @@ class ContextualPositionEncoding(ReferenceGridEncoding):
         npos: Number of embeddings, 2 or more.
         bias_scale: Factor of z, 'head_dim' for 1/sqrt(d) or 'one'.
         direction: 'literal' for the sum to the end of the raster, as in the paper's listing; 'between' for the gates
-            from the earlier of both patches up to the later one, which is left out: p_ij = |S_ij - S_ii| with S the sum
+            from the earlier of the two patches up to, but without, the later one: p_ij = |S_ij - S_ii| with S the sum
             to the end. The sum of the paper's equation also has the gate of i.
 
     Raises:

@@ -64,7 +64,7 @@ class FixedEncoding(PositionEncoding, ABC):
         """A tensor with the dtype and the device of tables: the table, or an empty tensor if that cannot be used.
 
         A model that was built on the meta device and got its parameters by `load_state_dict(..., assign=True)` still
-        has its tables there. SDPA would read memory that is not theirs. And FSDP's `MixedPrecision` may have rounded
+        has its tables there. SDPA would then read invalid memory. And FSDP's `MixedPrecision` may have rounded
         them, by its `buffer_dtype`.
         """
         if self.table.is_meta and grid.device is not None:

@@ -2,7 +2,7 @@
 
 Each rule says how far positions are squeezed, for each pair of channels by its frequency: not at all (extrapolation),
 to the trained grid (position interpolation), or something between the two. Fast pairs tell neighbours apart, slow ones
-the ends of the image. So the rules between squeeze slow pairs more than fast ones.
+the ends of the image. So the rules in between squeeze slow pairs more than fast ones.
 """
 import math
 from abc import ABC, abstractmethod
@@ -22,8 +22,8 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
     """A rotation of pairs of channels by angles that are frequencies times coordinates.
 
     With a frequency f along y, the position y of a patch becomes (y + 1/2) * g - 1/2 on another grid than the trained
-    one, and so do positions along x. (Without the halves the angles between patches are the same. They keep the rules
-    alike towards prefix tokens, which are not rotated.) A rule is a choice of g, from 1 to H0/H:
+    one, and so do positions along x. (The halves do not change the angles between patches. They matter only towards
+    prefix tokens, which are not rotated.) A rule is a choice of g, from 1 to H0/H:
 
     - 'rescale': H0/H (position interpolation; Chen et al. 2023, 2306.15595);
     - 'ntk': (H0/H)^e, where e goes from 0 for the highest to 1 for the lowest frequency, linearly in the logarithm. In
@@ -44,8 +44,7 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
             those with many are not, and logits are scaled up.
         ramp: For 'yarn', two numbers of turns, at least 0, the first below the second: pairs with fewer turns than the
             first number are rescaled, with more than the second are not. YaRN's are for long texts: on 14 x 14 patches
-            no pair of 'rope2d' turns more than 2.3 times, so nearly all are rescaled, and only the factor on the logits
-            is left.
+            no pair of 'rope2d' turns more than 2.3 times, so 'yarn' is nearly 'rescale' with larger logits.
 
     Raises:
         ValueError: If `resolution` is none of these, or `ramp` is not two such numbers.

@@ -42,7 +42,9 @@ class PositionEncoding(nn.Module):
     gate_init: Optional[float] = 0.5
     alone: bool = True  #: Whether it does anything without other encodings.
     excludes: Dict[str, str] = {}  #: Encodings that it cannot be combined with, and why.
-    supplements_ape: bool = True  #: Whether there are entrypoints `..._ape` that combine it with timm's learned table.
+    #: False: there are no entrypoints `..._ape` that combine it with timm's learned table. True: there are, unless it
+    #: only adds something to the tokens at the start.
+    supplements_ape: bool = True
     prefix_rule: bool = True  #: The bias of every logit in the row or column of a prefix token is zero.
     relative: bool = False  #: Depends only on differences of positions.
     #: True: mirroring the image changes the features themselves. False: it only moves them to other places. None: that
@@ -58,8 +60,8 @@ class PositionEncoding(nn.Module):
     #: Whether a layer computes something else in a model of another depth. Then a pruned model cannot be saved.
     uses_depth: bool = False
     turns_alike: bool = False  #: Whether `turn` does the same to all tokens, on every grid.
-    #: Whether computing it for few patches of a large grid costs little, because it does so for the kept ones alone, or
-    #: makes at most a row for each patch. If not, such patches are refused by `Grid.check_density`.
+    #: True: few kept patches of a large grid cost little, because only those are computed, or at most one row for each
+    #: patch of the grid. False: `Grid.check_density` refuses such an input.
     skips_dropped: bool = False
     paper: str = ''  #: Link to the source.
 

@@ -84,7 +84,7 @@ class BlockRotaryEncoding(PositionEncoding, ABC):
     def blocks(self, grid: Grid) -> torch.Tensor:
         """The orthogonal matrix of each patch of the whole grid for each block of channels.
 
-        A gate scales what the matrices are computed from: at 0 they are 1.
+        The subclass applies `self.gated` to what the matrices are computed from, so that a gate of 0 makes them 1.
 
         Returns:
             `[h, H*W, n, b, b]` with n*b = d, in at least float32.
