@@ -2,6 +2,7 @@
 
     python .ci/clients.py --install     # the packages, into the environment of this Python
     python .ci/clients.py               # all checks, one process each; writes .ci/clients-result.md
+    python .ci/clients.py --host naflexvit     # the same for NaFlexVit; writes .ci/clients-naflexvit-result.md
     python .ci/clients.py --only peft   # those whose name matches this regular expression; prints the table
     python .ci/clients.py --only peft --sabotage position    # models that are broken on purpose: the columns must fail
 
@@ -105,7 +106,7 @@ def awake(model):
 
 
 class Make:
-    """Makes models of one encoding: `make(num_classes=5)`.
+    """Makes models of one encoding, all on the same host: `make(num_classes=5)`.
 
     All models that are made with the same arguments have the same large random weights.
 
@@ -114,7 +115,7 @@ class Make:
         kwargs: Arguments of all models.
     """
 
-    host = 'vit'
+    host = 'vit'  # or 'naflexvit'
 
     def __init__(self, encoding, **kwargs):
         self.encoding = encoding
@@ -144,6 +145,15 @@ class Make:
 def images(seed=0):
     """Images of 10 x 10 patches, `[2, 3, 160, 160]`."""
     return torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(seed))
+
+
+def as_in_vit(name):
+    """The name of a parameter of a NaFlexVit as it is called in a plain ViT."""
+    return name.replace('embeds.proj.', 'patch_embed.proj.').removeprefix('embeds.')
+
+
+def patch_embedding(model):
+    return model.embeds.proj if Make.host == 'naflexvit' else model.patch_embed
 
 
 LABELS = torch.tensor([1, 3])
@@ -859,7 +869,7 @@ def check_open_clip_lock(make):
     reference.reset_classifier(0, 'avg')
     tower.trunk.load_state_dict(reference.state_dict())
     tower.lock(unlocked_groups=1)
-    free = {name.split('.')[0] for name, p in tower.trunk.named_parameters() if p.requires_grad}
+    free = {as_in_vit(name).split('.')[0] for name, p in tower.trunk.named_parameters() if p.requires_grad}
     assert free and 'patch_embed' not in free, f'left unlocked: {free}'
     tower.set_grad_checkpointing()
     return tower.trunk, reference
@@ -1056,7 +1066,7 @@ def check_captum_layer_integrated(make):
     options = dict(target=0, n_steps=8)  # the embedding is affine: its path is that of the images
 
     def run(x):
-        return LayerIntegratedGradients(model, model.patch_embed).attribute(x, **options).sum((1, 2))
+        return LayerIntegratedGradients(model, patch_embedding(model)).attribute(x, **options).sum((1, 2))
     return run, lambda x: IntegratedGradients(reference).attribute(x, **options).sum((1, 2, 3)), 1e-3
 
 
@@ -1157,7 +1167,7 @@ def check_opacus(make):
 
 def freeze_parameters(model, names):
     for name, p in model.named_parameters():
-        if name.startswith(names):
+        if as_in_vit(name).startswith(names):
             p.requires_grad = False
     return model
 
@@ -1310,7 +1320,7 @@ def models(sabotage=None):
     """The control, and one `Make` for each encoding; or others under their names, broken."""
     makes = [Make(encoding) for encoding in (CONTROL, *ENCODINGS)]
     for make in makes[1:] if sabotage == 'position' else ():
-        make.name = 'test_vit_ape' if make.encoding == 'nope' else 'test_vit_nope'
+        make.name = f'test_{make.host}_{"ape" if make.encoding == "nope" else "nope"}'
     if sabotage == 'values':
         forward = timm.layers.PatchEmbed.forward
         timm.layers.PatchEmbed.forward = lambda self, x: forward(self, x) * (1 + 0.1 * torch.rand(()))
@@ -1334,7 +1344,7 @@ def run_apart(check, sabotage, verbose):
         check.version = 'not installed'
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, '--child', check.name, '--encodings', *ENCODINGS]
+        command = [sys.executable, __file__, '--child', check.name, '--host', Make.host, '--encodings', *ENCODINGS]
         command += ['--sabotage', sabotage] if sabotage else []
         environment = {
             'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', **os.environ, 'TMPDIR': folder, 'HF_HUB_OFFLINE': '1'}
@@ -1375,8 +1385,9 @@ def of_control(cells):
 
 def render(table):
     """The table, and below it what went wrong, as Markdown."""
+    control = "timm's ViT" if Make.host == 'vit' else "timm's NaFlexVit"
     lines = [
-        "| client | version | feature | timm's ViT | ours work | equal to `model(x)` | position applied |",
+        f'| client | version | feature | {control} | ours work | equal to `model(x)` | position applied |',
         '|---|---|---|---|---|---|---|']
     notes = []
     for check, results in table:
@@ -1390,7 +1401,7 @@ def render(table):
         for encoding, (_, said) in results.items():
             for column, text in said.items():
                 alike = re.sub(rf'\b{encoding}\b|[\d.,e+-]*\d', '', text)  # the same but for the name and numbers
-                groups[column, alike].append(("timm's ViT" if encoding == CONTROL else f'`{encoding}`', text))
+                groups[column, alike].append((control if encoding == CONTROL else f'`{encoding}`', text))
         for (column, _), said in groups.items():
             names, (text, *_) = zip(*said)
             who = {len(ENCODINGS): 'all of ours', len(ENCODINGS) + 1: 'all'}.get(len(names), ', '.join(names))
@@ -1403,6 +1414,7 @@ def render(table):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--host', choices=('vit', 'naflexvit'), default='vit', help='which models carry the encodings')
     parser.add_argument('--only', default='', help='run the checks whose name matches this regular expression')
     parser.add_argument('--encodings', nargs='+', help='others than those of the table, or fewer')
     parser.add_argument('--sabotage', choices=('position', 'values'), help='break our models: columns must fail')
@@ -1411,6 +1423,7 @@ def main():
     parser.add_argument('--verbose', action='store_true', help='print what the processes print, and tracebacks')
     parser.add_argument('--child', help=argparse.SUPPRESS)
     args = parser.parse_args()
+    Make.host = args.host
     if args.encodings:
         ENCODINGS[:] = args.encodings
     if args.child:
@@ -1443,7 +1456,8 @@ def write(text):
         f'Of {len(ENCODINGS)} encodings (`{"`, `".join(ENCODINGS)}`), how many work; give what they give without the '
         'client; and are moved by exchanging patches of the image (`nope` must not be). A cell is empty where the '
         'check has no such output, where it compares by itself, or where rounding hides position.')
-    (ROOT / '.ci' / 'clients-result.md').write_text(f'# Clients\n\n{head}\n\n{text}\n')
+    name, title = ('clients', 'Clients') if Make.host == 'vit' else ('clients-naflexvit', 'Clients, with NaFlexVit')
+    (ROOT / '.ci' / f'{name}-result.md').write_text(f'# {title}\n\n{head}\n\n{text}\n')
 
 
 if __name__ == '__main__':

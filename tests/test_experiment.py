@@ -186,7 +186,7 @@ class Lab:
         """Run the command in a process of its own, which can be killed."""
         return begin(self.arguments(*options))
 
-    def wait_for(self, text, seconds=30):
+    def wait_for(self, text, seconds=120):
         deadline = time.time() + seconds
         while text not in self.notes_file.read_text():
             assert time.time() < deadline, self.notes_file.read_text()
@@ -837,7 +837,7 @@ def test_interrupted(lab, gate, number, code):
     command = lab.begin()
     lab.wait_for('A/seed1 epoch-1')
     os.kill(command.pid, number)
-    command.join(20)
+    command.join(60)
     assert command.exitcode == code
     for process in {note[3] for note in lab.notes()}:
         with pytest.raises(ProcessLookupError):
@@ -875,7 +875,7 @@ def test_running_is_seen(lab, gate):
     plan = load_plan(lab.folder / 'plan.yaml')
     assert [row['status'] for row in experiment.rows_of(plan, lab.output)] == ['running', *3 * ['waiting']]
     gate.unlink()
-    command.join(30)
+    command.join(60)
     assert [row['status'] for row in experiment.rows_of(plan, lab.output)] == ['finished', *3 * ['waiting']]
 
 
