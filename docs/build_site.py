@@ -26,7 +26,8 @@ API = {
     'Encodings': [
         'timm_sape.Grid', 'timm_sape.PositionEncoding', 'timm_sape.FixedEncoding', 'timm_sape.CoordinateEncoding',
         'timm_sape.ResizedEncoding', 'timm_sape.ReferenceGridEncoding', 'timm_sape.RotaryEncoding',
-        'timm_sape.FixedRotaryEncoding', 'timm_sape.FrequencyEncoding', 'timm_sape.BlockRotaryEncoding'],
+        'timm_sape.FixedRotaryEncoding', 'timm_sape.FrequencyEncoding', 'timm_sape.BlockRotaryEncoding',
+        'timm_sape.OffsetBiasEncoding'],
     'SaPE2 as functions': ['timm_sape.functional.sape2_attention', 'timm_sape.functional.sape2_bias'],
     'Saving and the Hub': ['timm_sape.hub.save', 'timm_sape.hub.load', 'timm_sape.hub.push'],
     'Analysis': [

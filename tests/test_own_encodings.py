@@ -8,7 +8,7 @@ import torch.nn as nn
 from PIL import Image
 
 import timm_sape
-from timm_sape import FixedEncoding, PositionEncoding
+from timm_sape import FixedEncoding, OffsetBiasEncoding, PositionEncoding
 from timm_sape.cli import main
 from timm_sape.encodings.base import FixedRotaryEncoding, FrequencyEncoding, RotaryEncoding, rotation_table
 
@@ -90,6 +90,28 @@ def test_what_fits_acts(hook, function):
     plain.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 16, 24)
     assert not torch.allclose(model(x), plain(x))
+
+
+def test_a_bias_by_offset():
+    """`compute` gives the bias of each offset, and the base class that of each pair of patches."""
+    class ByOffset(OffsetBiasEncoding):
+        def __init__(self, **host):
+            super().__init__(**host)
+            self.make_table()
+
+        def compute(self, grid, device, dtype):
+            dy, dx = self.offsets(grid, device, dtype)
+            return (10 * dy + dx).repeat(self.num_heads, 1, 1)
+
+    timm_sape.register_encoding('mine')(ByOffset)
+    encoding = build().encodings['mine']
+    for size in ((2, 3), (4, 2)):
+        grid = timm_sape.Grid(*size, 1)
+        bias = encoding(torch.zeros(1), grid=grid, hook='position_bias')
+        places = [(y, x) for y in range(size[0]) for x in range(size[1])]
+        expected = [[10 * (key[0] - query[0]) + key[1] - query[1] for key in places] for query in places]
+        assert bias[:, 1:, 1:].tolist() == HEADS * [expected]
+        assert not bias[:, 0].any() and not bias[:, :, 0].any()
 
 
 class Slope(PositionEncoding):

@@ -43,6 +43,7 @@ from .base import (
     FixedEncoding,
     FixedRotaryEncoding,
     FrequencyEncoding,
+    OffsetBiasEncoding,
     PositionEncoding,
     ReferenceGridEncoding,
     ResizedEncoding,
