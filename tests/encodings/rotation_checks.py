@@ -20,7 +20,7 @@ from harness import (
 from loops import attention
 from timm_sape import Grid
 from timm_sape.attention import PosEncAttention
-from timm_sape.encodings import base
+from timm_sape.encodings.base import rotary
 from timm_sape.position import LayerEncodings, Position
 
 SIZES = {'heads': 2, 'head_dim': 12}  # six pairs of channels, so that mrope has two for each axis
@@ -248,11 +248,11 @@ def first_rows(self, table):
     return table if self.keep_indices is None else table[..., :self.keep_indices.shape[1], :]
 
 
-def other_layout(angles, rotate_half, rotation_table=base.rotation_table):
+def other_layout(angles, rotate_half, rotation_table=rotary.rotation_table):
     return rotation_table(angles, not rotate_half)
 
 
-def turned_back(angles, rotate_half, rotation_table=base.rotation_table):
+def turned_back(angles, rotate_half, rotation_table=rotary.rotation_table):
     return rotation_table(-angles, rotate_half)
 
 
@@ -260,5 +260,5 @@ AXES_SWAPPED = Grid, 'coordinates', swap_axes
 COLUMNS_ALIKE = Grid, 'coordinates', columns_alike
 ROWS_IN_RASTER_ORDER = Grid, 'keep_rows', raster_order
 FIRST_ROWS = Grid, 'keep_rows', first_rows
-TURNED_BACK = base, 'rotation_table', turned_back
-OTHER_LAYOUT = base, 'rotation_table', other_layout
+TURNED_BACK = rotary, 'rotation_table', turned_back
+OTHER_LAYOUT = rotary, 'rotation_table', other_layout

@@ -5,6 +5,7 @@ from typing import Callable, Type
 
 import torch
 
+from .. import base as base_classes
 from ..base import PositionEncoding
 
 GIVEN = 'pos_embed', 'images', 'patch_size', 'object_index'  # what hosts give to `SharedEncodings`
@@ -45,7 +46,7 @@ def check_class(name: str, cls: Type[PositionEncoding]) -> None:
 
 def _check_methods(name: str, cls: Type[PositionEncoding]) -> None:
     """Refuse a class that would do nothing, or could not be created, because of a slip."""
-    bases = [base for base in cls.__mro__ if base.__module__ == PositionEncoding.__module__]
+    bases = [base for base in cls.__mro__ if base.__module__.startswith(f'{base_classes.__name__}.')]
     users = cls.__mro__[:cls.__mro__.index(bases[0])]
     own = {
         method for base in users for method, value in vars(base).items()
