@@ -450,6 +450,21 @@ def test_only_rules_may_be_chosen_anew(tmp_path):
             from_dir(tmp_path, pos_enc_kwargs={'slope': {'ramp': 9.0}})
 
 
+@pytest.mark.parametrize('name, before, after', [
+    ('rope_dinov3', {'normalize': 'max', 'shift': 0.2}, {'normalize': 'max', 'jitter': 1.2, 'rescale': 2}),
+    ('cape', {}, {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1}),
+    ('cpb', {'hidden': 32, 'drop': 0.125}, {'hidden': 32})])
+def test_what_is_random_in_training_may_be_chosen_anew(name, before, after, tmp_path):
+    saved = randomise(tiny(name, pos_enc_kwargs={name: before} if before else None))
+    save_dir(saved, tmp_path)
+    loaded = from_dir(tmp_path, pos_enc_kwargs={name: after})
+    x = torch.randn(2, 3, *saved.patch_embed.img_size)
+    assert torch.equal(loaded.eval()(x), saved.eval()(x)) and loaded.pos_enc_kwargs == {name: after}
+    if before:  # what is not given anew has its default, which contradicts
+        with pytest.raises(ValueError, match='which cannot be changed to'):
+            from_dir(tmp_path, pos_enc_kwargs={name: {key: after[key] for key in list(after)[1:]}})
+
+
 def test_local_dir_of_an_encoding_with_keywords(tmp_path):
     keywords = {'sape2_k': {'preset': 'equations'}}
     saved = tiny('ape+sape2_k', pos_enc_kwargs=keywords)

@@ -226,3 +226,24 @@ def test_fx_features(pos_enc):
         x, output_fmt='NLC', return_prefix_tokens=True, intermediates_only=True)
     for y, (patches, prefix) in zip(FeatureGraphNet(model, out_indices=(0, 1))(x), expected, strict=True):
         torch.testing.assert_close(y, torch.cat([prefix, patches], dim=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('pos_enc', ['ape+rope2d+sape2_k', 'rpb'])
+def test_trace_of_kept_patches(pos_enc):
+    """A trace takes other numbers of images, and other patches of each."""
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=32, patch_size=8).eval()
+
+        def forward(self, x, kept):
+            return self.model.forward_features(x, keep_indices=kept)
+
+    def inputs(batch):
+        return torch.randn(batch, 3, 32, 32), torch.stack([torch.randperm(16)[:6] for _ in range(batch)])
+
+    model = Encoder()
+    traced = torch.jit.trace(model, inputs(2))
+    for batch in (1, 4):
+        given = inputs(batch)
+        torch.testing.assert_close(traced(*given), model(*given), rtol=0, atol=1e-5)

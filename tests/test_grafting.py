@@ -434,6 +434,22 @@ def test_a_graft_is_not_grafted_again():
         timm_sape.graft(grafted, 'sape2_k')
 
 
+@pytest.mark.parametrize('change', [
+    lambda model: model.prune_intermediate_layers([0]),
+    lambda model: model.prune_intermediate_layers([0], prune_norm=True),
+    lambda model: model.reset_classifier(3, 'max')], ids=['head pruned', 'norm pruned', 'max pooling'])
+@pytest.mark.parametrize('name', ['test_vit_relpos', 'vit_small_patch16_rope_mixed_ape_224'])
+def test_a_converted_model_is_saved_as_it_is(name, change, tmp_path):
+    """It may have what the class of its base cannot be built with."""
+    grafted = timm_sape.graft(base_model(name, embed_dim=96, num_heads=4), 'cope')
+    change(grafted)
+    x = images(grafted)
+    save_for_hf(randomised(grafted), str(tmp_path), safe_serialization=True)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert torch.equal(loaded(x), grafted(x))
+    assert type(loaded.norm) is type(grafted.norm) and loaded.global_pool == grafted.global_pool
+
+
 @pytest.mark.parametrize('name', NO_NEUTRAL_FORM)
 def test_encodings_that_are_refused(name):
     if name == 'nope':  # nothing to add
@@ -462,6 +478,7 @@ def test_changed_models_are_refused():
             (lambda model: setattr(model.norm, 'eps', 1.), 'norm.eps is 1.0, not 1e-06'),
             (lambda model: setattr(model.patch_embed.proj, 'stride', (8, 8)), r'proj.stride is \(8, 8\), not \(16, 16'),
             (lambda model: setattr(model, 'extra', torch.nn.Identity()), r'extra is Identity\(\), not NoneType'),
+            (lambda model: setattr(model, 'patch_drop', torch.nn.Dropout(.5)), r'patch_drop is Dropout\(p=0.5'),
             (lambda model: model.norm.register_forward_hook(lambda *args: None), 'norm has hooks'),
             (lambda model: model.register_full_backward_hook(lambda *args: None), 'it has hooks'),
             (lambda model: setattr(model.blocks[0], 'forward', model.blocks[1].forward), '0 has a forward of its own')):
@@ -469,6 +486,10 @@ def test_changed_models_are_refused():
         change(model)
         with pytest.raises(ValueError, match=message):
             timm_sape.graft(model, 'sape2_k')
+    model = timm.create_model('naflexvit_base_patch16_gap', depth=1, rope_type='axial')
+    model.rope.ref_feat_shape = (14, 14)
+    with pytest.raises(ValueError, match=r'rope.ref_feat_shape is \(14, 14\), not None'):
+        timm_sape.graft(model, 'sape2_k')
     model = timm.create_model('test_vit')
     model.forward = model.forward  # as accelerate leaves it
     assert timm_sape.graft(model, 'sape2_k').pos_enc == 'ape+auto_sape2_k'
@@ -983,6 +1004,11 @@ def test_patch_dropout_as_it_is_now():
     grafted.patch_drop = model.patch_drop
     with pytest.raises(ValueError, match='PatchDropout, which does not tell .*PatchDropoutWithIndices'):
         grafted(images(model))
+    for name, nothing in (('test_vit', torch.nn.Identity()), ('naflexvit_base_patch16_gap', None)):
+        model = timm.create_model(name, img_size=64, depth=1, embed_dim=64, num_heads=2, patch_drop_rate=0.5)
+        model.patch_drop = nothing
+        grafted = timm_sape.graft(model.train(), 'sape2_k')
+        assert grafted.forward_features(torch.randn(2, 3, 64, 64)).shape[1] == grafted.num_prefix_tokens + 16
 
 
 # ---- the pretrained weights of the base, from a Hub on this machine

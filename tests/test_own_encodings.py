@@ -152,6 +152,39 @@ def test_a_gate_of_0_on_what_returns_nothing():
         build('auto_mine', pos_enc_kwargs={'auto_mine': {'start': 0, 'init': 0}})
 
 
+@pytest.mark.parametrize('finish', [
+    lambda distances, heads: distances.long().clamp(max=1), lambda distances, heads: distances.expand(heads, -1, -1)],
+    ids=['indices', 'expanded'])
+def test_tables_of_any_kind(finish):
+    """Indices, and a table that repeats itself in memory, on every grid and after each way to compute them again."""
+    class Kind(FixedEncoding):
+        def __init__(self, **host):
+            super().__init__(**host)
+            self.make_table()
+
+        def compute(self, grid, device, dtype):
+            yx = grid.coordinates(device, dtype)
+            return finish(torch.cdist(yx, yx), self.num_heads)
+
+        def position_bias(self, grid):
+            return grid.between_tokens(-self.table_for(grid).float())
+
+    timm_sape.register_encoding('mine')(Kind)
+    model = build('ape+mine', dynamic_img_size=True)
+    x, larger = torch.randn(2, 3, 16, 24), torch.randn(2, 3, 32, 24)
+    before, before_larger = model(x), model(larger)
+    assert torch.equal(model.half().float().encodings['mine'].table, build('ape+mine').encodings['mine'].table)
+    model = build('ape+mine', dynamic_img_size=True)
+    model.encodings['mine'].init_non_persistent_buffers()
+    model.encodings['mine'].reset_parameters()
+    for size in ((32, 24), (16, 24)):
+        model.set_input_size(size)
+    fresh = build('ape+mine', dynamic_img_size=True)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), fresh(x)) and torch.equal(model(larger), fresh(larger))
+    assert before.isfinite().all() and before_larger.isfinite().all()
+
+
 def test_a_table_that_is_not_returned():
     def init(self, **host):
         FixedEncoding.__init__(self, **host)

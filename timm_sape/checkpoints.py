@@ -469,10 +469,10 @@ def refuse_other_encoding(
         now = parse_pos_enc(kwargs['pos_enc'], kwargs.get('pos_enc_kwargs'))
 
     def meant(parts):
-        # The rule for other resolutions may be chosen anew. It changes nothing on the trained one. The gate is loaded.
+        # Rules for other sizes, and what is random in training, may be chosen anew. The gate is loaded.
         merged = {name: {**encoding_keywords(name), **keywords} for name, keywords in parts.items()}
         return {
-            name: {k: v for k, v in keywords.items() if k not in ('init', *get_encoding(name).rule_keywords)}
+            name: {k: v for k, v in keywords.items() if k not in ('init', *get_encoding(name).changeable_keywords)}
             for name, keywords in merged.items()}
 
     if meant(was) != meant(now):

@@ -143,6 +143,12 @@ class Grid:
         prefix = table[:, :p].expand(patches.shape[0], -1, -1)
         return torch.cat([prefix, patches], dim=1)
 
+    def kept_tokens(self) -> torch.Tensor:
+        """Places of the tokens in the sequence among all tokens of the grid, if patches were dropped, `[B, P+K]`."""
+        prefix = torch.arange(self.num_prefix_tokens, device=self.keep_indices.device)
+        prefix = prefix.expand(self.keep_indices.shape[0], -1)
+        return torch.cat([prefix, self.keep_indices + self.num_prefix_tokens], dim=1)
+
     def keep_pairs(self, logits: torch.Tensor) -> torch.Tensor:
         """From a bias or mask between all tokens of the grid to one between the tokens in the sequence.
 
@@ -154,9 +160,7 @@ class Grid:
         """
         if self.keep_indices is None:
             return logits
-        prefix = torch.arange(self.num_prefix_tokens, device=self.keep_indices.device)
-        prefix = prefix.expand(self.keep_indices.shape[0], -1)
-        index = torch.cat([prefix, self.keep_indices + self.num_prefix_tokens], dim=1)  # [B, P+K]
+        index = self.kept_tokens()
         num_tokens, num_keep = self.num_prefix_tokens + self.num_patches, index.shape[1]
         logits = logits[(None,) * (4 - logits.ndim)]
         num_heads = logits.shape[1]

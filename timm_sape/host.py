@@ -11,7 +11,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Uni
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from timm.layers import PatchDropout, PatchDropoutWithIndices, use_reentrant_ckpt
 from timm.models import checkpoint
 
@@ -132,7 +131,7 @@ class PosEncModel(nn.Module):
                 )
         unscaled = [
             name for name, keywords in parts.items()
-            if 'resolution' in classes[name].rule_keywords and 'resolution' not in keywords]
+            if 'resolution' in classes[name].changeable_keywords and 'resolution' not in keywords]
         if ref_grid_size is not None and self.ref_grid_size is None and unscaled:
             warnings.warn(
                 f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because none of its '
@@ -353,8 +352,7 @@ def keep_patches(
     """Drop patches: those that `keep_indices` leaves out, or, without it, as patch dropout decides."""
     if keep_indices is not None:
         check_keep_indices(keep_indices, x, grid.num_patches)
-        index = F.pad(keep_indices + grid.num_prefix_tokens, (grid.num_prefix_tokens, 0))  # [B, P+K]
-        index[:, :grid.num_prefix_tokens] = torch.arange(grid.num_prefix_tokens, device=index.device)
+        index = replace(grid, keep_indices=keep_indices).kept_tokens()
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
     elif isinstance(patch_drop, PatchDropoutWithIndices):
         x, keep_indices = patch_drop(x)

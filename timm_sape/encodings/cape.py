@@ -42,6 +42,7 @@ class ContinuousAugmentedPositionEncoding(FixedEncoding):
     """
     gate_init = None
     on_other_grids = 'nothing to do: positions go from -1 to 1'
+    changeable_keywords = ('max_global_shift', 'max_local_shift', 'max_scale')
     paper = 'https://arxiv.org/abs/2106.03143'
 
     def __init__(

@@ -49,6 +49,7 @@ class ContinuousPositionBias(ReferenceGridEncoding):
     relative = True
     adds = 'L * 512 * (h + 3)'
     on_other_grids = 'the MLP extrapolates'
+    changeable_keywords = ('drop',)
     paper = 'https://arxiv.org/abs/2111.09883'
 
     def __init__(

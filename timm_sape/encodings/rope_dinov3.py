@@ -47,6 +47,7 @@ class NormalizedRotaryEncoding(FixedRotaryEncoding):
     relative = True
     sees_mirror = True
     on_other_grids = 'nothing to do: positions go from -1 to 1'
+    changeable_keywords = ('shift', 'jitter', 'rescale')
     paper = 'https://arxiv.org/abs/2508.10104'
 
     def __init__(

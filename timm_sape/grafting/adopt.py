@@ -76,8 +76,8 @@ def merge_encodings(
         if part in seen:
             raise ValueError(f'pos_enc_kwargs has keywords for {part!r} under two names. Give them once.')
         seen.add(part)
-        # The rule for other sizes may be changed: it makes no difference on the grid that the base was trained on.
-        meant = {key: value for key, value in keywords.items() if key not in get_encoding(part).rule_keywords}
+        # Some may be changed: in eval mode and on the grid that the base was trained on they make no difference.
+        meant = {key: value for key, value in keywords.items() if key not in get_encoding(part).changeable_keywords}
         if part in own and not meant.items() <= {**encoding_keywords(part), **own[part]}.items():
             raise ValueError(
                 f"pos_enc_kwargs: {part!r} is the base's own encoding, with {own[part]}, which cannot be changed. "
@@ -113,6 +113,8 @@ def adopt(
         parts, ref_grid_size, kwargs.get('device'), kwargs.get('dtype'), logit_scaling=logit_scaling)
     if vit is not model:
         weights = weights_for(vit, model)
+        if not kwargs.get('final_norm', True):  # it was pruned; the class of the base cannot be built without it
+            weights = {name: value for name, value in weights.items() if not name.startswith(('norm.', 'fc_norm.'))}
         report = checkpoints.misfit(weights, vit.state_dict(), ignore=tuple(added_entries(vit)))
         if report:
             given = sorted(kwargs.keys() - {
@@ -139,7 +141,7 @@ def _rebuild_as_vit(model: Union[VisionTransformerRelPos, Eva], kwargs: Dict[str
         patch_size=model.patch_embed.patch_size,
         in_chans=model.in_chans,
         num_classes=model.num_classes,
-        global_pool=model.global_pool,
+        global_pool=kwargs.get('global_pool', model.global_pool),
         embed_dim=model.embed_dim,
         depth=len(model.blocks),
         num_heads=block.attn.num_heads,

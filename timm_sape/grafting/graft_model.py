@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Union
 import timm
 import torch
 import torch.nn as nn
-from timm.layers import PatchDropout, get_device_dtype
+from timm.layers import PatchDropout, PatchDropoutWithIndices, get_device_dtype
 from timm.models import get_model_args, is_model, is_model_in_modules
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.naflexvit import NaFlexVit
@@ -129,6 +129,7 @@ def _copy_settings(grafted: PosEncModel, model: nn.Module) -> None:
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)
     grafted.set_grad_checkpointing(model.grad_checkpointing)
+    grafted.patch_drop = nn.Identity()  # also if it was taken away since timm made the base
     grafted.take_patch_drop(getattr(model, 'patch_drop', None))
     if isinstance(model, VisionTransformerDistilled):
         grafted.set_distilled_training(model.distilled_training)
@@ -141,6 +142,7 @@ def _copy_settings(grafted: PosEncModel, model: nn.Module) -> None:
 
 # Attributes of modules that the graft takes over, or that make no difference to what a model computes.
 FREE = ('training', 'grad_checkpointing', 'distilled_training', 'fused_attn')
+PLAIN = (bool, int, float, str, tuple)
 HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 
 
@@ -163,7 +165,7 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
     for name, module in model.named_modules():
         if any(vars(module)[key] for key in HOOKS):
             return f'{name or "it"} has hooks, which the graft would not have'
-        if isinstance(module, PatchDropout) or name == 'patch_drop':
+        if name == 'patch_drop' and isinstance(module, (PatchDropout, PatchDropoutWithIndices, nn.Identity)):
             continue  # the graft takes it over
         if type(module) is not type(modules.get(name)):
             now, then = (
@@ -176,8 +178,8 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
                 return f'{name or "it"} has a {key} of its own, which the graft would not have'
         for key, then in vars(modules[name]).items():
             now = getattr(module, key, None)
-            if isinstance(then, (bool, int, float, str, tuple)) and key not in FREE and (
-                    type(now) is not type(then) or now != then):
+            is_plain = isinstance(then, PLAIN) or then is None and isinstance(now, PLAIN)
+            if is_plain and key not in FREE and (type(now) is not type(then) or now != then):
                 return f'{name or "model"}.{key} is {now!r}, not {then!r}'
     return ''
 

@@ -191,9 +191,14 @@ class _Builder:
         arguments = {**{key: value for key, value in self.arguments.items() if key not in left_out}, **changed}
         if arguments.get('in_chans') == cfg.input_size[0]:
             del arguments['in_chans']  # filled in by timm's builder
-        if is_model_in_modules(self.base, ('vision_transformer_relpos',)):
-            # what it is converted to takes images of any size, but its own class does not
+        is_relpos = is_model_in_modules(self.base, ('vision_transformer_relpos',))
+        # What a base is converted to takes these, but its own class does not.
+        if is_relpos:
             arguments = {key: value for key, value in arguments.items() if key not in DYNAMIC}
+            if arguments.get('global_pool') in ('avgmax', 'max'):
+                del arguments['global_pool']
+        if not pretrained and (is_relpos or NAVER.fullmatch(self.base) and not arguments.get('use_naflex')):
+            arguments.pop('final_norm', None)
         # set in any case: timm's own default is that of an environment variable
         if is_model_in_modules(self.base, ('vision_transformer',)):
             arguments.setdefault('use_naflex', False)

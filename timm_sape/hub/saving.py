@@ -174,7 +174,7 @@ def _refuse_other_logits(model: nn.Module, folder: Path, input_size: Sequence[in
         ValueError: If it cannot be loaded, or if an entry of its state or a logit differs in any bit.
     """
     p = next(model.parameters())
-    x = torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0)).to(p)
+    x = torch.randn(2, *input_size, generator=torch.Generator().manual_seed(0), device='cpu').to(p)
     modes = [(module, module.training) for module in model.modules()]
     try:
         logits = model.eval()(x)

@@ -23,7 +23,7 @@ class CoordinateEncoding(ReferenceGridEncoding):
         ValueError: If `resolution` is none of the rules.
     """
     rules = ('extrapolate', 'rescale')
-    rule_keywords = ('resolution',)
+    changeable_keywords = ('resolution',)
     chosen_when_loading = True
 
     def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:

@@ -49,8 +49,9 @@ class FixedEncoding(PositionEncoding, ABC):
         self.register_buffer('table', table, persistent=False)
 
     def _compute(self, grid: Grid, like: torch.Tensor) -> torch.Tensor:
+        dtype = like.dtype if like.is_floating_point() else self._table_kwargs['dtype']  # it may hold indices
         with ops.no_autocast(like):  # products of matrices would round positions to bfloat16
-            return self.compute(grid, like.device, like.dtype)
+            return self.compute(grid, like.device, dtype)
 
     def _own_table(self, like: torch.Tensor) -> torch.Tensor:
         return self._compute(Grid(*self.grid_size, self.num_prefix_tokens), like)
@@ -74,11 +75,11 @@ class FixedEncoding(PositionEncoding, ABC):
         return self.table
 
     def init_non_persistent_buffers(self) -> None:
-        self.table.copy_(self._own_table(self.table))
+        self.table = self._own_table(self.table)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         super().set_grid_size(grid_size)
-        self.table = self._own_table(self.table)
+        self.init_non_persistent_buffers()
 
     def _apply(self, fn, *args, **kwargs):
         # Recompute the table: model.half() would round it, model.double() would not make it more exact, and to_empty()

@@ -50,7 +50,7 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
         ValueError: If `resolution` is none of these, or `ramp` is not two such numbers.
     """
     rules = ('extrapolate', 'rescale', 'ntk', 'yarn')
-    rule_keywords = ('resolution', 'ramp')
+    changeable_keywords = ('resolution', 'ramp')
     on_other_grids = 'angles extrapolate, or `rescale`, `ntk`, `yarn`'
 
     def __init__(self, *, resolution: str = 'extrapolate', ramp: Sequence[float] = (1, 32), **host) -> None:

@@ -55,8 +55,9 @@ class PositionEncoding(nn.Module):
     adds: str = ''  #: Number of parameters that it adds, for the tables of the documentation.
     on_other_grids: str = ''  #: What it does on a grid that it was not trained on, in one phrase.
     rules: Tuple[str, ...] = ()  #: Values of the keyword `resolution`, the default first. Empty: one rule.
-    #: Keywords that change nothing on the trained grid, so that they may be chosen anew when a saved model is loaded.
-    rule_keywords: Tuple[str, ...] = ()
+    #: Keywords that may be chosen anew when a saved model is loaded, because in eval mode and on the trained grid they
+    #: change nothing: rules for other grids, and what is random in training.
+    changeable_keywords: Tuple[str, ...] = ()
     #: Whether a layer computes something else in a model of another depth. Then a pruned model cannot be saved.
     uses_depth: bool = False
     turns_alike: bool = False  #: Whether `turn` does the same to all tokens, on every grid.
