@@ -81,6 +81,7 @@ def test_run_is_like_calling_the_script(tmp_path, script):
     )
 
 
+@pytest.mark.full
 def test_run_lets_exceptions_through(tmp_path, script):
     done = run_cli('run', script, 'raise', cwd=tmp_path)
     assert done.returncode == 1
@@ -174,7 +175,8 @@ def modules(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize('program', [('-m', 'timm_sape'), ('-c', CONSOLE)], ids=['module', 'script'])
+@pytest.mark.parametrize('program', [
+    pytest.param(('-m', 'timm_sape'), id='module'), pytest.param(('-c', CONSOLE), id='script', marks=pytest.mark.full)])
 def test_import(modules, program):
     """By name and by file, before and after the subcommand, with both ways of starting the program."""
     options = ['list', 'mine*', '--import', 'sub/mine_there.py']

@@ -36,6 +36,11 @@ def name_of(path):
     return str(path.relative_to(ROOT))
 
 
+def pages_but_long(long):
+    """All pages as parameters of a test; for the one named `long` it is in .ci/full."""
+    return [pytest.param(path, marks=pytest.mark.full if name_of(path) == long else []) for path in PAGES]
+
+
 @pytest.fixture(scope='module')
 def make_pages():
     spec = importlib.util.spec_from_file_location('make_pages', ROOT / 'docs' / 'make_pages.py')
@@ -174,7 +179,7 @@ def checkpoints(images, checkpoint):
         shutil.copy(checkpoint, path)
 
 
-@pytest.mark.parametrize('path', PAGES, ids=name_of)
+@pytest.mark.parametrize('path', pages_but_long('docs/grafting.md'), ids=name_of)
 def test_python_runs(path, tmp_path, monkeypatch):
     """All of it, but with random weights where it would download some. Blocks of a page follow each other."""
     monkeypatch.chdir(tmp_path)
@@ -212,7 +217,7 @@ def check_readme(scope, folder):
     assert saved.pos_enc == 'ape+auto_sape2_k' and saved.num_classes == 10 and scope['logits'].shape == (1, 1000)
 
 
-@pytest.mark.parametrize('path', PAGES, ids=name_of)
+@pytest.mark.parametrize('path', pages_but_long('docs/analysis.md'), ids=name_of)
 def test_commands_run(path, checkpoints, monkeypatch):
     """Those of blocks that need nothing special. Of the others at least our own options exist."""
     monkeypatch.setitem(matplotlib.rcParams, 'savefig.dpi', 50)

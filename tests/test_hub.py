@@ -1,6 +1,7 @@
 """Pushed and pulled by timm's own functions, a model in another process gives the same logits, bit for bit.
 
-The Hub is a stand-in on this machine, see hub_server.py.
+The Hub is a stand-in on this machine, see hub_server.py. test_hub_faults.py does the same by our `push` and `load`, and
+always runs.
 """
 import json
 import os
@@ -15,6 +16,8 @@ import torch
 
 import timm_sape
 from hub_server import serve
+
+pytestmark = pytest.mark.full
 
 TOKEN = 'a-token-of-the-tests'
 

@@ -92,6 +92,7 @@ def test_deprecated_exporter(pos_enc, tmp_path):
         dynamic_size=dynamic_size)
 
 
+@pytest.mark.full
 def test_fixed_size(tmp_path):
     """If sizes are numbers, tables become constants, and our own operators would run."""
     model = Maker('cope+rope2d+sape2_k')(depth=1)

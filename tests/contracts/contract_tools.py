@@ -45,7 +45,7 @@ class Contracts(dict):
             size = 'x'.join(map(str, grid))
             return pytest.param(
                 name, pos_enc, grid, id=f'{name}-{pos_enc}-{size}',
-                marks=[] if pos_enc in ALWAYS else [pytest.mark.full if is_long else pytest.mark.one_of(3)])
+                marks=[] if pos_enc in ALWAYS else [pytest.mark.full if is_long else pytest.mark.one_of(4)])
 
         @pytest.mark.parametrize('name, pos_enc, grid', [
             case(name, pos_enc, grid) for name in self for pos_enc in POS_ENCS for grid in self[name].grids])

@@ -24,6 +24,7 @@ def tolerance_of(dtype, other):
 
 
 @pytest.mark.interpreted
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('of_tables', [True, False])
 @pytest.mark.parametrize('dtype, other', PAIRS)
 @pytest.mark.parametrize('backend', BACKENDS)

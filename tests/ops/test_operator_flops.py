@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import timm_sape
-from operators import DEVICE, device_of, make_inputs
+from operators import DEVICE, FULL_WITHOUT_GPU, device_of, make_inputs
 from timm_sape import ops
 from timm_sape.functional import sape2_attention
 from timm_sape.ops import (
@@ -125,7 +125,8 @@ def test_cope():
 
 
 @pytest.mark.parametrize('backend, mode', [
-    ('torch', 'q'), ('torch', 'k'), ('torch', 'qk'), ('cpp', 'k'), ('triton', 'k')])
+    ('torch', 'q'), ('torch', 'k'), ('torch', 'qk'), ('cpp', 'k'),
+    pytest.param('triton', 'k', marks=FULL_WITHOUT_GPU)])
 def test_forward_and_backward_together(backend, mode):
     inputs = [t.requires_grad_() for t in make(device_of(backend))]
 
