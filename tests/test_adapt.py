@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import statistics
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from timm.models import save_for_hf
 import timm_sape
 from timm_sape import cli
 from timm_sape.cli import adapt as adapt_command
-from timm_sape.lab.adapt import adapt, adapted_table, snapshot
+from timm_sape.lab.adapt import _check_labels, adapt, adapted_table, chance_hits, snapshot
 from timm_sape.lab.compare import compare
 from timm_sape.lab.evaluate import Predictions, wilson_interval
 from timm_sape.lab.intervals import paired_interval
@@ -56,7 +57,7 @@ def make(pos_enc, name='test_vit_pos_enc', seed=0, num_classes=3, **kwargs):
     model = randomize(timm.create_model(
         name, num_classes=num_classes, img_size=48, patch_size=8, **pos_enc, **kwargs)).eval()
     with torch.no_grad():  # make it undecided between the classes
-        x = torch.nn.functional.interpolate(torch.randn(64, 3, 6, 7), (48, 48), mode='bicubic')
+        x = torch.nn.functional.interpolate(2 * torch.rand(64, 3, 6, 7) - 1, (48, 48), mode='bicubic')
         model.head.bias -= model(x).mean(0)
     return model
 
@@ -481,6 +482,31 @@ def test_labels_of_other_classes(name, text, main, images, capsys):
     assert re.search(text, printed.err) and printed.err.count('\n') == 1 and not printed.out
     assert 'Compare with its own predictions instead: --agreement (in Python agreement=True).' in printed.err
     assert main(*arguments, '--agreement') == 0
+
+
+@pytest.mark.parametrize('labels, predicted, fine', [
+    ([0] * 90 + [1] * 10, [0] * 100, False),  # the most frequent class, always
+    ([0] * 90 + [1] * 10, [0] * 90 + [1] * 10, True),
+    ([0] * 90 + [1] * 10, [0] * 81 + [1] * 9 + [0] * 9 + [1], False),  # independent of the labels
+    ([0, 1, 2, 3] * 25, [0] * 100, False),
+    ([0, 1, 2, 3] * 25, [0, 1, 0, 1] * 25, True),
+    ([1] * 100, [1] * 80 + [0] * 20, True),  # images of one class: chance is one half
+    ([1] * 100, [1] * 55 + [0] * 45, False),
+])
+def test_chance_of_a_right_label(labels, predicted, fine):
+    args = torch.tensor(labels), torch.tensor(predicted), 4, 'm', '32x32'
+    if fine:
+        _check_labels(*args)
+    else:
+        with pytest.raises(ValueError, match='not shown to be better than guessing'):
+            _check_labels(*args)
+
+
+def test_chance_hits():
+    """Against all permutations."""
+    labels, predicted = torch.tensor([0, 0, 0, 1, 1, 3, 2]), torch.tensor([0, 0, 1, 1, 4, 3, 0])
+    hits = [sum(a == b for a, b in zip(labels.tolist(), order)) for order in permutations(predicted.tolist())]
+    assert chance_hits(labels, predicted) == pytest.approx((statistics.mean(hits), statistics.pstdev(hits)))
 
 
 def test_command_with_one_rule(main, images, folders, capsys):

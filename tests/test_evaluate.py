@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import csv
 import gc
+import io
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageDataset, create_transform
 from timm.models import save_for_hf
+from torch.utils.data import IterableDataset
 from torchvision.transforms import v2
 
 from common import randomize
@@ -50,7 +52,14 @@ from timm_sape.cli import compare as compare_command
 from timm_sape.cli import files
 from timm_sape.cli import sweep as sweep_command
 from timm_sape.cli.common import CommandError
-from timm_sape.loading import image_size_of, load_model, number_classes, open_dataset, preprocessing
+from timm_sape.loading import (
+    image_size_of,
+    load_images,
+    load_model,
+    number_classes,
+    open_dataset,
+    preprocessing,
+)
 
 PATCH = 8
 CLASSES = 3
@@ -158,6 +167,8 @@ def test_top_k_by_hand():
     assert top_k_correct(logits, labels).tolist() == [True, False, False]
     assert top_k_correct(logits, labels, 2).tolist() == [True, False, True]
     assert top_k_correct(logits, labels, 5).all()
+    equal, which = torch.zeros(3, 100), torch.tensor([0, 1, 99])
+    assert top_k_correct(equal, which).tolist() == [True, False, False]  # as argmax
     assert accuracy(logits, labels, 2) == (pytest.approx(2 / 3), *wilson_interval(2, 3))
 
 
@@ -211,8 +222,8 @@ def test_predict():
     assert found.labels.tolist() == [0, 1, 2, 0, 0, 1, 2, 0, 0, 1]
 
 
-@pytest.mark.parametrize('sizes, speed', [((4, 4, 2), 6 / (2 + 3)), ((4,), 4)])
-def test_predict_times_the_model_without_its_first_batch(sizes, speed, monkeypatch):
+@pytest.mark.parametrize('sizes, speed', [((4, 4, 4, 2), 8 / (2 + 3)), ((4, 2), 4 / 1), ((4,), 4 / 1)])
+def test_predict_times_full_batches_without_the_first(sizes, speed, monkeypatch):
     model, clock = Sum(), [0.0]
     model.wait = lambda: clock.__setitem__(0, clock[0] + model.calls)  # 1, 2, 3 seconds
     monkeypatch.setattr('timm_sape.lab.evaluate.now', lambda device: clock[0])
@@ -1189,6 +1200,45 @@ def test_class_map_is_saved_with_the_model(mapped, tmp_path):
         compare([str(tmp_path / name)], open_dataset(tmp_path / 'data'), progress=False)[0]['top1']
         for name in ('saved', 'without')]
     assert top1 == [20, 40]
+
+
+class Reader(list):
+    """Images as timm's readers of data sets without files give them."""
+    class_to_idx = {'a': 0, 'b': 1}
+
+    def __getitem__(self, index):
+        data, label = super().__getitem__(index)
+        return io.BytesIO(data), label
+
+
+def test_an_image_of_a_data_set_that_cannot_be_read(images, monkeypatch):
+    """timm takes the next one and its label, with a line in the log."""
+    good = (images / 'val' / 'class1' / '7.png').read_bytes()
+    reader = Reader([(good, 0), (b'no image', 1), (good, None)])
+    monkeypatch.setattr(
+        'timm_sape.loading.images.create_dataset', lambda *args, **kwargs: ImageDataset('', reader=reader))
+    data = open_dataset(images, 'hfds/some', transform=v2.ToImage())
+    assert data[0][0].shape[0] == 3 and [data[i][1] for i in (0, 2)] == [0, -1]
+    with pytest.raises(ValueError, match='Image 1 of the data set is not an image that can be read'):
+        data[1]
+
+
+class Stream(IterableDataset):
+    transform = None
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([(torch.zeros(3, 4, 4), 0)] * 4)
+
+
+@pytest.mark.parametrize('draw', [{'num_images': 2}, {'shuffle': True}])
+def test_no_images_are_drawn_from_a_stream(draw):
+    """The number was ignored, or the subset had no items."""
+    assert [len(labels) for _, labels in load_images(Stream(), 3)] == [3, 1]
+    with pytest.raises(ValueError, match='No images can be drawn at random from a data set that is read as a stream'):
+        load_images(Stream(), 3, **draw)
 
 
 def test_class_map_of_other_data_sets(mapped, images, monkeypatch):

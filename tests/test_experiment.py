@@ -728,6 +728,17 @@ def test_archives_that_cannot_be_read(lab, line, capsys):
         assert 'runs.jsonl, line 3, is not a run' in err and err.count('\n') == 1
 
 
+def test_a_run_that_an_archive_has_twice(lab, capsys):
+    """The second line replaced the first, silently."""
+    kept = lab.folder / 'kept'
+    assert lab('--seeds', 1) == 0 and lab('--archive', kept) == 0
+    lines = (kept / 'runs.jsonl').read_text()
+    (kept / 'runs.jsonl').write_text(lines + lines.splitlines()[0] + '\n')
+    capsys.readouterr()
+    assert lab('--output', kept, '--tables') == 2
+    assert 'runs.jsonl has A, seed 1 in line 3 and before; remove one of the lines' in capsys.readouterr().err
+
+
 def test_crashed_and_diverged(lab, capsys):
     lab.plan({
         'A': 'test_vit_ape',
@@ -892,6 +903,20 @@ def test_summary_as_it_is_left(tmp_path):
     assert records.read_summary(tmp_path / 'none') == {}
     tmp_path.joinpath('summary.csv').write_text('1,1.8,12\n2,1.7,13\n')  # somebody removed the lines above
     assert records.read_summary(tmp_path) == {}
+
+
+def test_a_summary_whose_columns_change(tmp_path):
+    """The cells of later rows were read as those of other columns, silently."""
+    tmp_path.joinpath('summary.csv').write_text(
+        'epoch,train_loss,eval_top1\n0,2,10\n1,1.9,11\nepoch,train_loss,eval_loss,eval_top1,lr\n1,1.8,1.7,12,.1\n')
+    rows = records.read_summary(tmp_path)
+    assert rows == {
+        0: {'epoch': '0', 'train_loss': '2', 'eval_top1': '10', 'eval_loss': '', 'lr': ''},
+        1: {'epoch': '1', 'train_loss': '1.8', 'eval_top1': '12', 'eval_loss': '1.7', 'lr': '.1'},
+    }
+    assert records.not_finite(rows) is None
+    records.write_summary(tmp_path, rows)
+    assert records.read_summary(tmp_path) == rows
 
 
 def test_checkpoints_as_they_are_left(tmp_path, checkpoints):

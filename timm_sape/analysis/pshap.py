@@ -9,6 +9,7 @@ batch script (rjbruin/position-shap at d695b6a) restores the order of the images
 of its inverse. So values and predictions are paired with the labels of other images, and averages over a class, or over
 correctly classified images, are taken over the wrong images.
 """
+import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Iterable, Iterator, Optional, Tuple
@@ -220,7 +221,8 @@ def position_shap(
 
     Raises:
         ValueError: If the model is in training mode or does not cut images into separate patches, labels are missing or
-            are not classes of the model, there are fewer than two images, or a number is out of range.
+            are not classes of the model, logits are not finite, there are fewer than two images, or a number is out of
+            range.
     """
     if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
@@ -254,7 +256,20 @@ def position_shap(
             bar.update(len(images))
     if not found:
         raise ValueError('Position-SHAP needs at least two images: each half is the background of the other.')
-    return PositionShap(*(torch.cat(parts).cpu() for parts in zip(*found)))
+    found = PositionShap(*(torch.cat(parts).cpu() for parts in zip(*found)))
+    if not (found.position.isfinite() & found.image.isfinite()).all():
+        raise ValueError('The model returns logits that are not finite. Check its weights.')
+    if _in_order_of_classes(found.labels):
+        warnings.warn(
+            'The images seem to be in the order of their classes, so P-SHAP comes out too high. Give them in random '
+            'order, e.g. by load_images(..., shuffle=True).')
+    return found
+
+
+def _in_order_of_classes(labels: torch.Tensor) -> bool:
+    """Whether the images of each class follow each other, which is unlikely by chance."""
+    runs, classes = len(labels.unique_consecutive()), len(labels.unique())
+    return 1 < classes == runs and len(labels) >= 16 and len(labels) >= 4 * classes
 
 
 def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:

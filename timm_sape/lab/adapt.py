@@ -228,10 +228,33 @@ def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: in
         raise ValueError(
             f'There are labels up to {labels.max()}, but {name} has {num_classes} classes, from 0 on. {fix}')
     hits, n = int((predicted == labels).sum()), len(labels)
-    if wilson_interval(hits, n)[0] <= 1 / max(len(labels.unique()), 2):
+    if len(labels.unique()) == 1:  # here the frequencies of classes say nothing
+        better = wilson_interval(hits, n)[0] > 0.5
+    else:
+        mean, deviation = chance_hits(labels, predicted)
+        better = hits > mean + 1.96 * deviation
+    if not better:
         raise ValueError(
             f'{name} gets {100 * hits / n:.1f} % of the labels right at {where}, which is not shown to be better than '
             f'guessing. Perhaps the labels are of other classes. {fix}')
+
+
+def chance_hits(labels: torch.Tensor, predicted: torch.Tensor) -> Tuple[float, float]:
+    """How many predictions are right if they are handed out to the images at random.
+
+    Args:
+        labels: int64, `[n]`, with n at least 2.
+        predicted: int64, `[n]`.
+
+    Returns:
+        Mean and standard deviation over all permutations.
+    """
+    n = len(labels)
+    labelled, guessed = (each.bincount(minlength=int(labels.max()) + 1).double() for each in (labels, predicted))
+    guessed = guessed[:len(labelled)]
+    pairs = labelled * guessed
+    variance = (pairs.sum() ** 2 + n * (pairs * (n - labelled - guessed)).sum()) / (n ** 2 * (n - 1))
+    return pairs.sum().item() / n, variance.clamp(min=0).sqrt().item()
 
 
 def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:

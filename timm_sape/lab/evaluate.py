@@ -31,7 +31,7 @@ class Predictions(NamedTuple):
     Attributes:
         logits: float32, `[n, classes]`, on the CPU.
         labels: int64, `[n]`.
-        images_per_second: Speed of the model, without its first batch.
+        images_per_second: Speed of the model in full batches, without the first.
     """
     logits: torch.Tensor
     labels: torch.Tensor
@@ -62,8 +62,8 @@ def predict(
 ) -> Predictions:
     """Compute the logits of all images and measure the speed of the model.
 
-    Only the model is timed, not loading or copying. The first batch is not counted unless it is the only one, because
-    memory is allocated and kernels are chosen during it.
+    Only the model is timed, not loading or copying, and only in batches as large as the first. The first itself is not
+    counted unless it is the only one of its size, because memory is allocated and kernels are chosen during it.
 
     Args:
         model: Maps images `[B, C, height, width]`, or dicts of patches, to logits `[B, classes]`. It is moved to the
@@ -107,8 +107,9 @@ def predict(
         _check(logits[-1], labels[-1] if labelled else torch.zeros_like(labels[-1]))
     if not logits:
         raise ValueError('There are no images. Name a folder with one sub-folder of images per class.')
-    counted = slice(1 if len(times) > 1 else 0, None)
-    return Predictions(torch.cat(logits), torch.cat(labels), sum(counts[counted]) / max(sum(times[counted]), 1e-9))
+    full = [time for time, count in zip(times, counts) if count == counts[0]]
+    full = full[1:] or full
+    return Predictions(torch.cat(logits), torch.cat(labels), counts[0] * len(full) / max(sum(full), 1e-9))
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -133,7 +134,8 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
     Args:
         logits: `[n, classes]`.
         labels: Integers from 0 to classes - 1, `[n]`.
-        k: If there are no more than k classes, every image counts as correct.
+        k: If there are no more than k classes, every image counts as correct. For 1, of equal logits the first counts,
+            as in `argmax`.
 
     Returns:
         bool, `[n]`.
@@ -142,7 +144,7 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
         ValueError: If logits and labels do not match.
     """
     _check(logits, labels)
-    best = logits.topk(min(k, logits.shape[1])).indices  # [n, k]
+    best = logits.argmax(1, keepdim=True) if k == 1 else logits.topk(min(k, logits.shape[1])).indices  # [n, k]
     return (best == labels[:, None]).any(1)
 
 

@@ -34,7 +34,9 @@ def shift_images(images: torch.Tensor, down: int, right: int, fill: str = 'refle
     _check_fill(fill)
     height, width = images.shape[-2:]
     if abs(down) >= height or abs(right) >= width:
-        raise ValueError(f'A shift of {down} and {right} pixels moves all of a {height}x{width} image out of it.')
+        raise ValueError(
+            f'A shift of {down} and {right} pixels moves all of a {height}x{width} image out of it. Shift by less than '
+            'its height and width.')
     pad = max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)
     return F.pad(images, pad, mode=fill)[..., pad[3]:pad[3] + height, pad[1]:pad[1] + width]
 

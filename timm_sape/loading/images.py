@@ -2,17 +2,19 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import BinaryIO, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
 from timm.data.dataset_factory import _search_split
 from timm.data.naflex_dataset import NaFlexCollator
+from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
+from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..hub.errors import described
 
@@ -55,24 +57,39 @@ class ImageFile(Dataset):
     def __getitem__(self, index: int):
         if index != 0:
             raise IndexError(index)
-        try:
-            opened = Image.open(self.path)
-            image = opened.convert('RGB')
-        except FileNotFoundError as e:
-            raise ValueError(f'There is no file {str(self.path)!r}.') from e
-        except Exception as e:  # Pillow raises many types for damaged files
-            raise ValueError(f'{self.path} is not an image that can be read: {e}') from e
-        if opened.mode.startswith(('I', 'F')):  # convert has clipped its values to 0 to 255
-            raise ValueError(
-                f"{self.path} has integers of more than 8 bits or floats (Pillow's mode {opened.mode}), which would "
-                'become white or black. Save it with 8 bits for each channel.')
+        image = _read(self.path, str(self.path))
         return (image if self.transform is None else self.transform(image)), -1
 
 
-class ImageFolder(ImageDataset):
-    """timm's data set, except that hidden files and folders are left out, and an unreadable file is an error.
+class StrictImages(ImageDataset):
+    """timm's data set, except that an unreadable image is an error.
 
-    timm takes the next file instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
+    timm takes the next image instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
+
+    Args:
+        reader: The files of the images and their labels, one of timm's readers.
+        transform: Applied to the images.
+
+    Raises:
+        ValueError: On access, as `ImageFile` does.
+    """
+
+    def __init__(self, reader: Reader, transform=None) -> None:
+        super().__init__('', reader=reader, transform=transform)
+
+    def __getitem__(self, index: int):
+        name = f'Image {index} of the data set'
+        try:
+            file, label = self.reader[index]
+        except OSError as e:
+            raise ValueError(f'{name} is not an image that can be read: {e}') from e
+        with file:
+            image = _read(file, getattr(file, 'name', name))
+        return (image if self.transform is None else self.transform(image)), -1 if label is None else label
+
+
+class ImageFolder(StrictImages):
+    """A folder of images per class, without hidden files and folders.
 
     Args:
         root: The folder.
@@ -83,7 +100,7 @@ class ImageFolder(ImageDataset):
     """
 
     def __init__(self, root: Path) -> None:
-        super().__init__(str(root))
+        super().__init__(create_reader('', str(root)))
         self.files = _visible([path for path, _ in self.reader.samples], root)
         if not self.files:
             raise ValueError('all of them are hidden')
@@ -100,11 +117,6 @@ class ImageFolder(ImageDataset):
                 f'{len(self.files) - len(samples)} of {len(self.files)} images in {self.reader.root!r} are left out, '
                 f'because the class map has no number for their classes: {", ".join(lacking[:5])}.')
         self.reader.class_to_idx, self.reader.samples = class_to_idx, samples
-
-    def __getitem__(self, index: int):
-        path, label = self.reader.samples[index]
-        image, _ = ImageFile(path, self.transform)[0]
-        return image, label
 
 
 def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, class_map: str = '') -> Dataset:
@@ -151,6 +163,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
         if dataset:
             found = create_dataset(
                 dataset, str(root), split or 'validation', search_split=in_folders, class_map=class_map or None)
+            if isinstance(found, ImageDataset):
+                found = StrictImages(found.reader)
         else:
             found = ImageFolder(root)
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
@@ -218,12 +232,39 @@ def load_images(
         seed: Seed of the draw.
         shuffle: Return images in random order instead of that of the data set, which is often sorted by class.
         max_patches: As in `native_preprocessing`, if the data set's transform comes from there.
+
+    Raises:
+        ValueError: If images are to be drawn from a data set that can only be read from its beginning.
     """
+    if isinstance(data, IterableDataset) and (shuffle or num_images is not None):
+        raise ValueError(
+            'No images can be drawn at random from a data set that is read as a stream, as hfids, tfds and wds are. '
+            'Use all of them (not possible for Position-SHAP), or take hfds/NAME or a folder of images.')
     if shuffle or num_images is not None and num_images < len(data):
         picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed), device='cpu')[:num_images]
         data = Subset(data, (picked if shuffle else picked.sort().values).tolist())
     collate = None if max_patches is None else NaFlexCollator(max_patches)
     return DataLoader(data, batch_size=batch_size, num_workers=workers, collate_fn=collate)
+
+
+def _read(file: Union[str, os.PathLike, BinaryIO], name: str) -> Image.Image:
+    """Read an image as RGB.
+
+    Raises:
+        ValueError: If it cannot be read, or has more than 8 bits for each channel; it says so of `name`.
+    """
+    try:
+        opened = Image.open(file)
+        image = opened.convert('RGB')
+    except FileNotFoundError as e:
+        raise ValueError(f'There is no file {name!r}.') from e
+    except Exception as e:  # Pillow raises many types for damaged files
+        raise ValueError(f'{name} is not an image that can be read: {e}') from e
+    if opened.mode.startswith(('I', 'F')):  # convert has clipped its values to 0 to 255
+        raise ValueError(
+            f"{name} has integers of more than 8 bits or floats (Pillow's mode {opened.mode}), which would become "
+            'white or black. Save it with 8 bits for each channel.')
+    return image
 
 
 def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:

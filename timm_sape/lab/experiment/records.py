@@ -87,18 +87,24 @@ def write_text(path: Path, text: str) -> None:
 def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
     """Read the rows of summary.csv by epoch, counted from 0.
 
-    When train.py resumes, it repeats the header and perhaps an epoch; the last row of an epoch counts. Rows that were
-    cut off, e.g. by a reboot, are skipped, and so are rows without a header.
+    When train.py resumes, it repeats the header, perhaps with other columns, and perhaps an epoch; the last row of an
+    epoch counts. Each row has all columns; those that its header lacks are empty. Rows that were cut off, e.g. by a
+    reboot, are skipped, and so are rows without a header.
     """
     path = folder / 'summary.csv'
     if not path.exists():
         return {}
-    rows = {}
+    rows, header, columns = {}, [], {}
     with open(path, newline='', errors='replace') as f:
-        for row in csv.DictReader(line for line in f if '\0' not in line):
-            if (row.get('epoch') or '').isdecimal() and None not in row.values() and _has_numbers(row):
-                rows[int(row['epoch'])] = row
-    return dict(sorted(rows.items()))
+        for cells in csv.reader(line for line in f if '\0' not in line):
+            if cells[:1] == ['epoch']:
+                header = cells
+                columns.update(dict.fromkeys(header, ''))
+            elif cells and len(cells) == len(header) and cells[0].isdecimal():
+                row = dict(zip(header, cells))
+                if _has_numbers(row):
+                    rows[int(cells[0])] = row
+    return {epoch: {**columns, **row} for epoch, row in sorted(rows.items())}
 
 
 def _has_numbers(row: Dict[str, str]) -> bool:
@@ -132,7 +138,7 @@ def not_finite(rows: Dict[int, Dict[str, str]]) -> Optional[str]:
     """Describe the first loss that is not finite; None if all are."""
     for epoch, row in rows.items():
         for key in ('train_loss', 'eval_loss'):
-            if not math.isfinite(float(row.get(key, 0))):
+            if not math.isfinite(float(row.get(key) or 0)):
                 return f'{key} is {row[key]} in epoch {epoch} (the first is 0)'
     return None
 

@@ -94,7 +94,7 @@ def read_archive(path: Path) -> Dict[Tuple[str, int], Result]:
     """Read an archive by label and seed. A missing file is an empty archive.
 
     Raises:
-        ValueError: If a line cannot be read.
+        ValueError: If a line cannot be read, or a run has two lines.
     """
     found = {}
     lines = path.read_text(errors='replace').splitlines() if path.exists() else []
@@ -104,10 +104,13 @@ def read_archive(path: Path) -> Dict[Tuple[str, int], Result]:
             columns = run['epochs']
             rows = [dict(zip(columns, cells)) for cells in zip(*columns.values(), strict=True)]
             record = Record(run['label'], run['status'], run['error'], run['starts'])
-            found[run['label'], run['seed']] = Result(
-                run['status'], record, run['args'], {row['epoch']: row for row in rows}, run['loading'])
+            key = run['label'], run['seed']
+            result = Result(run['status'], record, run['args'], {row['epoch']: row for row in rows}, run['loading'])
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f'{path}, line {number}, is not a run ({type(e).__name__}: {e}); restore the file') from e
+        if key in found:
+            raise ValueError(f'{path} has {key[0]}, seed {key[1]} in line {number} and before; remove one of the lines')
+        found[key] = result
     return found
 
 
