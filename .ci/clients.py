@@ -2,7 +2,7 @@
 
     python .ci/clients.py --install     # the packages, into the environment of this Python
     python .ci/clients.py               # all checks, one process each; writes .ci/clients-result.md
-    python .ci/clients.py --host naflexvit     # the same for NaFlexVit; writes .ci/clients-naflexvit-result.md
+    python .ci/clients.py --host naflexvit     # NaFlexVit, fewer encodings; writes .ci/clients-naflexvit-result.md
     python .ci/clients.py --only peft   # those whose name matches this regular expression; prints the table
     python .ci/clients.py --only peft --sabotage position    # models that are broken on purpose: the columns must fail
 
@@ -51,6 +51,7 @@ CONTROL = 'timm'
 ENCODINGS = [
     'ape', 'nope', 'sincos2d', 'rope2d', 'rope2d_mixed', 'sape2_k', 'sape2_k_ape', 'sape2sq_k', 'cope', 'shaw',
     'irpe_qkv', 'rpb', 'cpb', 'fourier', 'lape', 'pape', 'peg', 'alibi2d']
+KINDS = ['ape', 'nope', 'rope2d', 'sape2_k', 'irpe_qkv', 'rpb', 'lape', 'pape', 'peg']  # one of each, for NaFlexVit
 PATCH = 16
 SAME = 1e-4  # relative; float32 differs from float64 by at most 5e-6 here
 MOVED = 1e-3  # relative; another order of patches moves the logits of a model with a position by 4e-3 to .5
@@ -91,8 +92,8 @@ def test_vit_timm(pretrained=False, **kwargs):
 
 @register_model
 def test_naflexvit_timm(pretrained=False, **kwargs):
-    """timm's NaFlexVit, likewise, with a class token as ours."""
-    small = dict(img_size=160, embed_dim=64, depth=2, num_heads=4, class_token=True)
+    """timm's NaFlexVit, likewise, with a class token and no registers, as ours."""
+    small = dict(img_size=160, embed_dim=64, depth=2, num_heads=4, class_token=True, reg_tokens=0)
     return timm.create_model('naflexvit_base_patch16_gap', pretrained=pretrained, **{**small, **kwargs})
 
 
@@ -102,6 +103,8 @@ def awake(model):
     for name, p in randomize(model).named_parameters():
         if 'sape2sq' in name:
             p.mul_(0.3)  # squares of distances as large as these would turn rounding into an error of .1
+        elif name.endswith('embeds.pos_embed'):  # [1, H, W, C]; `randomize` takes it for a convolution
+            p.mul_(0.5 * p[0].numel() ** 0.5)
     return model
 
 
@@ -957,8 +960,9 @@ def check_torchgeo(make):
 @client('torchgeo', "SemanticSegmentationTask(model='dpt', backbone='tu-vit_tiny_...'), one training step")
 def check_torchgeo_segmentation(make):
     from torchgeo.trainers import SemanticSegmentationTask
-    name = make.name.replace('test_vit', 'vit_tiny')  # it wants four blocks and has no arguments for the backbone
-    name = 'vit_tiny_patch16_224' if make.encoding == CONTROL else name
+    name = make.name.removeprefix('test_').replace('vit_', 'vit_tiny_')  # it wants four blocks, and takes no arguments
+    if make.encoding == CONTROL:
+        name = 'vit_tiny_patch16_224' if make.host == 'vit' else 'naflexvit_base_patch16_gap'
     task = SemanticSegmentationTask(model='dpt', backbone=f'tu-{name}', num_classes=5)
     task.log = task.log_dict = lambda *args, **kwargs: None
     x, vit = F.interpolate(images()[:1], 224), awake(task.model.encoder.model)
@@ -1424,8 +1428,8 @@ def main():
     parser.add_argument('--child', help=argparse.SUPPRESS)
     args = parser.parse_args()
     Make.host = args.host
-    if args.encodings:
-        ENCODINGS[:] = args.encodings
+    if args.encodings or args.host == 'naflexvit':
+        ENCODINGS[:] = args.encodings or KINDS
     if args.child:
         return run_here(next(check for check in CHECKS if check.name == args.child), args.sabotage)
     checks = [check for check in CHECKS if re.search(args.only, check.name)]
