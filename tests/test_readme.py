@@ -21,7 +21,7 @@ from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.experiment import load_plan, summary_table
 from timm_sape.lab.experiment.results import read_archive
-from timm_sape.lab.intervals import corrected_intervals, mean_interval, unpaired_interval
+from timm_sape.lab.intervals import corrected_cells, corrected_intervals, mean_interval, unpaired_interval
 
 ROOT = Path(__file__).parent.parent
 README, DOCS, RESULTS = ROOT / 'README.md', ROOT / 'docs', ROOT / 'results'
@@ -263,8 +263,9 @@ def test_lape_and_rope_are_those_of_the_runs():
         unpaired = '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(lape, rope))
         line = ' | '.join((str(heads), spread_of(rope), spread_of(lape), difference_of(lape, rope), unpaired))
         assert f'| {line} |' in DETAILS.read_text(), line
-    lead = '`lape`](docs/choosing.md) is not shown to be better.'
+    lead = '`lape` has a higher mean, but is not shown to be ahead of `rope2d`.'
     assert lead in README.read_text() and not any(verdicts(top1['LaPE'], top1['RoPE-2D']))
+    assert statistics.mean(top1['LaPE']) > statistics.mean(top1['RoPE-2D'])
 
 
 def test_differences_that_hang_on_the_interval():
@@ -321,6 +322,15 @@ def five_seeds(table='cpu_cifar10/reference/reference.csv', first=21):
     return {model: [found[str(seed)] for seed in range(first, first + 5)] for model, found in top1.items()}
 
 
+def first_trainings():
+    """Top-1 of the rows of the reference table that were trained twice, in their first training; a list over seeds."""
+    lines = (RESULTS / 'cpu_cifar10' / 'reference' / 'first_trainings.jsonl').read_text().splitlines()
+    found = {}
+    for run in sorted(map(json.loads, lines), key=lambda run: run['seed']):
+        found.setdefault(run['label'], []).append(run['epochs']['eval_top1'][-1])
+    return found
+
+
 def repository():
     """Top-1 of each of the repository's rows."""
     return five_seeds('cpu_repository/repository.csv', first=10)
@@ -334,12 +344,11 @@ def retrofit(key, base, size, model='not fine-tuned', **where):
 
 
 def over_bases(key, size, model, other):
-    """What fine-tuning with `model` gives beside `other`, averaged over the four bases, a list over three seeds."""
-    gains = []
-    for base in ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed'):
-        values, others = retrofit(key, base, size, model), retrofit(key, base, size, other)[:3]
-        gains.append([a - b for a, b in zip(values, others)])
-    return [statistics.mean(of_seed) for of_seed in zip(*gains, strict=True)]
+    """Figures of models that were fine-tuned to `model` and to `other`, averaged over the four bases; by seed."""
+    bases = ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed')
+    return [
+        [statistics.mean(of_seed) for of_seed in zip(*(retrofit(key, base, size, each)[:3] for base in bases))]
+        for each in (model, other)]
 
 
 def areas(name):
@@ -406,18 +415,17 @@ def claims():
     # the first three seeds are older
     long_rope, long_ape = (list(longer_training()[model].values()) for model in ('RoPE-2D, 4 heads', 'APE, 4 heads'))
     distance = roc['trained', 'distance', 'own']
-    five, nothing = five_seeds(), [0, 0, 0]
+    five, first = five_seeds(), first_trainings()
     rope, mixed, lapes = 'RoPE-2D', 'RoPE-2D mixed', top1_of('lape', LAPE_SEEDS)
     rows, equal = repository(), ', no LayerScale'
     answers = [
         ('ahead, too**: {} beside APE with four (five seeds).', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2,
          True),
-        ('and sincos2d, too: {}.', retrofit('kept', 'sincos2d', 64), retrofit('kept', 'APE', 64), 1, True),
         ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
         ('to be ahead of RoPE-2D, with two heads, {},', lapes['LaPE'], lapes[rope], 2, False),
         ('nor with four, {}.', lapes['LaPE, 4 heads'], lapes[f'{rope}, 4 heads'], 2, False),
-        ('with the five seeds {}. In the', five[sape2], five['SaPE2(Q)+APE'], 2, False),
+        ('with the five seeds, trained on two kinds of CPU, {}. In the', five[sape2], five['SaPE2(Q)+APE'], 2, False),
         ('Alone, SaPE2(K) is behind APE: {}', ten['SaPE2(K)'], ten['APE'], 2, True),
         ('SaPE2(K)+APE is behind APE, six seeds: {}', six[sape2], six['APE'], 2, True),
         ('covers a loss and a gain, six seeds: {}', six[sape2_half], six[ape_half], 2, False),
@@ -464,22 +472,26 @@ def claims():
         ('by four heads instead of two: RoPE-2D {},', lapes[f'{rope}, 4 heads'], lapes[rope], 2, True),
         ('LaPE {}. The other', lapes['LaPE, 4 heads'], lapes['LaPE'], 2, True),
         ('APE with four is ahead of APE with two, {},', five['APE, 4 heads'], five['APE'], 2, True),
-        ('is not shown to differ from APE with four: {}.', five[rope], five['APE, 4 heads'], 2, False),
+        ('is not shown to differ from APE with four: {}. But', five[rope], five['APE, 4 heads'], 2, False),
+        ('on the same CPU, the differences are {}', first['APE, 4 heads'], five['APE'], 2, True),
+        ('differences are +1.76 [+1.28, +2.25] and {}.', five[rope], first['APE, 4 heads'], 2, False),
         ('ahead, too**: {} beside APE with four.', five['RoPE-2D, 4 heads'], five['APE, 4 heads'], 2, True),
         ('SaPE2(K) alone is not shown to be ahead of the model without position: {}.', five['SaPE2(K)'], five['none'],
          2, False),
         ('is not shown to differ from APE either: {}.', five[f'{sape2}, 4 heads'], five['APE, 4 heads'], 2, False),
         ('RoPE-2D with four heads is ahead of it: {}.', five[f'{rope}, 4 heads'], five[f'{sape2}, 4 heads'], 2, True),
-        ('not shown to be ahead of the model without position: {}. LookHere', five['FIRE'], five['none'], 2, False),
+        ('not shown to be ahead of the model without position: {}. LookHere', first['FIRE'], five['none'], 2, False),
         ('RoPE-2D keeps more than APE, {},', retrofit('kept', rope, 64), retrofit('kept', 'APE', 64), 1, True),
-        ('and sincos2d, too: {}.', retrofit('kept', 'sincos2d', 64), retrofit('kept', 'APE', 64), 1, True),
         ('at 64 px the difference is {}.', retrofit('kept', 'LookHere, 4 heads', 64),
          retrofit('kept', 'APE, 4 heads', 64), 1, False),
         ('SaPE2(K) changes what is kept at 96 px by {}',
-         over_bases('kept', 96, 'sape2_k', 'unchanged'), nothing, 1, False),
-        ('and PaPE by {}.', over_bases('kept', 96, 'pape', 'unchanged'), nothing, 1, False),
-        ('gave {} points of top-1 at 32 px', over_bases('top1', 32, 'unchanged', 'not fine-tuned'), nothing, 2, True),
-        ('At 96 px no change is shown: {}.', over_bases('top1', 96, 'unchanged', 'not fine-tuned'), nothing, 2, False),
+         *over_bases('kept', 96, 'sape2_k', 'unchanged'), 1, False),
+        ('and PaPE by {}.', *over_bases('kept', 96, 'pape', 'unchanged'), 1, False),
+        ('PaPE at 128 px, {}, but', *over_bases('kept', 128, 'pape', 'unchanged'), 1, False),
+        ('gave {} points of top-1 at 32 px', *over_bases('top1', 32, 'unchanged', 'not fine-tuned'), 2, True),
+        ('At 96 px no change is shown: {};', *over_bases('top1', 96, 'unchanged', 'not fine-tuned'), 2, False),
+        ('where the other interval includes 0: {}.', *over_bases('top1', 128, 'unchanged', 'not fine-tuned'), 2,
+         False),
         ("ahead of APE at the recipe's learning rate, {},", six['RoPE-2D'], six['APE'], 2, True),
         ('and at half of it, {}.', six['RoPE-2D, rate .00075'], six[ape_half], 2, True),
         ("RoPE-2D mixed comes nearest, at the recipe's rate: {}", ten['RoPE-2D mixed'], ten['APE'], 2, False),
@@ -693,8 +705,8 @@ def test_advice_is_that_of_the_results():
         row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
         for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
     assert f'of `rope2d` takes [{more["rope2d"]} % longer](docs/cost.md) on a CPU' in README.read_text()
-    ahead = re.search(r'eleven seeds: \+(\S+) \[\+(\S+), \+(\S+)\];', prose(DOCS / 'choosing.md')).groups()
-    assert 'it is ahead of `ape` by {} points ({} to {}, eleven seeds)'.format(*ahead) in README.read_text()
+    ahead = re.search(r'eleven seeds: `rope2d` \+(\S+) \[\+(\S+), \+(\S+)\];', prose(DOCS / 'choosing.md')).groups()
+    assert '`rope2d` is ahead of `ape` by {} points ({} to {}, eleven seeds)'.format(*ahead) in README.read_text()
     in_torch, = {
         round(100 * float(row['step_ratio']) - 100) for row in read_csv(RESULTS / 'sape2_cpu-models.csv')
         if (row['setting'], row['pos_enc'], row['backend']) == ('224/16', 'ape+sape2_k', 'torch')}
@@ -803,6 +815,11 @@ def test_what_is_left_at_other_sizes():
     assert {cells[-1] for base, size, *cells in differences if base == 'CPB' and size in (64, 128)} == {'no'}
     for size in ('64', '96', '128'):
         assert not all(verdicts(*(retrofit('kept', f'{name}, 4 heads', size) for name in ('LookHere', 'APE'))))
+    top1 = {**five_seeds(), **first_trainings()}  # of a model that was trained twice the first training
+    assert all(retrofit('top1', base, 32) == pytest.approx(top1[base], abs=1e-5) for base in bases)
+    assert sorted(bases & first_trainings().keys()) == ['APE, 4 heads', 'CPB', 'FIRE', 'LookHere, 4 heads', 'sincos2d']
+    text = 'sincos2d, CPB, FIRE, LookHere and APE with four heads are the first trainings of these seeds, on the EPYC.'
+    assert text in prose(DETAILS)
     images = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('test', size))
               for size in ('64', '96', '128')]
     assert '{:,} test images at 64 px, {:,} at 96 and {:,} at 128'.format(*map(int, images)) in prose(DETAILS)
@@ -813,6 +830,50 @@ def test_what_is_left_at_other_sizes():
     choosing = [next(row['num_images'] for row in rows if (row['split'], row['size']) == ('held_out', size))
                 for size in ('96', '128')]
     assert 'the rule was chosen on {} and {} images'.format(*choosing) in prose(DETAILS)
+
+
+def test_what_is_kept_beside_ape():
+    """Corrected for all models that were compared with APE, and for these at three sizes."""
+    others = dict.fromkeys(row['base'] for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv'))
+    others.pop('APE')
+    assert len(others) == 7 and 'Seven models were compared with APE at each size.' in prose(DETAILS)
+    higher = {}
+    for base, size in itertools.product(others, (64, 96, 128)):
+        found = [dict(enumerate(retrofit('kept', name, size))) for name in (base, 'APE')]
+        assert corrected_cells(*found, 21)['shown'] == 'no'
+        cells = corrected_cells(*found, 7).values()
+        if base in ('RoPE-2D mixed', 'sincos2d', 'RoPE-2D'):
+            assert f'| {base} | {size} px | {" | ".join(cells)} |' in DETAILS.read_text()
+            higher[base, size] = [*cells]
+        elif [*cells][0].startswith('+'):
+            assert [*cells][-1] == 'no', (base, size)
+    assert all(cells[0].startswith('+') for cells in higher.values())
+    assert {key for key, cells in higher.items() if cells[-1] == 'yes'} == {
+        ('RoPE-2D mixed', 64), ('RoPE-2D mixed', 96), ('sincos2d', 96)}
+    gain, low, high = re.findall(r'[\d.]+', ' '.join(higher['RoPE-2D mixed', 64][:2]))
+    text = f'only RoPE-2D mixed is shown to keep more at 64 px, by {gain} percentage points ({low} to {high}).'
+    assert text in prose(ANSWERS)
+
+
+def test_what_runs_of_a_seed_share():
+    """Intraclass correlations by analysis of variance, after the mean of each model is subtracted."""
+    def of(models):
+        values = [[value - statistics.mean(found) for value in found] for found in models]
+        k, n = len(values), len(values[0])
+        means = [statistics.mean(of_seed) for of_seed in zip(*values, strict=True)]
+        between = k * sum(mean ** 2 for mean in means) / (n - 1)
+        rest = (value - mean for found in values for value, mean in zip(found, means))
+        within = sum(each ** 2 for each in rest) / ((n - 1) * (k - 1))
+        return f'{(between - within) / (between + (k - 1) * within):.2f}'.replace('0.', '.')
+
+    found = [of(top1.values()) for top1 in (
+        five_seeds(), top1_of('plan'), top1_of('pairs', '456789'), top1_of('lape', LAPE_SEEDS), repository(),
+        top1_of('pooling'))]
+    text = (
+        'is {} in the reference table, {} among the ten models of the first table, {} and {} in the two plans with six '
+        "seeds, {} among the repository's rows, and {} among the five models without a class token.")
+    assert text.format(*found) in prose(DETAILS)
+    assert f'their intraclass correlation is {found[0]}.' in prose(DOCS / 'choosing.md')
 
 
 def test_segmentation():
@@ -856,17 +917,18 @@ def test_sape2_in_the_reference_table():
     for page in (ANSWERS, DETAILS):
         assert not ahead and 'rows of the reference table, no encoding is shown to be ahead.' in prose(page)
     assert 'beside APE with four. The corrected intervals do not show it.' in prose(DETAILS)
-    path, first = RESULTS / 'cpu_cifar10' / 'reference' / 'first_trainings.jsonl', {}
-    for run in map(json.loads, path.read_text().splitlines()):
-        first.setdefault(run['label'], {})[run['seed']] = run['epochs']['eval_top1'][-1]
-    gain, *intervals = corrected_intervals(first['RoPE-2D, 4 heads'], first['APE, 4 heads'], len(rows) - 3)
+    first = (dict(enumerate(first_trainings()[f'{model}, 4 heads'])) for model in ('RoPE-2D', 'APE'))
+    gain, *intervals = corrected_intervals(*first, len(rows) - 3)
     text = f'on another CPU, RoPE-2D was {gain:.2f} points ahead, and the corrected intervals did show it.'
     assert text in prose(DETAILS) and min(low for low, _ in intervals) > 0
     five = five_seeds()
     four, rotated = (
         difference_of(five[name], five['APE'], 2).split()[0].lstrip('+') for name in ('APE, 4 heads', 'RoPE-2D'))
-    text = f'gain APE {four} points. That is more than the lead of RoPE-2D over APE, both with two heads, {rotated}.'
-    assert text in prose(DOCS / 'choosing.md') and float(rotated) < float(four)
+    early = f'{statistics.mean(first_trainings()["APE, 4 heads"]) - statistics.mean(five["APE"]):.2f}'
+    text = (
+        f'gain APE {four} points, or {early} if both are trained on the same CPU. That is more than the lead of '
+        f'RoPE-2D over APE, both with two heads, {rotated}.')
+    assert text in prose(DOCS / 'choosing.md') and float(rotated) < float(early) < float(four)
     text = (
         f'SaPE2(K) alone is {gains["SaPE2(K)"]} points behind APE, which is shown with its corrected intervals. '
         f'SaPE2(K)+APE is {gains["SaPE2(K)+APE"]} points behind and SaPE2(Q)+APE {gains["SaPE2(Q)+APE"]}; '
@@ -915,7 +977,8 @@ def test_rows_of_the_reference_table_in_the_prose():
     alone, combined = ([model for model in shown if ('+' in model) is plus] for plus in (False, True))
     assert len(combined) == 4
     assert f'do exclude 0 for {listed(alone)}, and for four rows of two encodings.)' in prose(DETAILS)
-    assert f'), {len(five)} models | chosen for each model out of these two |' in DETAILS.read_text()
+    text = f'), {len(five)} models, {len(first_trainings())} of them twice | chosen for each model out of these two |'
+    assert text in DETAILS.read_text()
     assert order[0].endswith('4 heads') and two_heads[0] == 'LaPE'
     assert 'Of the models with two heads in the [reference table]' in prose(ANSWERS)
     assert '(five seeds) LaPE has the highest mean.' in prose(ANSWERS)
@@ -1004,7 +1067,7 @@ def test_grafts_at_other_sizes():
         assert f'by up to {largest:.1f} % {what}' in prose(DETAILS)
     widths = {}  # of the intervals over the four bases
     for name in ('fire', 'cpb', 'sape2_k', 'pape'):
-        _, low, high = mean_interval(over_bases('kept', 96, name, 'unchanged'))
+        _, low, high = mean_interval([a - b for a, b in zip(*over_bases('kept', 96, name, 'unchanged'))])
         widths[name] = high - low
     assert max(widths['fire'], widths['cpb']) < min(widths['sape2_k'], widths['pape'])
     lines = (RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.jsonl').read_text().splitlines()
@@ -1015,6 +1078,12 @@ def test_grafts_at_other_sizes():
         assert len(layers) == 3
         moved.setdefault(name, []).extend(
             statistics.mean(each['spread'] for each in layer) for layer in zip(*layers))
+    averages = {
+        (name, size): verdicts(*over_bases('kept', size, name, 'unchanged'))
+        for name in widths for size in (48, 64, 96, 128)}
+    assert len(averages) == 16 and 'Of all 16 such averages, of four grafts at four sizes' in prose(DETAILS)
+    assert {key: found for key, found in averages.items() if any(found)} == {('pape', 128): [True, False]}
+    assert verdicts(*over_bases('top1', 128, 'unchanged', 'not fine-tuned')) == [True, False]
     for names, what in ((('fire', 'cpb'), 'of a patch'), (('sape2_k',), 'SaPE2(K)'), (('pape',), 'PaPE')):
         values = [value for name in names for value in moved[name]]
         low, high = (f'{value:.2f}'.removeprefix('0') for value in (min(values), max(values)))
@@ -1043,8 +1112,18 @@ def test_figures_in_docs():
             retrofit('top1', 'RoPE-2D', size, split='held_out', rule=rule) for rule in ('rescale+log', 'rescale'))
         gains.append(difference_of(scaled, plain, 1))
         assert all(verdicts(scaled, plain)) == (size > 64)
-    text = 'it adds {} points of top-1 at 96 px and {} at 128 px. At 64 px, twice the size, a gain is not shown, {}'
+    text = (
+        'it adds {} points of top-1 at 96 px and {} at 128 px, each as a single comparison. At 64 px, twice the size, '
+        'a gain is not shown, {}. With `yarn` it is shown at none of these sizes, and corrected for the eight models')
     assert text.format(*gains[1:], gains[0]) in prose(DOCS / 'resolutions.md')
+    rules = {(row['base'], row['rule']) for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')
+             if row['model'] == 'not fine-tuned' and row['split'] == 'held_out'}
+    scaled_too = [(base, rule) for base, rule in rules if (base, f'{rule}+log') in rules]
+    assert len({base for base, _ in scaled_too}) == 8
+    for (base, rule), size in itertools.product(scaled_too, (64, 96, 128)):
+        pair = [retrofit('top1', base, size, split='held_out', rule=f'{rule}{end}') for end in ('+log', '')]
+        assert rule != 'yarn' or not all(verdicts(*pair))
+        assert corrected_cells(*(dict(enumerate(values)) for values in pair), 8)['shown'] == 'no'
 
     grafts = read_csv(RESULTS / 'finetune_graft_cpu.csv')  # docs/choosing.md: no gain is shown
     top1 = {name: [float(row['top1']) for row in grafts if row['graft'] == name] for name in ('none', 'rope2d')}
