@@ -135,7 +135,7 @@ class PosEncModel(nn.Module):
         if ref_grid_size is not None and self.ref_grid_size is None and unscaled:
             warnings.warn(
                 f'ref_grid_size={ref_grid_size} changes nothing of what the model computes, because none of its '
-                'encodings rescales positions. Leave it out, or rescale them by '
+                'encodings rescales positions; a saved model remembers it. To rescale them, use '
                 f"pos_enc_kwargs={{'{unscaled[0]}': {{'resolution': 'rescale'}}}}.")
         # Move heads to the end again: timm exempts the last two parameters from adaptive clipping, as the head's.
         for name in ('head', 'head_dist'):
