@@ -166,18 +166,19 @@ def choosing():
     answer = (
         f'Trained from scratch for ten epochs, `rope2d` is ahead of `ape`, {rope} points of top-1. `lape` is ahead, '
         'too, and neither of the two is shown to be better than the other. After [40 '
-        'epochs](../results/README.md#does-the-order-hold-in-a-longer-training), with four heads, no lead of `rope2d` is '
-        f'shown. At twice the trained size it keeps more of its accuracy above chance than `ape` does, {rope_kept} '
+        'epochs](../results/README.md#does-the-order-hold-in-a-longer-training), with four heads, no lead of `rope2d` '
+        f'is shown. At twice the trained size it keeps more of its accuracy above chance than `ape` does, {rope_kept} '
         'percentage points, if each has a rule chosen on held-out images. SaPE2 is not shown to improve `ape`: '
         f'`ape+sape2_k` minus `ape` is {sape2}, and {half} at half the learning rate.')
     return textwrap.fill(answer, 120, break_long_words=False, break_on_hyphens=False) + '\n\n' + table([
         'you want to', 'take', 'measured'], [
         ['train a small model from scratch', '`rope2d` or `lape`',
          f'top-1 minus that of `ape`, eleven seeds: `rope2d` {rope}; with four heads, five seeds: {more_heads}. `lape` '
-         f'minus `rope2d`, six seeds: {lape}; with four heads: {lape_4}. For other sizes `rope2d` has more rules; `lape` '
-         'was not trained for 40 epochs'],
+         f'minus `rope2d`, six seeds: {lape}; with four heads: {lape_4}. For other sizes `rope2d` has more rules; '
+         '`lape` was not trained for 40 epochs'],
         ['test at twice the trained size',
-         '`rope2d` or `rope2d_mixed`, with a [rule](resolutions.md#rules) chosen on held-out images (`timm-sape adapt`)',
+         '`rope2d` or `rope2d_mixed`, with a [rule](resolutions.md#rules) chosen on held-out images '
+         '(`timm-sape adapt`)',
          'accuracy above chance that is kept, each by a rule chosen on held-out images, minus that of `ape`, five '
          f'seeds: `rope2d` {rope_kept}, `rope2d_mixed` {mixed_kept}. Corrected for the {compared} models that were '
          'compared with `ape`, it is [shown](../results/details.md#how-much-accuracy-is-kept-at-two-to-four-times-the-'
@@ -615,8 +616,8 @@ def accuracy_of(name):
         keys = [
             'model', 'learning rate', 'top-1 (%)', 'minus', 'difference', 'corrected, pairs', 'corrected, not paired']
         texts.append(
-            'With seeds 21 to 25, each model at the learning rate chosen for it, out of two. Intervals are corrected for '
-            'the\nnumber of comparisons in [the whole table]'
+            'With seeds 21 to 25, each model at the learning rate chosen for it, out of two. Intervals are corrected '
+            'for the\nnumber of comparisons in [the whole table]'
             '(../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
             + table(keys, [[row[key] for key in keys] for row in chosen]))
     else:

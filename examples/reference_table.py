@@ -18,11 +18,6 @@ that folder has no other training of it:
 
     python examples/reference_table.py row 'RoPE-2D' --output reference_runs --file rope2d.json
     python examples/reference_table.py merge rope2d.json --output results/cpu_cifar10/reference
-
-Earlier versions measured Position-SHAP with images in the order of their classes, which more than doubles it. `pshap`
-measures it again for runs that have checkpoints:
-
-    python examples/reference_table.py pshap --data-dir cifar10_held_out --output reference_runs
 """
 import argparse
 import csv
@@ -46,14 +41,12 @@ from timm_sape.lab.experiment import (
     alone,
     archive_runs,
     check_splits,
-    images_in,
     import_modules,
     load_plan,
     make_slots,
     notes_of,
     read_results,
     refuse_begun_otherwise,
-    refuse_other_images,
     rows_of,
     run_all,
     script_options,
@@ -78,7 +71,6 @@ SCALES = (1.5, 2)  # of the trained size
 SHIFT = 4  # pixels
 TESTED = 1500  # images for each size and rule
 EXPLAINED = 512  # images for Position-SHAP
-NOT_MEASURED = '–'
 
 
 def trials_of(run):
@@ -128,26 +120,19 @@ def device_of(plan):
 
 def measure(checkpoint, data_dir, device):
     """Measure what the table shows beside accuracy."""
-    data = open_dataset(data_dir, split='test')
-    size = load_model(checkpoint).patch_embed.img_size[0]
+    data, model = open_dataset(data_dir, split='test'), load_model(checkpoint).to(device)
     options = dict(batch_size=250, device=device, progress=False)
-    sizes = [round(scale * size) for scale in SCALES]
+    sizes = [round(scale * model.patch_embed.img_size[0]) for scale in SCALES]
     rows = sweep([checkpoint], data, sizes, num_images=TESTED, **options)  # a rotation has eight rules
     shifted, = shift_sweep([checkpoint], data, [SHIFT], **options)
+    data.transform = preprocessing(model)
+    images = load_images(data, 250, EXPLAINED, shuffle=True)
     return {
         **{f'top1_{row["height"]}px_{row["rule"]}': row['top1'] for row in rows},
         f'top1_shifted_{SHIFT}px': shifted['top1'],
         f'same_shifted_{SHIFT}px': shifted['same'],
-        'position_shap': explain(checkpoint, data_dir, device),
+        'position_shap': round(position_shap(model, images, device=device).value, 4),
     }
-
-
-def explain(checkpoint, data_dir, device):
-    """Position-SHAP. Old lines have `pshap`, of images in the order of their classes, which is too high."""
-    data, model = open_dataset(data_dir, split='test'), load_model(checkpoint).to(device)
-    data.transform = preprocessing(model)
-    images = load_images(data, 250, EXPLAINED, shuffle=True)
-    return round(position_shap(model, images, device=device).value, 4)
 
 
 def training_of(result):
@@ -162,11 +147,11 @@ def read_measures(output):
 
 
 def measures_of(runs, output):
-    """The measures of runs, by label and seed, without those of another training. Old lines do not say of which."""
+    """The measures of runs, by label and seed, without those of another training."""
     lines, found = read_measures(output), {}
     for run, result in zip(runs, read_results(runs, output)):
-        line, training = lines.get((run.label, run.seed)), training_of(result)
-        if line is not None and line.get('training', training) == training:
+        line = lines.get((run.label, run.seed))
+        if line is not None and line['training'] == training_of(result):
             found[run.label, run.seed] = line
     return found
 
@@ -224,26 +209,6 @@ def train(args):
     return failed
 
 
-def add_position_shap(args):
-    """Measure Position-SHAP where the measures of a run lack it and its checkpoint is there."""
-    plan = read_plan(args.plan)
-    device = device_of(plan)
-    refuse_other_images(images_in(['test'], args.data_dir), args.output)
-    runs = with_rates(plan, chosen_rates(plan, args.output)).select(args.models, None)
-    archive_runs(runs, args.output, args.output / ARCHIVE)  # refuses checkpoints of other trainings than are known
-    measured = measures_of(runs, args.output)
-    for run, result in zip(runs, read_results(runs, args.output)):
-        line, checkpoint = measured.get((run.label, run.seed)), run.folder(args.output) / 'last.pth.tar'
-        if line is None or 'position_shap' in line or not checkpoint.exists():
-            continue
-        value = explain(str(checkpoint), args.data_dir, device)
-        line = {**line, 'training': training_of(result), 'position_shap': value}
-        line['measured_on'] += f'; P-SHAP: {about(torch.device(device))}'
-        keep_measures([line], args.output)
-        tell(f'{run.name}: P-SHAP {line["position_shap"]:.4f}')
-    return 0
-
-
 def table(args):
     """Write reference.csv, a row per run, and reference.md, a row per model, the most accurate first."""
     plan = read_plan(args.plan)
@@ -257,7 +222,7 @@ def table(args):
     refuse_begun_otherwise([*plan.runs, *trials], args.output)
     rows, measures = rows_of(plan, args.output), measures_of(plan.runs, args.output)
     num_seeds = len({run.seed for run in plan.runs})
-    columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed', 'training', 'pshap'})
+    columns = sorted({key for line in measures.values() for key in line} - {'model', 'seed', 'training'})
     names = {run.label: timm.create_model(run.config['model'], device='meta', **run.config['model_kwargs']).pos_enc
              for run in plan.runs[:len(plan.labels)]}
     write_csv([{
@@ -273,7 +238,6 @@ def table(args):
     for label in sorted(plan.labels, key=lambda label: -mean(top1[label].values() or [0])):
         own = [line for (model, seed), line in measures.items() if model == label and seed in top1[label]]
         compared = corrected_cells(top1[label], top1.get(bases[label], {}), comparisons, digits=2)
-        explained = [line.get('position_shap') for line in own]
         beside.append({
             'model': label,
             'pos_enc': f'`{names[label]}`',
@@ -286,7 +250,7 @@ def table(args):
             **{f'{size} px, best rule (%)': _best_rule(own, f'top1_{size}px_') for size in sizes},
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
             'same class if shifted (%)': spread([line[f'same_shifted_{SHIFT}px'] for line in own], 1),
-            'P-SHAP': NOT_MEASURED if None in explained else spread(explained, 3),
+            'P-SHAP': spread([line['position_shap'] for line in own], 3),
             **_costs(names[label], args.costs),
         })
     trained = sum(map(bool, top1.values()))
@@ -295,9 +259,6 @@ def table(args):
         f'{comparisons} comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}. '
         f'Step and memory, at 224 px: {_notes(args.costs)}; empty: not measured there')
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
-    if any(row['P-SHAP'] == NOT_MEASURED for row in beside):
-        about_columns += (
-            f' {NOT_MEASURED}: measured only with images in the order of their classes, which more than doubles it.')
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), about_columns, markdown(beside), about_rows,
     ]) + '\n'
@@ -429,8 +390,7 @@ def merge(args):
             refuse_unmeasured(runs, found, f'write {path} again')
             archive_runs(expected, folder, args.output / ARCHIVE)
         known = measures_of(runs, args.output)
-        old = {key: known.get(key, {}) for key in found}
-        keep_measures([{**old[key], **line} for key, line in found.items() if line.keys() - old[key]], args.output)
+        keep_measures([line for key, line in found.items() if key not in known], args.output)
         print(f'{args.output}: {label}, {len(expected) - len(SHARES)} seeds')
     return 0
 
@@ -442,10 +402,8 @@ def main():
     training = commands.add_parser('run', help='train and measure what is missing')
     training.add_argument('--script', type=Path, default=Path('train.py'), help="timm's train.py")
     training.add_argument('--jobs', type=int, help='trainings at a time (default: one per core, or per GPU)')
-    explaining = commands.add_parser('pshap', help='measure Position-SHAP where it is missing and checkpoints are left')
-    for command in (training, explaining):
-        command.add_argument('--data-dir', type=Path, required=True, help='has train, held_out and test')
-        command.add_argument('--models', nargs='+', metavar='LABEL', help='only these (default: all)')
+    training.add_argument('--data-dir', type=Path, required=True, help='has train, held_out and test')
+    training.add_argument('--models', nargs='+', metavar='LABEL', help='only these (default: all)')
     tables = commands.add_parser('table', help='write the table from what there is')
     tables.add_argument('--costs', type=Path, default=COSTS, help='of `timm-sape bench` (default: %(default)s)')
     single = commands.add_parser('row', help='write a file of one model')
@@ -454,7 +412,7 @@ def main():
     merging = commands.add_parser('merge', help='add files of single models')
     merging.add_argument('files', nargs='+', type=Path, metavar='FILE', help='files that `row` wrote')
     for command, function in (
-            (training, train), (explaining, add_position_shap), (tables, table), (single, write_row), (merging, merge)):
+            (training, train), (tables, table), (single, write_row), (merging, merge)):
         command.add_argument('--output', type=Path, required=True, help='folder of the runs')
         command.set_defaults(function=function)
     args = parser.parse_args()

@@ -314,7 +314,6 @@ def reference(lab, monkeypatch):
         'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90.,
         'position_shap': .25}
     monkeypatch.setattr(example, 'measure', lambda checkpoint, data_dir, device: dict(measured))
-    monkeypatch.setattr(example, 'explain', lambda checkpoint, data_dir, device: .125)
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=.001)
     lab.plan({
         'A': {'model': 'test_vit_ape', 'model_kwargs': {'best_rate': .001, 'top1': {1: 50, 2: 52}}},
@@ -439,46 +438,6 @@ def test_measures_are_of_the_training_beside_them(lab, reference, tmp_path, caps
         assert reference('table') == 0 and '| 41.0 | 30.0 |' in capsys.readouterr().out  # of seed 2 alone
 
 
-def test_position_shap_of_earlier_versions(lab, reference, tmp_path, capsys):
-    """It was too high and is not shown. It is measured again where there are checkpoints."""
-    assert reference(*reference.training) == 1
-    path = lab.output / 'measures.jsonl'
-    lines = list(map(json.loads, path.read_text().splitlines()))
-    for line in lines:
-        del line['training'], line['position_shap']
-    path.write_text(''.join(json.dumps({**line, 'pshap': .75}) + '\n' for line in lines))
-    published = tmp_path / 'published'
-    shutil.copytree(lab.output, published, ignore=shutil.ignore_patterns('seed*'))
-
-    def shown(output=lab.output):
-        capsys.readouterr()
-        assert reference('table', output=output) == 0
-        *_, above, table, _ = capsys.readouterr().out.strip().split('\n\n')
-        assert '0.75' not in table and 'pshap' not in (output / 'plan.csv').read_text()
-        return [line.split(' | ')[14] for line in table.splitlines()[2:]], '–: measured only with images in' in above
-
-    assert shown() == (['–', '–'], True)
-    (lab.output / 'A' / 'seed2' / 'last.pth.tar').unlink()
-    command = 'pshap', '--data-dir', lab.folder / 'data'
-    assert reference(*command) == 0 and 'A, seed 1: P-SHAP 0.1250' in capsys.readouterr().err
-    assert shown() == (['0.125 ± 0.000', '–'], True)
-    before = path.read_text()
-    assert reference(*command) == 0 and path.read_text() == before
-    line = json.loads(before.splitlines()[-1])
-    assert line['pshap'] == .75 and line['measured_on'].count('torch ') == 2
-
-    # it joins what is known of the same runs, and no others
-    row = tmp_path / 'B'
-    assert reference('row', 'B', '--file', row) == 0 and reference('merge', row, output=published) == 0
-    assert shown(published) == (['0.125 ± 0.000', '–'], True)
-    path.write_text(path.read_text().replace('position_shap', 'other'))
-    summary = lab.output / 'B' / 'seed1' / 'summary.csv'
-    summary.write_text(summary.read_text().replace('1.7', '1.6'))
-    assert reference(*command) == 2 and 'runs.jsonl has another training of B, seed 1' in capsys.readouterr().err
-    (lab.folder / 'data' / 'test' / 'a' / '1.png').unlink()
-    assert reference(*command) == 2 and "other images: 'test' had" in capsys.readouterr().err
-
-
 def test_rows_are_added_with_their_own_measures(lab, reference, tmp_path, capsys):
     assert reference(*reference.training) == 1
     merged = tmp_path / 'merged'
@@ -497,14 +456,9 @@ def test_rows_are_added_with_their_own_measures(lab, reference, tmp_path, capsys
         (tmp_path / 'mixed').write_text(json.dumps({**rows[1], 'measures': measures}))
         assert reference('merge', tmp_path / 'mixed', output=tmp_path / 'new') == 2
         assert 'B, seed 2; write ' in capsys.readouterr().err and not (tmp_path / 'new').exists()
-    for line in rows[0]['measures']:
-        del line['training']  # as earlier versions wrote them
-    (tmp_path / 'old').write_text(json.dumps(rows[0]))
     for output in (merged, tmp_path / 'new'):
-        assert reference('merge', tmp_path / 'old', output=output) == 0
-    assert [(merged / name).read_text() for name in ('runs.jsonl', 'measures.jsonl')] == before
-    found = [json.loads(line) for line in (tmp_path / 'new' / 'measures.jsonl').read_text().splitlines()]
-    assert found == rows[0]['measures']
+        assert reference('merge', tmp_path / 'first', output=output) == 0
+        assert [(output / name).read_text() for name in ('runs.jsonl', 'measures.jsonl')] == before
 
 
 def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
