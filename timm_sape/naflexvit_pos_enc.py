@@ -369,8 +369,8 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         """
         if isinstance(x, torch.fx.Proxy):
             raise ValueError(
-                "torch.fx cannot trace NaFlexVit, nor timm's own, whose steps depend on the input. Use torch.export, "
-                'or model.forward_intermediates for features.')
+                'torch.fx cannot trace this model, whose steps depend on the input. Use torch.export; for features '
+                "model.forward_intermediates; for attention timm's AttentionExtract(model, method='hook').")
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.ndim not in (3, 5):
             got = f'{x.dtype} {list(x.shape)}' if isinstance(x, torch.Tensor) else type(x).__name__
             raise ValueError(
