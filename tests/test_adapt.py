@@ -22,7 +22,7 @@ from timm.models import save_for_hf
 import timm_sape
 from timm_sape import cli
 from timm_sape.cli import adapt as adapt_command
-from timm_sape.lab.adapt import _check_labels, adapt, adapted_table, chance_hits, snapshot
+from timm_sape.lab.adapt import _chance_hits, _check_labels, adapt, adapted_table, snapshot
 from timm_sape.lab.compare import compare
 from timm_sape.lab.evaluate import Predictions, wilson_interval
 from timm_sape.lab.intervals import paired_interval
@@ -506,7 +506,7 @@ def test_chance_hits():
     """Against all permutations."""
     labels, predicted = torch.tensor([0, 0, 0, 1, 1, 3, 2]), torch.tensor([0, 0, 1, 1, 4, 3, 0])
     hits = [sum(a == b for a, b in zip(labels.tolist(), order)) for order in permutations(predicted.tolist())]
-    assert chance_hits(labels, predicted) == pytest.approx((statistics.mean(hits), statistics.pstdev(hits)))
+    assert _chance_hits(labels, predicted) == pytest.approx((statistics.mean(hits), statistics.pstdev(hits)))
 
 
 def test_command_with_one_rule(main, images, folders, capsys):

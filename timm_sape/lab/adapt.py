@@ -231,7 +231,7 @@ def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: in
     if len(labels.unique()) == 1:  # here the frequencies of classes say nothing
         better = wilson_interval(hits, n)[0] > 0.5
     else:
-        mean, deviation = chance_hits(labels, predicted)
+        mean, deviation = _chance_hits(labels, predicted)
         better = hits > mean + 1.96 * deviation
     if not better:
         raise ValueError(
@@ -239,7 +239,7 @@ def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: in
             f'guessing. Perhaps the labels are of other classes. {fix}')
 
 
-def chance_hits(labels: torch.Tensor, predicted: torch.Tensor) -> Tuple[float, float]:
+def _chance_hits(labels: torch.Tensor, predicted: torch.Tensor) -> Tuple[float, float]:
     """How many predictions are right if they are handed out to the images at random.
 
     Args:
