@@ -1012,7 +1012,7 @@ def test_features_only_from_a_file(tmp_path):
 
 @pytest.mark.parametrize('pos_enc', ['sape2_k', 'rpb', 'cope'])
 @pytest.mark.parametrize('grid', [
-    [float('inf'), 4], [float('nan'), 4], [0, 0], [-1, 4], [2 ** 40, 4], [4], [[4, 4]], 4, [4j, 4]], ids=str)
+    [float('inf'), 4], [float('nan'), 4], [0, 0], [-1, 4], [2 ** 40, 4], [4], [[4, 4]], 4, [4j, 4], [5, 4.5]], ids=str)
 def test_damaged_grid(pos_enc, grid, tmp_path):
     """The same message on every way of loading, which names the entry and says how to mend it."""
     state = tiny(pos_enc).state_dict()
@@ -1026,7 +1026,35 @@ def test_damaged_grid(pos_enc, grid, tmp_path):
         lambda: nn.Sequential(tiny(pos_enc)).load_state_dict({f'0.{k}': v for k, v in state.items()})]
     (message,) = {refused(loader) for loader in loaders}
     assert f"'{pos_enc}': the grid saved with its parameters, the entry _extra_state, must be (H, W)" in message
-    assert message.endswith('The file is damaged; if you know the grid, set this entry to torch.tensor([H, W]).')
+    assert message.endswith(
+        'The file is damaged, or an average of models with different grids; if you know the grid, set this entry to '
+        'torch.tensor([H, W]).')
+
+
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'ape+rpb', 'ape+cpb'])
+def test_a_table_beside_a_grid_of_floats(pos_enc, tmp_path):
+    """As timm's avg_checkpoints.py writes it. It could be loaded at its own size only."""
+    saved = tiny(pos_enc)
+    path = save({name: entry.float() for name, entry in saved.state_dict().items()}, tmp_path / 'w.pth')
+    model = from_file(pos_enc, path, B, declared=None)
+    saved.set_input_size(B)
+    torch.testing.assert_close(logits(model), logits(saved), **SAME)
+
+
+@pytest.mark.parametrize('embed, other', [(True, False), (False, True)])
+def test_rows_of_prefix_tokens_that_complete_a_square(embed, other, tmp_path):
+    """9 prefix tokens and 4x4 patches are as many as 5x5 patches; a table was read as that of the other, silently."""
+    side = 5 if embed else 4
+    size, options = (8 * side, 8 * side), {'reg_tokens': 8}
+    saved = tiny('ape', size, no_embed_class=embed, **options)
+    path = save(saved, tmp_path / 'w.pth')
+    text = f'has 25 rows. That is {side}x{side} .* Create it with no_embed_class={embed}'
+    with pytest.raises(ValueError, match=text):
+        from_file('ape', path, size, size, no_embed_class=other, **options)
+    torch.testing.assert_close(
+        logits(from_file('ape', path, size, size, no_embed_class=embed, **options)), logits(saved), **SAME)
+    if other:  # a table of 5x5 patches that has no rows for prefix tokens, and says so
+        assert from_file('ape', path, size, (40, 40), no_embed_class=True, **options).pos_embed.shape[1] == 16
 
 
 def test_a_grid_without_numbers_beside_another_encoding():

@@ -39,6 +39,7 @@ def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -
     # Not by timm, which knows neither what encodings have saved nor of a convolutional stem before the last kernel.
     prefix = _num_prefix_rows(model)
     grid = grid_of_table(entries, model, {prefix})
+    _refuse_other_prefix_rows(entries, model, grid)
     table = resample_pos_embed(entries.pop('pos_embed'), grid, model.grid_size, prefix)
     return {**checkpoint_filter_fn(entries, model), 'pos_embed': table}
 
@@ -181,11 +182,38 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
     return declared if declared in fits else fits[0]
 
 
+def _refuse_other_prefix_rows(entries: Mapping[str, torch.Tensor], model: nn.Module, grid: GridSize) -> None:
+    """
+    Args:
+        entries: The checkpoint of a plain model.
+        model: A `VisionTransformerPosEnc`.
+        grid: Of the checkpoint's table, if it has as many rows for prefix tokens as the model.
+
+    Raises:
+        ValueError: If the table has the size of the declared grid with rows for prefix tokens where the model has none,
+            or without where it has some.
+    """
+    rows, expected = entries['pos_embed'].shape[1], _num_prefix_rows(model)
+    declared = declared_grid(model, entries['patch_embed.proj.weight'].shape[-2:])
+    other = model.num_prefix_tokens - expected
+    if grid != declared and rows - other == math.prod(declared):
+        raise ValueError(
+            f'pos_embed of the checkpoint has {rows} rows. That is {_spell([declared])} with {other} rows for prefix '
+            f'tokens, but the model has no_embed_class={model.no_embed_class}, so {expected} of them. Create it with '
+            f'no_embed_class={not model.no_embed_class}; or if the checkpoint was trained on {_spell([grid])}, say so: '
+            'pretrained_cfg_overlay=dict(file=..., input_size=(3, height, width)).')
+
+
 def saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
-    """The grids that encodings have saved with their parameters, by the path of the encoding."""
-    return {
-        key.removesuffix(GRID): tuple(value.tolist()) for key, value in entries.items()
-        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,) and not value.is_meta}
+    """The grids that encodings have saved with their parameters, by the path of the encoding.
+
+    As in `read_extra_state` of an encoding, which refuses what is no grid, they may be floats.
+    """
+    found = {
+        key.removesuffix(GRID): value for key, value in entries.items()
+        if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,) and not value.is_meta
+        and not value.is_complex()}
+    return {path: tuple(map(round, value.tolist())) for path, value in found.items() if value.isfinite().all()}
 
 
 def _spell(grids: Iterable[GridSize]) -> str:

@@ -85,12 +85,13 @@ class _SavesGrid(PositionEncoding):
         sizes = state.tolist() if has_numbers else state
         is_pair = isinstance(sizes, list) and len(sizes) == 2
         # The upper bound keeps a damaged file from making us allocate huge tables. NaN fails the comparison.
-        if not is_pair or not all(isinstance(s, (int, float)) and 0.5 < s <= MAX_SIDE for s in sizes):
+        if not is_pair or not all(
+                isinstance(s, (int, float)) and 0.5 < s <= MAX_SIDE and abs(s - round(s)) < 0.01 for s in sizes):
             got = sizes if isinstance(sizes, (list, int, float)) else type(sizes).__name__
             raise ValueError(
                 f'{self.name!r}: the grid saved with its parameters, the entry _extra_state, must be (H, W) in '
-                f'patches, at least 1 each, got {got}. The file is damaged; if you know the grid, set this entry to '
-                'torch.tensor([H, W]).')
+                f'patches, whole numbers of 1 or more, got {got}. The file is damaged, or an average of models with '
+                'different grids; if you know the grid, set this entry to torch.tensor([H, W]).')
         height, width = (round(size) for size in sizes)
         return height, width
 
