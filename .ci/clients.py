@@ -1414,7 +1414,8 @@ def render(table):
             notes.append(f'- **{check.package}, {check.feature}**, {column}, {who}: {text}')
         if groups and check.why:
             fails_too = Make.host == 'naflexvit' and of_control(results[CONTROL][0]) == 'no'
-            notes.append('  - Why: ' + ("timm's own NaFlexVit fails, too." if fails_too else check.why))
+            too = "timm's own NaFlexVit fails, too. Ours on a plain ViT: " if fails_too else ''
+            notes.append(f'  - Why: {too}{check.why}')
     lines += [f'| {name} | {why} | | | | | |' for name, why in UNAVAILABLE.items()]
     return '\n'.join([*lines, '', *notes])
 

@@ -142,8 +142,13 @@ def training_of(result):
 
 def read_measures(output):
     path = output / MEASURES
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {(line['model'], line['seed']): line for line in map(json.loads, lines)}
+    lines = list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+    for line in lines:
+        if not {'training', 'position_shap'} <= line.keys():
+            raise ValueError(
+                f'{path}: the measures of {line["model"]}, seed {line["seed"]} are of an earlier version; remove the '
+                'line, and `run` measures again')
+    return {(line['model'], line['seed']): line for line in lines}
 
 
 def measures_of(runs, output):

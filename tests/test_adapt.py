@@ -491,10 +491,12 @@ def test_labels_of_other_classes(name, text, main, images, capsys):
     ([0, 1, 2, 3] * 25, [0] * 100, False),
     ([0, 1, 2, 3] * 25, [0, 1, 0, 1] * 25, True),
     ([1] * 100, [1] * 80 + [0] * 20, True),  # images of one class: chance is one half
+    ([0, 1, 2, 3] * 25, [9] * 99 + [3], False),  # one of a hundred
+    ([0, 1, 2], [0, 1, 2], False),  # one of six orders
     ([1] * 100, [1] * 55 + [0] * 45, False),
 ])
 def test_chance_of_a_right_label(labels, predicted, fine):
-    args = torch.tensor(labels), torch.tensor(predicted), 4, 'm', '32x32'
+    args = torch.tensor(labels), torch.tensor(predicted), 10, 'm', '32x32'
     if fine:
         _check_labels(*args)
     else:

@@ -169,6 +169,7 @@ def test_top_k_by_hand():
     assert top_k_correct(logits, labels, 5).all()
     equal, which = torch.zeros(3, 10), torch.tensor([0, 8, 9])
     assert top_k_correct(equal, which).tolist() == [True, False, False]  # as argmax
+    assert top_k_correct(equal, which, 9).tolist() == [True, True, False]
     assert accuracy(logits, labels, 2) == (pytest.approx(2 / 3), *wilson_interval(2, 3))
 
 

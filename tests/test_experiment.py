@@ -862,7 +862,8 @@ def test_summary_as_it_is_left(tmp_path):
 def test_a_summary_whose_columns_change(tmp_path):
     """The cells of later rows were read as those of other columns, silently."""
     tmp_path.joinpath('summary.csv').write_text(
-        'epoch,train_loss,eval_top1\n0,2,10\n1,1.9,11\nepoch,train_loss,eval_loss,eval_top1,lr\n1,1.8,1.7,12,.1\n')
+        'epoch,train_loss,eval_top1\n0,2,10\n1,1.9,11\nepoch,train_loss,eval_loss,eval_top1,lr\n1,1.8,1.7,12,.1\n'
+        'epoch,train_lo')  # cut off
     rows = records.read_summary(tmp_path)
     assert rows == {
         0: {'epoch': '0', 'train_loss': '2', 'eval_top1': '10', 'eval_loss': '', 'lr': ''},

@@ -271,16 +271,19 @@ def test_labels_of_other_types_and_another_default_device():
         assert torch.equal(found.position, expected.position) and torch.equal(found.labels, expected.labels)
 
 
-def test_logits_that_are_not_finite():
+@pytest.mark.parametrize('broken', range(5))
+def test_logits_that_are_not_finite(broken):
+    """Of classes that are no label, too."""
     model = build('ape')
-    model.head.bias.data[0] = torch.nan
+    model.head.bias.data[broken] = torch.nan
     with pytest.raises(ValueError, match='logits that are not finite'):
-        position_shap(model, [data(4)])
+        position_shap(model, [(data(4)[0], torch.tensor([0, 1, 2, 3]))])
 
 
 @pytest.mark.parametrize('labels, warns', [
     ([0] * 8 + [1] * 8, True), ([1] * 8 + [0] * 8, True), ([0] * 16, False), ([0] * 7 + [1, 0] + [1] * 7, False),
-    ([0] * 4 + [1] * 4, False), (list(range(5)) * 2 + [4] * 8, False)])
+    ([0] * 4 + [1] * 4, False), (list(range(5)) * 2 + [4] * 8, False), ([0] * 15 + [1], False),
+    ([1] + [0] * 99, False)])
 def test_images_in_the_order_of_their_classes(labels, warns, recwarn):
     position_shap(build('nope'), [(data(len(labels))[0], torch.tensor(labels))], background=2)
     assert warns == any('order of their classes, so P-SHAP comes out too high' in str(w.message) for w in recwarn)

@@ -9,6 +9,7 @@ batch script (rjbruin/position-shap at d695b6a) restores the order of the images
 of its inverse. So values and predictions are paired with the labels of other images, and averages over a class, or over
 correctly classified images, are taken over the wrong images.
 """
+import math
 import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -168,7 +169,10 @@ class _Logits:
             seed = None if seeds is None else seeds[start:start + self.batch_size]
             with _positions_per_layer(self.model, seed if self.per_layer else None):
                 logits.append(self.model(part).float() if seed is None else self._shuffled(part, seed))
-        return torch.cat(logits)
+        logits = torch.cat(logits)
+        if not logits.isfinite().all():
+            raise ValueError('The model returns logits that are not finite. Check its weights and the images.')
+        return logits
 
     def _shuffled(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
         height, width = (size // patch for size, patch in zip(images.shape[2:], self.patch_size))
@@ -257,8 +261,6 @@ def position_shap(
     if not found:
         raise ValueError('Position-SHAP needs at least two images: each half is the background of the other.')
     found = PositionShap(*(torch.cat(parts).cpu() for parts in zip(*found)))
-    if not (found.position.isfinite() & found.image.isfinite()).all():
-        raise ValueError('The model returns logits that are not finite. Check its weights.')
     if _in_order_of_classes(found.labels):
         warnings.warn(
             'The images seem to be in the order of their classes, so P-SHAP comes out too high. Give them in random '
@@ -267,9 +269,10 @@ def position_shap(
 
 
 def _in_order_of_classes(labels: torch.Tensor) -> bool:
-    """Whether the images of each class follow each other, which is unlikely by chance."""
-    runs, classes = len(labels.unique_consecutive()), len(labels.unique())
-    return 1 < classes == runs and len(labels) >= 16 and len(labels) >= 4 * classes
+    """Whether the images of each class follow each other, and would do so by chance in less than .1 % of cases."""
+    runs, counts = labels.unique_consecutive(), labels.unique(return_counts=True)[1].tolist()
+    chance = math.lgamma(len(counts) + 1) + sum(math.lgamma(n + 1) for n in counts) - math.lgamma(len(labels) + 1)
+    return len(runs) == len(counts) and chance < math.log(0.001)
 
 
 def _pieces(batches, size: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:

@@ -228,11 +228,11 @@ def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: in
         raise ValueError(
             f'There are labels up to {labels.max()}, but {name} has {num_classes} classes, from 0 on. {fix}')
     hits, n = int((predicted == labels).sum()), len(labels)
-    if len(labels.unique()) == 1:  # here the frequencies of classes say nothing
-        better = wilson_interval(hits, n)[0] > 0.5
-    else:
+    classes = len(labels.unique())
+    better = wilson_interval(hits, n)[0] > 1 / max(classes, 2)
+    if classes > 1:  # a model may always predict the most frequent class; of one class this says nothing
         mean, deviation = _chance_hits(labels, predicted)
-        better = hits > mean + 1.96 * deviation
+        better = better and hits - 0.5 > mean + 1.96 * deviation
     if not better:
         raise ValueError(
             f'{name} gets {100 * hits / n:.1f} % of the labels right at {where}, which is not shown to be better than '

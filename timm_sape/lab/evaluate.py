@@ -134,8 +134,8 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
     Args:
         logits: `[n, classes]`.
         labels: Integers from 0 to classes - 1, `[n]`.
-        k: If there are no more than k classes, every image counts as correct. For 1, of equal logits the first counts,
-            as in `argmax`.
+        k: If there are no more than k classes, every image counts as correct. Of equal logits the first come first, as
+            in `argmax`.
 
     Returns:
         bool, `[n]`.
@@ -144,7 +144,7 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
         ValueError: If logits and labels do not match.
     """
     _check(logits, labels)
-    best = logits.argmax(1, keepdim=True) if k == 1 else logits.topk(min(k, logits.shape[1])).indices  # [n, k]
+    best = logits.argsort(dim=1, descending=True, stable=True)[:, :k]  # [n, k]
     return (best == labels[:, None]).any(1)
 
 

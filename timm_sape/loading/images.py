@@ -80,9 +80,11 @@ class StrictImages(ImageDataset):
     def __getitem__(self, index: int):
         name = f'Image {index} of the data set'
         try:
-            file, label = self.reader[index]
-        except OSError as e:
-            raise ValueError(f'{name} is not an image that can be read: {e}') from e
+            file, label, *_ = self.reader[index]
+        except FileNotFoundError as e:
+            raise ValueError(f'There is no file {e.filename!r}.') from e
+        except (OSError, AssertionError, TypeError) as e:  # the latter two if an entry of hfds has no image
+            raise ValueError(f'{name} is not an image that can be read: {str(e) or "there is none"}') from e
         with file:
             image = _read(file, getattr(file, 'name', name))
         return (image if self.transform is None else self.transform(image)), -1 if label is None else label
@@ -138,8 +140,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
             `number_classes`.
 
     Raises:
-        ValueError: If there is no such data or class map, or a split has classes that `train` has not; on access, if a
-            file in a folder cannot be read.
+        ValueError: If there is no such data or class map, or a split has classes that `train` has not; on access, if an
+            image cannot be read, which timm's reader of wds skips instead.
     """
     root = Path(data)
     in_folders = reads_folders(dataset)
@@ -239,7 +241,8 @@ def load_images(
     if isinstance(data, IterableDataset) and (shuffle or num_images is not None):
         raise ValueError(
             'No images can be drawn at random from a data set that is read as a stream, as hfids, tfds and wds are. '
-            'Use all of them (not possible for Position-SHAP), or take hfds/NAME or a folder of images.')
+            'Leave out num_images (--num-images) and shuffle; or, as for Position-SHAP by the command, take hfds/NAME '
+            'or a folder of images.')
     if shuffle or num_images is not None and num_images < len(data):
         picked = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed), device='cpu')[:num_images]
         data = Subset(data, (picked if shuffle else picked.sort().values).tolist())

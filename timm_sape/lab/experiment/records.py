@@ -99,11 +99,11 @@ def read_summary(folder: Path) -> Dict[int, Dict[str, str]]:
         for cells in csv.reader(line for line in f if '\0' not in line):
             if cells[:1] == ['epoch']:
                 header = cells
-                columns.update(dict.fromkeys(header, ''))
             elif cells and len(cells) == len(header) and cells[0].isdecimal():
                 row = dict(zip(header, cells))
                 if _has_numbers(row):
                     rows[int(cells[0])] = row
+                    columns.update(dict.fromkeys(header, ''))
     return {epoch: {**columns, **row} for epoch, row in sorted(rows.items())}
 
 
