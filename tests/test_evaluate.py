@@ -1209,19 +1209,32 @@ class Reader(list):
 
     def __getitem__(self, index):
         data, label = super().__getitem__(index)
+        if not data:
+            raise AssertionError  # as timm's reader of hfds
         return io.BytesIO(data), label
 
 
 def test_an_image_of_a_data_set_that_cannot_be_read(images, monkeypatch):
     """timm takes the next one and its label, with a line in the log."""
     good = (images / 'val' / 'class1' / '7.png').read_bytes()
-    reader = Reader([(good, 0), (b'no image', 1), (good, None)])
+    reader = Reader([(good, 0), (b'no image', 1), (good, None), (b'', 1)])
     monkeypatch.setattr(
         'timm_sape.loading.images.create_dataset', lambda *args, **kwargs: ImageDataset('', reader=reader))
     data = open_dataset(images, 'hfds/some', transform=v2.ToImage())
     assert data[0][0].shape[0] == 3 and [data[i][1] for i in (0, 2)] == [0, -1]
     with pytest.raises(ValueError, match='Image 1 of the data set is not an image that can be read'):
         data[1]
+    with pytest.raises(ValueError, match='Image 3 of the data set is not an image that can be read: there is none'):
+        data[3]
+
+
+def test_a_file_that_is_gone(images, tmp_path):
+    shutil.copytree(images, tmp_path / 'data')
+    data = open_dataset(tmp_path / 'data')
+    path = tmp_path / 'data' / 'val' / 'class0' / '0.png'
+    path.unlink()
+    with pytest.raises(ValueError, match=f"There is no file '{path}'"):
+        data[0]
 
 
 class Stream(IterableDataset):

@@ -438,6 +438,15 @@ def test_measures_are_of_the_training_beside_them(lab, reference, tmp_path, caps
         assert reference('table') == 0 and '| 41.0 | 30.0 |' in capsys.readouterr().out  # of seed 2 alone
 
 
+def test_measures_of_an_earlier_version(lab, reference, capsys):
+    assert reference(*reference.training) == 1
+    path = lab.output / 'measures.jsonl'
+    path.write_text(path.read_text().replace('"training"', '"pshap"', 1))
+    assert reference('table') == 2
+    assert 'measures of A, seed 1 are of an earlier version; remove the line, and `run` measures' in (
+        capsys.readouterr().err)
+
+
 def test_rows_are_added_with_their_own_measures(lab, reference, tmp_path, capsys):
     assert reference(*reference.training) == 1
     merged = tmp_path / 'merged'
