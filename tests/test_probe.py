@@ -1,5 +1,6 @@
 """Probes: models change as theory predicts, and a broken encoding fails."""
 import math
+from dataclasses import replace
 
 import pytest
 import timm
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 import timm_sape
 from timm_sape.analysis import probe, randomize_encodings
+from timm_sape.analysis.probe import _another_shape
 
 MODELS = [
     name if timm_sape.get_encoding(name).alone else f'sincos2d+{name}' for name in timm_sape.list_encodings()
@@ -77,6 +79,22 @@ def test_a_broken_encoding_fails(monkeypatch):
     assert rows['patches shifted right', 'first layer, attention logits'].verdict == 'pass'
     untrained = timm.create_model('test_vit_irpe_k', img_size=(32, 40), patch_size=8)  # its tables start at zero
     assert by_name(probe(untrained, picture()))['patches permuted', 'class logits'].verdict == 'fail'
+
+
+def test_an_encoding_that_computes_from_its_own_size_fails(monkeypatch):
+    """On a grid of as many patches its table has the right size, so nothing else would notice."""
+    cls = timm_sape.get_encoding('alibi2d')
+    original = cls.position_bias
+    monkeypatch.setattr(
+        cls, 'position_bias',
+        lambda self, grid: original(self, replace(grid, height=self.grid_size[0], width=self.grid_size[1])))
+    row = by_name(probe(build('alibi2d'), picture()))['image of another shape', 'class logits, resized or not']
+    assert row.verdict == 'fail' and row.change > 1e-4
+
+
+@pytest.mark.parametrize('size, shape', [((4, 6), (6, 4)), ((4, 4), (2, 8)), ((7, 7), (1, 49)), ((1, 1), None)])
+def test_another_shape(size, shape):
+    assert _another_shape(*size) == shape
 
 
 def test_images_that_are_mixed_fail(monkeypatch):

@@ -1,7 +1,7 @@
 """How much the results of a model change when an image is shifted, mirrored, permuted or resized."""
 import math
 from copy import deepcopy
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,7 @@ from .pshap import shuffle_patches
 
 __all__ = ['ProbeRow', 'probe', 'randomize_encodings']
 
-EXACT = 1e-9  # relative changes up to this are rounding errors of float64
+EXACT = 1e-8  # relative changes up to this are rounding: of float64, or of float32 where timm resamples a table
 VISIBLE = 1e-6  # relative changes above this are real
 
 
@@ -70,6 +70,9 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     own mirror image, gives no change. The predictions:
 
     - Every image of a batch gets the logits that it gets alone.
+    - An image of another shape, with as many patches, gets the same logits whether the model is resized for it by
+      `set_input_size` or takes it as it is, as with `dynamic_img_size=True`. An encoding that computes from its own
+      size, not from the grid that it is given, fails here.
     - Without position (`nope`) a Vision Transformer does not know the order of its patches. With any other encoding it
       does.
     - With relative encodings only, the logits between two patches in the first attention layer do not change when both
@@ -135,6 +138,14 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     rows.append(ProbeRow(
         'image in a batch', 'class logits', _change(logits, in_batch), '0' if isinstance(model, PosEncModel) else ''))
     rows += [ProbeRow(name, 'class logits', _change(logits, model(move(images))), '') for name, move in pixels.items()]
+    shape = _another_shape(height, width)
+    if isinstance(model, PosEncModel) and hasattr(model, 'set_input_size') and shape is not None:
+        other = nn.functional.interpolate(images, tuple(n * p for n, p in zip(shape, patch_size)), mode='bilinear')
+        resized, flexible = deepcopy(model), deepcopy(model)
+        resized.set_input_size(tuple(other.shape[2:]))
+        flexible.patch_embed.strict_img_size = False
+        rows.append(ProbeRow(
+            'image of another shape', 'class logits, resized or not', _change(resized(other), flexible(other)), '0'))
     if hasattr(model, 'set_input_size'):
         larger = nn.functional.interpolate(images, scale_factor=2, mode='bilinear')
         model.set_input_size(tuple(larger.shape[2:]))
@@ -146,6 +157,14 @@ def _another_order(n: int, generator: torch.Generator) -> torch.Tensor:
     """A permutation that moves something, if there is one."""
     order = torch.randperm(n, generator=generator, device='cpu')
     return order.roll(1) if torch.equal(order, order.sort().values) else order
+
+
+def _another_shape(height: int, width: int) -> Optional[Tuple[int, int]]:
+    """Another grid of as many patches. None if there is none."""
+    if height != width:
+        return width, height
+    factor = next((n for n in range(2, height + 1) if height % n == 0), None)
+    return None if factor is None else (height // factor, width * factor)
 
 
 def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
