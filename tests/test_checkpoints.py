@@ -1057,6 +1057,14 @@ def test_rows_of_prefix_tokens_that_complete_a_square(embed, other, tmp_path):
         assert from_file('ape', path, size, (40, 40), no_embed_class=True, **options).pos_embed.shape[1] == 16
 
 
+def test_a_grid_of_another_shape_without_prefix_tokens(tmp_path):
+    """As many patches as the declared grid, 2x8 and 4x4; `rpb` has saved which. No tokens have rows either way."""
+    size, options = (16, 64), {'class_token': False, 'global_pool': 'avg'}
+    saved = tiny('ape+rpb', size, **options)
+    path = save(saved, tmp_path / 'w.pth')
+    torch.testing.assert_close(logits(from_file('ape+rpb', path, size, B, **options)), logits(saved), **SAME)
+
+
 def test_a_grid_without_numbers_beside_another_encoding():
     """The message would have named the grid, and could not read it."""
     state = tiny('rpb').state_dict()

@@ -196,7 +196,7 @@ def _refuse_other_prefix_rows(entries: Mapping[str, torch.Tensor], model: nn.Mod
     rows, expected = entries['pos_embed'].shape[1], _num_prefix_rows(model)
     declared = declared_grid(model, entries['patch_embed.proj.weight'].shape[-2:])
     other = model.num_prefix_tokens - expected
-    if grid != declared and rows - other == math.prod(declared):
+    if other != expected and grid != declared and rows - other == math.prod(declared):
         raise ValueError(
             f'pos_embed of the checkpoint has {rows} rows. That is {_spell([declared])} with {other} rows for prefix '
             f'tokens, but the model has no_embed_class={model.no_embed_class}, so {expected} of them. Create it with '
