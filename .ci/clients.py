@@ -105,8 +105,6 @@ def awake(model):
     for name, p in randomize(model).named_parameters():
         if 'sape2sq' in name:
             p.mul_(0.3)  # squares of distances as large as these would turn rounding into an error of .1
-        elif name.endswith('embeds.pos_embed'):  # [1, H, W, C]; `randomize` takes it for a convolution
-            p.mul_(0.5 * p[0].numel() ** 0.5)
     return model
 
 

@@ -67,7 +67,8 @@ def randomize(model):
         elif 'encodings.' in name:
             p.copy_(0.3 * noise)
         else:
-            p.copy_(noise * (0.5 if p.ndim == 3 else p[0].numel() ** -0.5))  # 3-D: tokens and pos_embed
+            is_table = p.ndim == 3 or name.endswith('pos_embed')  # 3-D: tokens and pos_embed; a NaFlexVit's has 4
+            p.copy_(noise * (0.5 if is_table else p[0].numel() ** -0.5))
     return model
 
 

@@ -144,8 +144,9 @@ def top_k_correct(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> tor
         ValueError: If logits and labels do not match.
     """
     _check(logits, labels)
-    best = logits.argsort(dim=1, descending=True, stable=True)[:, :k]  # [n, k]
-    return (best == labels[:, None]).any(1)
+    labels = labels.long()[:, None]  # [n, 1]
+    own, classes = logits.gather(1, labels), torch.arange(logits.shape[1], device=labels.device)
+    return ((logits > own) | (logits == own) & (classes < labels)).sum(1) < k  # how many come before it
 
 
 def accuracy(logits: torch.Tensor, labels: torch.Tensor, k: int = 1) -> Accuracy:

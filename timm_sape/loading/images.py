@@ -9,9 +9,7 @@ from PIL import Image
 from timm.data import ImageDataset, create_dataset
 from timm.data.dataset_factory import _search_split
 from timm.data.naflex_dataset import NaFlexCollator
-from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
-from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -66,16 +64,9 @@ class StrictImages(ImageDataset):
 
     timm takes the next image instead, perhaps of another class. That is fine for training, but wrong for an evaluation.
 
-    Args:
-        reader: The files of the images and their labels, one of timm's readers.
-        transform: Applied to the images.
-
     Raises:
         ValueError: On access, as `ImageFile` does.
     """
-
-    def __init__(self, reader: Reader, transform=None) -> None:
-        super().__init__('', reader=reader, transform=transform)
 
     def __getitem__(self, index: int):
         name = f'Image {index} of the data set'
@@ -102,7 +93,7 @@ class ImageFolder(StrictImages):
     """
 
     def __init__(self, root: Path) -> None:
-        super().__init__(create_reader('', str(root)))
+        super().__init__(str(root))
         self.files = _visible([path for path, _ in self.reader.samples], root)
         if not self.files:
             raise ValueError('all of them are hidden')
@@ -166,7 +157,7 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
             found = create_dataset(
                 dataset, str(root), split or 'validation', search_split=in_folders, class_map=class_map or None)
             if isinstance(found, ImageDataset):
-                found = StrictImages(found.reader)
+                found = StrictImages(str(root), reader=found.reader)
         else:
             found = ImageFolder(root)
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
