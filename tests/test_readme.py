@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ TABLES = sorted(RESULTS.glob('*/*.md'))
 NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')
 
 
+@cache
 def read_csv(path):
     with open(path, newline='') as f:
         return list(csv.DictReader(f))
