@@ -21,6 +21,7 @@ from timm_sape.loading import load_model
 
 A, B, C = (24, 40), (32, 32), (40, 16)  # image sizes; grids of 3x5, 4x4 and 5x2 patches
 SAME = dict(rtol=0, atol=1e-6)
+OF_TIMM, SMALL = 'vit_tiny_patch16_224', dict(depth=2, embed_dim=64, num_heads=2)
 
 
 def tiny(pos_enc, size=A, **kwargs):
@@ -361,7 +362,8 @@ def test_another_patch_size_than_the_default_one_that_was_saved(kwargs, tmp_path
 def test_a_pruned_model_that_depends_on_its_depth_is_refused(last, tmp_path):
     """LookHere built again with fewer layers would see other distances, with the same weights."""
     saved = timm.create_model('test_vit_lookhere', depth=4, patch_size=8, img_size=32)
-    saved.prune_intermediate_layers([last], prune_head=False)
+    with pytest.warns(UserWarning, match='Save it before, and prune it after loading'):
+        saved.prune_intermediate_layers([last], prune_head=False)
     with pytest.raises(ValueError, match='blocks'):
         timm_sape.hub.save(saved, tmp_path / 'model')
     save_dir(saved, tmp_path / 'other')
@@ -451,18 +453,19 @@ def test_only_rules_may_be_chosen_anew(tmp_path):
 
 
 @pytest.mark.parametrize('name, before, after', [
-    ('rope_dinov3', {'normalize': 'max', 'shift': 0.2}, {'normalize': 'max', 'jitter': 1.2, 'rescale': 2}),
+    ('rope_dinov3', {'normalize': 'max', 'shift': 0.2}, {'shift': None, 'jitter': 1.2, 'rescale': 2}),
     ('cape', {}, {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1}),
-    ('cpb', {'hidden': 32, 'drop': 0.125}, {'hidden': 32})])
+    ('cpb', {'hidden': 32, 'drop': 0.125}, {'drop': 0})])
 def test_what_is_random_in_training_may_be_chosen_anew(name, before, after, tmp_path):
     saved = randomise(tiny(name, pos_enc_kwargs={name: before} if before else None))
     save_dir(saved, tmp_path)
     loaded = from_dir(tmp_path, pos_enc_kwargs={name: after})
     x = torch.randn(2, 3, *saved.patch_embed.img_size)
-    assert torch.equal(loaded.eval()(x), saved.eval()(x)) and loaded.pos_enc_kwargs == {name: after}
-    if before:  # what is not given anew has its default, which contradicts
+    assert torch.equal(loaded.eval()(x), saved.eval()(x)) and loaded.pos_enc_kwargs == {name: {**before, **after}}
+    fixed = {'rope_dinov3': {'normalize': 'min'}, 'cpb': {'hidden': 16}}.get(name)
+    if fixed:
         with pytest.raises(ValueError, match='which cannot be changed to'):
-            from_dir(tmp_path, pos_enc_kwargs={name: {key: after[key] for key in list(after)[1:]}})
+            from_dir(tmp_path, pos_enc_kwargs={name: {**after, **fixed}})
 
 
 def test_local_dir_of_an_encoding_with_keywords(tmp_path):
@@ -471,12 +474,12 @@ def test_local_dir_of_an_encoding_with_keywords(tmp_path):
     save_dir(saved, tmp_path)
     for same in (
             dict(),
+            dict(pos_enc_kwargs={}),
             dict(pos_enc='sape2+ape'),
             dict(pos_enc='ape+sape2_k', pos_enc_kwargs={'sape2': {'preset': 'equations'}}),
     ):
         assert torch.equal(logits(from_dir(tmp_path, **same)), logits(saved))
     for other in (
-            dict(pos_enc_kwargs={}),
             dict(pos_enc_kwargs={'sape2_k': {'preset': 'appendix'}}),
             dict(pos_enc='ape+sape2_q', pos_enc_kwargs={}),
             dict(pos_enc='ape+sape2_q'),  # the message must not treat the saved keywords as the user's
@@ -1266,3 +1269,93 @@ def test_hooks_may_rename_entries():
         larger.load_state_dict(state_dict)
     assert all(torch.equal(value, before[key]) for key, value in larger.state_dict().items())
     assert len(larger._load_state_dict_pre_hooks) == 1
+
+
+@pytest.mark.parametrize('pos_enc,saved,given,expected', [
+    ('rope2d+alibi2d', {'rope2d': {'resolution': 'rescale'}}, {'alibi2d': {'resolution': 'slopes'}},
+     {'rope2d': {'resolution': 'rescale'}, 'alibi2d': {'resolution': 'slopes'}}),
+    ('rope2d', {'rope2d': {'resolution': 'yarn', 'ramp': [.5, 1.5]}}, {'rope2d': {'resolution': 'yarn'}},
+     {'rope2d': {'resolution': 'yarn', 'ramp': [.5, 1.5]}}),
+    ('rope2d+sape2_k', {'sape2_k': {'preset': 'equations'}}, {'rope2d': {'resolution': 'rescale'}},
+     {'rope2d': {'resolution': 'rescale'}, 'sape2_k': {'preset': 'equations'}}),
+], ids=['other part', 'same part', 'fixed keyword'])
+def test_keywords_that_are_left_out_stay_as_saved(pos_enc, saved, given, expected, tmp_path):
+    """However the model is saved: as a folder, by train.py, or as a graft, whose parts have longer names."""
+    model = tiny(pos_enc, B, pos_enc_kwargs=saved)
+    save_dir(model, tmp_path / 'folder')
+    loaded = from_dir(tmp_path / 'folder', img_size=C, pos_enc_kwargs=given)  # another grid, for which rules differ
+    assert loaded.pos_enc_kwargs == expected
+    whole = from_dir(tmp_path / 'folder', img_size=C, pos_enc_kwargs=expected)
+    torch.testing.assert_close(logits(loaded), logits(whole), rtol=0, atol=0)
+
+    kwargs = dict(img_size=B, patch_size=8, pos_enc=pos_enc, pos_enc_kwargs=saved)
+    args = argparse.Namespace(model='test_vit_pos_enc', model_kwargs=kwargs, num_classes=10)
+    torch.save(
+        {'arch': args.model, 'state_dict': model.state_dict(), 'args': args}, tmp_path / 'last.pth.tar')
+    assert load_model(
+        str(tmp_path / 'last.pth.tar'), pos_enc_kwargs=given, ref_grid_size=(4, 4)).pos_enc_kwargs == expected
+
+    grafted = timm_sape.graft(timm.create_model(OF_TIMM, img_size=B, **SMALL), pos_enc, pos_enc_kwargs=saved)
+    timm_sape.hub.save(grafted, tmp_path / 'graft')
+    loaded = from_dir(tmp_path / 'graft', pos_enc_kwargs=given).pos_enc_kwargs
+    assert loaded == {f'auto_{part}': {'init': 0, **expected.get(part, {})} for part in pos_enc.split('+')}
+
+
+def test_keywords_that_contradict_a_checkpoint_of_train_py_are_refused(tmp_path):
+    kwargs = dict(img_size=32, patch_size=8, pos_enc_kwargs={'sape2_k': {'preset': 'equations'}})
+    model = timm.create_model('test_vit_sape2_k', num_classes=10, **kwargs)
+    args = argparse.Namespace(model='test_vit_sape2_k', model_kwargs=kwargs, num_classes=10)
+    file = tmp_path / 'last.pth.tar'
+    torch.save({'arch': args.model, 'state_dict': model.state_dict(), 'args': args}, file)
+    with pytest.raises(ValueError, match='cannot be changed to .*appendix.*Leave pos_enc_kwargs out'):
+        load_model(str(file), pos_enc_kwargs={'sape2_k': {'preset': 'appendix'}})
+
+
+@pytest.mark.parametrize('name,kwargs', [
+    ('vit_tiny_ape', {}), ('naflexvit_tiny_ape', {}), ('vit_graft', dict(base=OF_TIMM, pos_enc='rpb')),
+    ('vit_graft', dict(base=OF_TIMM, pos_enc='rpb', use_naflex=True))], ids=str)
+def test_linear_patch_embedding_of_a_plain_model(name, kwargs, tmp_path):
+    """Old checkpoints have it; its inputs are in another order than NaFlexVit's."""
+    size = dict(img_size=B, patch_size=8, num_classes=10, **SMALL)
+    plain = randomise(timm.create_model(OF_TIMM, **size))
+    state = plain.state_dict()
+    state['patch_embed.proj.weight'] = state['patch_embed.proj.weight'].flatten(1)
+    overlay = dict(file=str(save(state, tmp_path / 'old.pth')), num_classes=10, input_size=(3, *B))
+    loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **size, **kwargs).eval()
+    x = torch.randn(2, 3, *B)
+    torch.testing.assert_close(loaded(x), plain(x), rtol=0, atol=1e-5)
+
+
+def test_registers_of_dinov2(tmp_path):
+    """Its own files name them `register_tokens`, and their table has a row for the class token."""
+    kwargs = dict(img_size=28, patch_size=14, reg_tokens=4, init_values=.1, num_classes=0, **SMALL)
+    base = randomise(timm.create_model(OF_TIMM, no_embed_class=True, **kwargs))
+    state = {**base.state_dict(), 'mask_token': torch.zeros(1, base.embed_dim)}
+    state['register_tokens'] = state.pop('reg_token')
+    state['pos_embed'] = torch.cat([torch.randn(1, 1, base.embed_dim), state['pos_embed']], dim=1)
+    overlay = dict(file=str(save(state, tmp_path / 'dinov2.pth')), num_classes=0, input_size=(3, 28, 28))
+    kwargs.update(pretrained=True, pretrained_cfg_overlay=overlay)
+    expected, loaded = (
+        timm.create_model(name, no_embed_class=True, **kwargs).eval() for name in (OF_TIMM, 'vit_tiny_ape'))
+    x = torch.randn(2, 3, 28, 28)
+    assert not torch.allclose(expected(x), base(x))  # the row of the class token counts
+    torch.testing.assert_close(loaded(x), expected(x), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match='Create the model with no_embed_class=True'):
+        timm.create_model('vit_tiny_ape', **kwargs)
+
+
+@pytest.mark.parametrize('weight', [torch.zeros(4, 3, 2, 2, 2), torch.zeros(0), torch.zeros(64, 7), 'text'], ids=[
+    '5-D', 'empty', 'no patch', 'text'])
+@pytest.mark.parametrize('name', ['vit_tiny_ape', 'naflexvit_tiny_ape'])
+def test_what_is_no_patch_embedding(name, weight, tmp_path):
+    state = {**timm.create_model(OF_TIMM, img_size=32, **SMALL).state_dict(), 'patch_embed.proj.weight': weight}
+    overlay = dict(file=str(save(state, tmp_path / 'damaged.pth')))
+    with pytest.raises(ValueError, match='checkpoint'):
+        timm.create_model(name, img_size=32, pretrained=True, pretrained_cfg_overlay=overlay, **SMALL)
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_rope2d', 'vit_tiny_rpb'])
+def test_weights_of_timm_in_a_model_of_another_encoding(name, tmp_path):
+    file = save(timm.create_model(OF_TIMM, **SMALL), tmp_path / 'plain.pth')
+    with pytest.raises(ValueError, match='has pos_embed.* use timm_sape.graft'):
+        timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=str(file)), **SMALL)

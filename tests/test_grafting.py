@@ -923,7 +923,8 @@ def test_a_saved_graft_under_the_names_of_the_call_that_made_it(given, tmp_path)
         timm.create_model(f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_q')
     with pytest.raises(ValueError, match='cannot be changed to'):
         timm.create_model(
-            f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_k', pos_enc_kwargs={'sape2_k': {'init': 0}})
+            f'local-dir:{tmp_path}', pretrained=True, pos_enc='sape2_k',
+            pos_enc_kwargs={'sape2_k': {'preset': 'appendix'}})
 
 
 def test_a_saved_rule_is_kept_under_another_spelling(tmp_path):

@@ -25,8 +25,7 @@ __all__ = [
 class HostsEncodings(nn.Module):
     """What timm's attention layers have in common once position acts in them.
 
-    A layer is built as timm builds it. The model then replaces `encodings` by the ones of this layer. A subclass says
-    where q, k and v come from.
+    A layer is built as timm builds it. The model then replaces `encodings` by the ones of this layer.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -35,7 +34,9 @@ class HostsEncodings(nn.Module):
 
     def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens `[B, N, D]` to normed q, normed k, and v, each `[B, h, N, d]`."""
-        raise NotImplementedError
+        if self.qkv is None:
+            return self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        return self._normed(*self._split(self.qkv(x)))
 
     def forward(
             self,
@@ -95,21 +96,15 @@ class HostsEncodings(nn.Module):
 class PosEncAttention(HostsEncodings, Attention):
     """timm's `Attention` with position in it."""
 
-    def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = self._split(self.qkv(x))
-        return self._normed(q, k, v)
-
 
 class PosEncEvaAttention(HostsEncodings, EvaAttention):
     """timm's `EvaAttention`, whose keys have no bias, with position in it."""
 
     def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.qkv is None:
-            return self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        if self.qkv is None or self.q_bias is None:
+            return super().queries_keys_values(x)
         qkv = self.qkv(x)
-        if self.q_bias is not None:
-            qkv = qkv + torch.cat([self.q_bias, self.k_bias, self.v_bias]).to(qkv.dtype)
-        return self._normed(*self._split(qkv))
+        return self._normed(*self._split(qkv + torch.cat([self.q_bias, self.k_bias, self.v_bias]).to(qkv.dtype)))
 
 
 class PosEncAttentionRope(HostsEncodings, AttentionRope):
@@ -119,9 +114,7 @@ class PosEncAttentionRope(HostsEncodings, AttentionRope):
     """
 
     def queries_keys_values(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.qkv is not None:
-            return self._normed(*self._split(self.qkv(x)))
-        q, k, v = self._normed(*(self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj)))
+        q, k, v = super().queries_keys_values(x)
         return q, *(t.repeat_interleave(self.num_kv_groups, dim=1) if self.num_kv_groups > 1 else t for t in (k, v))
 
 

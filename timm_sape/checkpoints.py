@@ -23,6 +23,7 @@ from .encodings import (
     encoding_keywords,
     get_encoding,
     list_encodings,
+    merge_keywords,
     parse_pos_enc,
 )
 from .encodings.base import AUTO
@@ -39,6 +40,7 @@ __all__ = [
     'unreadable',
     'unwrap',
     'warn_of_lost_head',
+    'with_saved_keywords',
 ]
 
 STEMS = 'patch_embed.proj.weight', 'embeds.proj.weight'  # of the plain ViT and of NaFlexVit
@@ -74,10 +76,12 @@ def filter_state_dict(
             raise ValueError(
                 f'{name} of the checkpoint is a {type(state_dict[name]).__name__}. Entries must be tensors: save it '
                 'again.')
-    kernel = kernel_of(state_dict, model)
     try:
+        kernel = kernel_of(state_dict, model)
         state_dict = model.convert_checkpoint(state_dict)
-    except (AttributeError, IndexError, RuntimeError, TypeError) as e:
+    except ValueError:
+        raise
+    except Exception as e:  # what is no patch embedding fails in many ways
         raise ValueError(
             f'The checkpoint has an entry that cannot be adapted to the model ({e}). Create the model with the '
             'arguments that the checkpoint was trained with.') from e
@@ -221,7 +225,8 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     Args:
         model: A `PosEncModel`.
         state_dict: The checkpoint.
-        strict: If False, only shapes count; missing and additional entries are left to torch, which reports them.
+        strict: If False, only shapes and grids count; missing and additional entries are left to torch, which reports
+            them.
 
     Raises:
         ValueError: If entries of encodings are missing, left over, or have another shape. The message says which
@@ -308,9 +313,10 @@ def _prefix(expected: Mapping[str, Any], state_dict: Mapping[Any, Any]) -> str:
 
 
 def _hint_of_graft(state_dict: Mapping[str, Any], model: nn.Module) -> str:
-    """What to do with weights of timm in a model whose encodings have parameters."""
+    """What to do with weights of timm's own model, which has a table, in a model of other encodings."""
     has, needs = (any('encodings.' in name for name in entries) for entries in (state_dict, model.state_dict()))
-    if has or not needs or not any(name in state_dict for name in STEMS):
+    has_table = any(name in state_dict for name in TABLES) and model.pos_enc not in ('ape', 'nope')
+    if has or not (needs or has_table) or not any(name in state_dict for name in STEMS):
         return ''
     return " To add encodings to weights of timm's own model, use timm_sape.graft."
 
@@ -443,6 +449,22 @@ def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
     return size[0] if len(set(size)) == 1 else tuple(size)
 
 
+def with_saved_keywords(kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """What a saved model (`local-dir:`, `hf-hub:`) is built with: its own `pos_enc_kwargs` where the caller gives none.
+
+    Args:
+        kwargs: The caller's, over those that it was saved with, which are `pretrained_model_args`.
+
+    Raises:
+        ValueError: If the caller's `pos_enc_kwargs` are wrong.
+    """
+    saved, given = kwargs.get('pretrained_model_args') or {}, kwargs.get('pos_enc_kwargs')
+    if 'pos_enc' not in saved or parse_pos_enc(saved['pos_enc']).keys() != parse_pos_enc(kwargs['pos_enc']).keys():
+        return kwargs
+    parse_pos_enc(kwargs['pos_enc'], given)
+    return {**kwargs, 'pos_enc_kwargs': merge_keywords(saved.get('pos_enc_kwargs'), given)}
+
+
 def refuse_other_encoding(
         variant: str,
         kwargs: Dict[str, Any],
@@ -455,7 +477,7 @@ def refuse_other_encoding(
     Args:
         variant: The model's name, for the message.
         kwargs: What the model is about to be built with; `pretrained_model_args` is what it was saved with.
-        fix: End of the message. Default: to leave out the argument that contradicts.
+        fix: End of the message where parts differ. Default: to leave out the argument that contradicts.
 
     Raises:
         ValueError: If they disagree about the encoding.
@@ -481,7 +503,8 @@ def refuse_other_encoding(
             return '+'.join(parts) + (f' with {keywords}' if keywords else '')
 
         wrong = 'pos_enc_kwargs' if was.keys() == now.keys() else 'pos_enc'
-        fix = fix or f'Leave {wrong} out, or start from the architecture by its name.'
+        if not fix or wrong == 'pos_enc_kwargs':
+            fix = f'Leave {wrong} out, or start from the architecture by its name.'
         raise ValueError(
             f'The saved model {variant!r} was trained with pos_enc {spell(was)}, which cannot be changed to '
             f'{spell(now)} when it is loaded. {fix}')

@@ -33,8 +33,13 @@ GridSize = Tuple[int, int]
 
 def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
     """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
-    entries = dict(from_timm(state_dict, model))
-    if model.pos_embed is None or not {'pos_embed', 'patch_embed.proj.weight'} <= entries.keys():
+    entries = _with_convolution(from_timm(state_dict, model), model)
+    is_dinov2 = 'register_tokens' in entries  # by names of its own, with a table that timm has to split
+    if is_dinov2 and not model.no_embed_class:
+        raise ValueError(
+            'The checkpoint is one of DINOv2 with registers, for which its table has no rows. Create the model with '
+            'no_embed_class=True.')
+    if model.pos_embed is None or is_dinov2 or not {'pos_embed', 'patch_embed.proj.weight'} <= entries.keys():
         return checkpoint_filter_fn(entries, model)
     # Not by timm, which knows neither what encodings have saved nor of a convolutional stem before the last kernel.
     prefix = _num_prefix_rows(model)
@@ -61,7 +66,7 @@ def convert_to_naflex(
     Raises:
         ValueError: If the grid cannot be found out, or rows for prefix tokens cannot be added to them.
     """
-    out = dict(state_dict)
+    out = _with_convolution(state_dict, model)
     if 'patch_embed.proj.weight' in out:
         rows = out.get('pos_embed')
         tokens = [name for name in ('cls_token', 'reg_token') if name in out]
@@ -90,6 +95,17 @@ def convert_to_naflex(
         table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
+
+
+def _with_convolution(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """A checkpoint of a plain model with its patch embedding as a convolution. Old ones have it as a linear layer.
+
+    That of a NaFlexVit has another name, and its inputs another order.
+    """
+    weight = state_dict.get('patch_embed.proj.weight')
+    if weight is None or weight.ndim != 2:
+        return dict(state_dict)
+    return {**state_dict, 'patch_embed.proj.weight': weight.unflatten(1, (-1, *trained_kernel(weight, model)))}
 
 
 def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
@@ -209,11 +225,10 @@ def saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
 
     As in `read_extra_state` of an encoding, which refuses what is no grid, they may be floats.
     """
-    found = {
-        key.removesuffix(GRID): value for key, value in entries.items()
+    return {
+        key.removesuffix(GRID): tuple(map(round, value.tolist())) for key, value in entries.items()
         if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,) and not value.is_meta
-        and not value.is_complex()}
-    return {path: tuple(map(round, value.tolist())) for path, value in found.items() if value.isfinite().all()}
+        and not value.is_complex() and value.isfinite().all()}
 
 
 def _spell(grids: Iterable[GridSize]) -> str:
@@ -256,8 +271,10 @@ def from_timm(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Mappi
             `rope2d`, `rope2d_mixed` or `cpb`.
     """
     parts = model.pos_enc.split('+')
-    # timm's other rotary models have another base and order of axes. All of them have register tokens.
-    is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and 'reg_token' not in state_dict
+    # timm's other rotary models have another base and order of axes. DINOv3 has register tokens, Perception Encoder a
+    # norm before the blocks, and EVA-02 no gamma.
+    is_naver = 'blocks.0.gamma_1' in state_dict and 'cls_token' in state_dict and (
+        state_dict.keys().isdisjoint({'reg_token', 'norm_pre.weight'}))
     if is_naver and {'rope2d', 'rope2d_mixed'} & set(parts):
         return _from_naver(state_dict, model)
     if 'cpb' in parts:

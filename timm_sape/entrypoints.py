@@ -133,6 +133,7 @@ def _create(cls: Type[PosEncModel], variant: str, pretrained: bool, **kwargs) ->
         ValueError: If a saved model is loaded with other encodings than its own, weights do not fit, or the model does
             not fit into memory.
     """
+    kwargs = checkpoints.with_saved_keywords(kwargs)
     checkpoints.refuse_other_encoding(variant, kwargs)
     filter_fn = partial(checkpoints.filter_state_dict, ref_grid_size=kwargs.get('ref_grid_size'))
     try:

@@ -271,12 +271,18 @@ class PosEncModel(nn.Module):
             prune_head: bool = True,
     ) -> List[int]:
         """Remove the blocks after the last intermediate that is asked for, as in timm."""
+        depth = len(self.blocks)
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         for encoding in self.encodings.values():
             encoding.set_depth(len(self.blocks))
         now = {}
-        if not any(get_encoding(name).uses_depth for name in self.pos_enc.split('+')):
+        deep = [name for name in self.pos_enc.split('+') if get_encoding(name).uses_depth]
+        if not deep:
             now['depth'] = len(self.blocks)  # recorded, so that it is saved as it is now
+        elif len(self.blocks) < depth:
+            warnings.warn(
+                f'{deep[0]!r} depends on the depth that the model was built with, so without its last layers the model '
+                'can be used, but not saved. Save it before, and prune it after loading.')
         if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):  # goes with the head
             now['final_norm'] = False
         self._recorded_args = {**self._recorded_args, **now}

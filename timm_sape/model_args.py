@@ -34,7 +34,7 @@ def check_model_args(embed_dim: Any, num_heads: Any, depth: Any, reg_tokens: Any
 
 
 def check_integers(**sizes) -> None:
-    """Check that each is an integer of at least 1, or a pair of them. Like timm, it takes none of numpy's.
+    """Check that each is an integer of at least 1, or a pair of them. None of numpy's: they are no JSON.
 
     Raises:
         ValueError: If one is not.
@@ -42,7 +42,8 @@ def check_integers(**sizes) -> None:
     for name, size in sizes.items():
         size = as_pair(size)
         if len(size) != 2 or not all(is_integer(s, 1) for s in size):
-            raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.')
+            raise ValueError(
+                f"{name} must be an integer of at least 1, or two: (height, width), got {size}. Use Python's int.")
 
 
 def as_pair(size: Any) -> Tuple[Any, ...]:
@@ -53,13 +54,19 @@ def as_pair(size: Any) -> Tuple[Any, ...]:
     return tuple(size) if isinstance(size, (tuple, list)) else (size, size)
 
 
-def check_sizes(img_size, patch_size, pad: str = 'dynamic_img_size=True, dynamic_img_pad=True') -> None:
+def check_sizes(
+        img_size,
+        patch_size,
+        pads: bool = False,
+        pad: str = 'dynamic_img_size=True, dynamic_img_pad=True',
+) -> None:
     """Check that patches tile an image; both sizes are int or (height, width).
 
     Args:
         img_size: Image size.
         patch_size: Patch size.
-        pad: Arguments of the model by which it pads images, for the message.
+        pads: Whether the model pads images, for the message.
+        pad: Arguments of the model by which it would, for the message.
 
     Raises:
         ValueError: If a size is not a positive integer, the patches do not tile the image, or there are too many.
@@ -72,7 +79,7 @@ def check_sizes(img_size, patch_size, pad: str = 'dynamic_img_size=True, dynamic
     if fit != img_size:
         raise ValueError(
             f'patch_size={patch_size} does not divide img_size={img_size}. Use e.g. img_size={fit} or another '
-            f'patch_size; with that, {pad} pads images of any other size.')
+            f'patch_size; with that, {"the model" if pads else pad} pads images of any other size.')
     height, width = (i // p for i, p in zip(img_size, patch_size))
     if max(height, width) > MAX_SIDE or height * width > 2 ** 22:
         raise ValueError(

@@ -9,7 +9,7 @@ import difflib
 import math
 import sys
 from dataclasses import fields, replace
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -91,11 +91,11 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         cfg = cfg or NaFlexVitCfg(global_pool='token', class_token=True)
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         _refuse_position_of_timm(cfg, kwargs)
-        check_sizes(img_size, kwargs.get('patch_size', cfg.patch_size), pad='dynamic_img_pad=True')
         asked = {**vars(cfg), **kwargs}
+        check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
+        check_sizes(img_size, asked['patch_size'], pads=asked['dynamic_img_pad'], pad='dynamic_img_pad=True')
         check_model_args(*(
             asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))
-        check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
         check_ref_grid_size(ref_grid_size)
         check_logit_scaling(logit_scaling)
         if asked['fc_norm'] is None:  # as the plain model, so that their checkpoints fit each other
@@ -239,7 +239,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
         If nothing but padding would be kept of an image, its first valid patch takes the place of one entry.
         """
-        _, kept = self.patch_drop(nn.functional.pad(valid[..., None].float(), (0, 0, self.num_prefix_tokens, 0)))
+        _, kept = self.patch_drop(F.pad(valid[..., None].float(), (0, 0, self.num_prefix_tokens, 0)))
         if kept is None:
             return None
         is_lost = ~valid.gather(1, kept).any(dim=1, keepdim=True)
@@ -349,7 +349,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patches = patches.movedim(-1, 2)  # [B, K, C, ph, pw]
         p = self.num_prefix_tokens
         images = []
-        for part, grid in zip(groups.split(nn.functional.pad(patches, (0, 0) * 3 + (p, 0))), groups.grids):
+        for part, grid in zip(groups.split(F.pad(patches, (0, 0) * 3 + (p, 0))), groups.grids):
             part = part[:, p:].unflatten(1, grid.size) if grid.keep_indices is None else None  # [b, H, W, C, ph, pw]
             images.append(None if part is None else part.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3))
         return images
@@ -359,7 +359,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         if object_index is None:
             return [None] * len(groups.grids)
         p = self.num_prefix_tokens
-        parts = groups.split(nn.functional.pad(object_index, (p, 0)))
+        parts = groups.split(F.pad(object_index, (p, 0)))
         return [grid.scatter(part[:, None, p:, None])[:, 0, :, 0] for part, grid in zip(parts, groups.grids)]
 
     def _check_patches(self, x, coord, valid, grid_size, object_index) -> None:
@@ -439,6 +439,9 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             x, patch_coord, patch_valid, attn_mask,
             grid_size=grid_size, keep_indices=keep_indices, object_index=object_index)
         return self.forward_head(**features) if isinstance(features, dict) else self.forward_head(features)
+
+    def _forward_embeds(self, *args, **kwargs) -> NoReturn:
+        raise ValueError("This step of timm's would leave out the encodings. Call `embed`, which has the same purpose.")
 
     def forward_features(
             self,

@@ -111,9 +111,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
                 if name in encoding_keywords(part):
                     raise ValueError(
                         f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}} sets it.')
-        check_sizes(img_size, patch_size)
-        check_model_args(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
         check_flags(dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
+        check_sizes(img_size, patch_size, pads=dynamic_img_pad)
+        check_model_args(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
         check_ref_grid_size(ref_grid_size)
         check_logit_scaling(logit_scaling)
 
@@ -137,7 +137,6 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
     def _set_encodings(self, parts: Dict[str, Dict[str, Any]], *args, **kwargs) -> None:
         if not {'ape', 'auto_ape'} & parts.keys():
-            del self.pos_embed
             self.pos_embed = None
         super()._set_encodings(parts, *args, **kwargs)
 
@@ -168,7 +167,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
     @property
     def _stem_stride(self) -> Tuple[int, int]:
-        """(y, x) stride of a convolutional stem, which rounds up; timm's `feature_ratio` is too small where it does."""
+        """(y, x) stride of a convolutional stem. Its convolutions round up, and timm's `feature_ratio` rounds down."""
         if not isinstance(self.patch_embed, HybridEmbed):
             return 1, 1
         sizes = zip(self.patch_embed.img_size, self.patch_embed.feature_size)
@@ -198,7 +197,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         new_size = self.patch_embed.img_size if img_size is None else as_pair(img_size)
         check_integers(img_size=new_size, patch_size=new_kernel)
         if (new_size, new_kernel) != (self.patch_embed.img_size, kernel):
-            check_sizes(new_size, tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel)))
+            new_patch = tuple(s // k * n for s, k, n in zip(stride, kernel, new_kernel))
+            check_sizes(new_size, new_patch, pads=self.patch_embed.dynamic_img_pad)
             self._check_tables()
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for encoding in self.position_encodings().values():

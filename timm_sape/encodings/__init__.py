@@ -57,6 +57,7 @@ from .registry import (
     is_auto,
     is_per_layer,
     list_encodings,
+    merge_keywords,
     parse_pos_enc,
     register_encoding,
 )

@@ -22,7 +22,9 @@ def build_base(name: str, build: Callable[..., nn.Module], /, **kwargs) -> nn.Mo
     except TypeError as e:
         if not kwargs.get('use_naflex'):
             raise
-        raise ValueError(f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}).') from e
+        raise ValueError(
+            f'{name!r} cannot be grafted: timm does not build it as NaFlexVit ({e}). If this is about an argument of '
+            'yours, correct it; otherwise choose another base, or leave use_naflex out if you gave it.') from e
 
 
 def refuse_lost_rows(name: str, model: NaFlexVit, build: Callable[..., nn.Module], /, **kwargs) -> None:

@@ -26,7 +26,7 @@ from timm.models.naflexvit import NaFlexVit
 
 from .. import checkpoints
 from ..conversion import GridSize, declared_grid, grid_of_table
-from ..encodings import is_auto, parse_pos_enc
+from ..encodings import is_auto, merge_keywords, parse_pos_enc
 from ..encodings.base import AUTO
 from ..entrypoints import build_by_timm
 from ..host import PosEncModel
@@ -284,11 +284,12 @@ def _create(
         checkpoints.refuse_other_heads(
             variant, kwargs, lambda: on_meta(model_entrypoint(name)).blocks[0].attn.num_heads)
     saved = kwargs.get('pretrained_model_args') or {}
-    if saved.get('pos_enc') != pos_enc and saved.get('pos_enc_kwargs') and pos_enc_kwargs == saved['pos_enc_kwargs']:
-        # timm passes the saved keywords on even if the caller gave another pos_enc; here it may be spelled otherwise
+    if saved.get('pos_enc_kwargs'):
         given, parts = parse_pos_enc(pos_enc).keys() - {'nope'}, parse_pos_enc(saved['pos_enc']).keys()
         given |= {part for part in parts if not is_auto(part)}  # which the base has
-        if {part.removeprefix(AUTO) for part in given} != {part.removeprefix(AUTO) for part in parts}:
+        if {part.removeprefix(AUTO) for part in given} == {part.removeprefix(AUTO) for part in parts}:
+            pos_enc_kwargs = merge_keywords(saved['pos_enc_kwargs'], pos_enc_kwargs)
+        elif pos_enc_kwargs == saved['pos_enc_kwargs']:  # timm passes them on even if the caller gave another pos_enc
             pos_enc_kwargs = None
     builder = _Builder(
         name, cfg, pos_enc, pos_enc_kwargs, ref_grid_size, logit_scaling, cache_dir,
@@ -323,10 +324,9 @@ ENCODINGS = (
 
 def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
     """The base's configs under our name. Their `hf_hub_id` is the full one of the base."""
-    cfgs = {key: cfg.to_dict() for key, cfg in get_arch_pretrained_cfgs(base).items()}
     return {
-        f'{name}.{cfg["tag"]}': {key: value for key, value in cfg.items() if key not in ('architecture', 'tag')}
-        for cfg in cfgs.values()}
+        f'{name}.{cfg.tag}': {key: value for key, value in cfg.to_dict().items() if key not in ('architecture', 'tag')}
+        for cfg in get_arch_pretrained_cfgs(base).values()}
 
 
 def _names() -> Dict[str, Tuple[str, str]]:

@@ -140,10 +140,13 @@ def save(
         except OSError:
             raise
         except Exception as e:  # models that timm has not made fail in many ways
-            fix = " E.g. act_layer by its name: model_config={'model_args': {'act_layer': 'relu'}}."
+            fixes = {
+                'not serializable': "E.g. act_layer by its name: model_config={'model_args': {'act_layer': 'relu'}}.",
+                'share memory': 'Give each layer a parameter of its own: nn.Parameter(shared.detach().clone()).'}
+            fix = next((f' {fix}' for words, fix in fixes.items() if words in str(e)), '')
             raise ValueError(
-                f'The model cannot be saved as timm saves those that timm.create_model makes: {described(e)}'
-                f'{fix if "not serializable" in str(e) else ""}') from e
+                f'The model cannot be saved as timm saves those that timm.create_model makes: {described(e)}{fix}'
+            ) from e
         config = json.loads((staged / CONFIG_NAME).read_text())
         # timm reads it at the root of the config; with this one, transformers would pass it to create_model twice
         config['model_args'].pop('num_classes', None)

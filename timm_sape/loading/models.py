@@ -16,7 +16,7 @@ from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
 
 from ..checkpoints import module_names, refuse_other_encoding
-from ..encodings import list_encodings
+from ..encodings import list_encodings, merge_keywords
 from ..entrypoints import SIZES
 from ..host import PosEncModel
 from ..hub.config import read_config
@@ -70,6 +70,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             fit it or says that its model has another encoding; or the Hub cannot be reached.
     """
     source = find_source(model)
+    if 'pos_enc_kwargs' in kwargs and kwargs.get('pos_enc') in (None, source.kwargs.get('pos_enc')):
+        kwargs['pos_enc_kwargs'] = merge_keywords(source.kwargs.get('pos_enc_kwargs'), kwargs['pos_enc_kwargs'])
     kwargs = {**source.kwargs, **kwargs}
     if img_size is not None:
         kwargs['img_size'] = to_2tuple(img_size)
@@ -108,7 +110,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             f'({described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
         raise ValueError(f'{model}: {described(e)}') from e
-    if source.trained is not None and (source.trained != source.name or 'pos_enc' in kwargs):
+    if source.trained is not None and (source.trained != source.name or {'pos_enc', 'pos_enc_kwargs'} & kwargs.keys()):
         _refuse_other_encoding(found, source)
     return found
 

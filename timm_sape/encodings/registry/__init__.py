@@ -16,7 +16,7 @@ from .names import (
     list_encodings,
     register_encoding,
 )
-from .parsing import parse_pos_enc, plain_keywords
+from .parsing import merge_keywords, parse_pos_enc, plain_keywords
 
 __all__ = [
     'create_encoding',
@@ -27,6 +27,7 @@ __all__ = [
     'is_auto',
     'is_per_layer',
     'list_encodings',
+    'merge_keywords',
     'parse_pos_enc',
     'plain_keywords',
     'register_encoding',

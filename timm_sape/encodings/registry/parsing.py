@@ -9,6 +9,27 @@ from ..base import AUTO
 from .names import check_keywords, get_encoding, resolve
 
 
+def merge_keywords(
+        saved: Optional[Mapping[str, Mapping[str, Any]]],
+        given: Optional[Mapping[str, Mapping[str, Any]]],
+) -> Dict[str, Dict[str, Any]]:
+    """`pos_enc_kwargs` of a saved model, with the caller's in place of some of them. All others stay.
+
+    Args:
+        saved: Keywords of each part, by its name.
+        given: The same. Names may lack the `auto_` that they have in `saved`, or the reverse.
+
+    Raises:
+        ValueError: If a name is unknown, or keywords are not plain JSON.
+    """
+    merged = {resolve(name): values for name, values in plain_keywords(saved).items()}
+    for name, values in plain_keywords(given).items():
+        part = resolve(name)
+        part = next((own for own in merged if own.removeprefix(AUTO) == part.removeprefix(AUTO)), part)
+        merged[part] = {**merged.get(part, {}), **values}
+    return merged
+
+
 def parse_pos_enc(
         pos_enc: str,
         pos_enc_kwargs: Optional[Mapping[str, Mapping[str, Any]]] = None,
