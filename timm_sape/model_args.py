@@ -42,8 +42,8 @@ def check_integers(**sizes) -> None:
     for name, size in sizes.items():
         size = as_pair(size)
         if len(size) != 2 or not all(is_integer(s, 1) for s in size):
-            raise ValueError(
-                f"{name} must be an integer of at least 1, or two: (height, width), got {size}. Use Python's int.")
+            fix = ' Use int(...).' if any(hasattr(s, 'item') for s in size) else ''
+            raise ValueError(f'{name} must be an integer of at least 1, or two: (height, width), got {size}.{fix}')
 
 
 def as_pair(size: Any) -> Tuple[Any, ...]:
