@@ -390,13 +390,7 @@ def cost_compositions():
 
 
 def cost_channels():
-    """Memory in the table of `cost`, and measured again."""
-    rows = read_csv(RESULTS / 'cost_channels.csv')
-    old = {row['pos_enc']: row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
-    found = [
-        [f'`{row["pos_enc"]}`', *(f'{float(each["step_peak_ratio"]):.2f}' for each in (old[row['pos_enc']], row))]
-        for row in rows]
-    return f'{table(["encoding", "224/16: memory, first table", "again"], found)}\n\n{measured_with(rows)}'
+    return cost('cost_channels')
 
 
 SAPE2_FILES = (
