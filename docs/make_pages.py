@@ -146,8 +146,9 @@ def choosing():
     assert {row['lr'] for row in five if row['model'] in ('APE', 'RoPE-2D', 'SaPE2(K)+APE')} == {'0.0015'}
     eleven = six + five  # of these three models all have the recipe's learning rate
     grafts = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
+    on_gpu = gpu_step_rows()
     rope_gpu, sape2_gpu = (
-        [f'{float(gpu_step_rows()[key][how]["to_ape"]):.2f}' for how in ('compiled', 'graph')]
+        [f'{float(on_gpu[key][how]["to_ape"]):.2f}' for how in ('compiled', 'graph')]
         for key in (('vit_small_rope2d', ''), ('vit_small_sape2_k_ape', 'triton')))
     steps = {row['pos_enc']: f'{float(row["step_ratio"]):.2f}'
              for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
@@ -607,13 +608,13 @@ def page(name):
 
 def cost_of(name):
     rows = [row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['pos_enc'] in (name, f'ape+{name}')]
-    again = {row['setting']: row for row in read_csv(RESULTS / 'cost_channels.csv') if row['pos_enc'] == name != 'ape'}
+    again = [row for row in read_csv(RESULTS / 'cost_channels.csv') if row['pos_enc'] == name != 'ape']
+    # where memory was measured again, the old figures no longer hold, of no setting
+    memory = {row['setting']: f'{float(row["step_peak_ratio"]):.2f}' for row in again or rows}
     found = [[
         row['setting'], f'{int(row["params_added"]):,}',
         *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step')),
-        f'{float(again.get(row["setting"], row)["step_peak_ratio"]):.2f}'] for row in rows]
-    if again:  # the old figures of the other settings no longer hold
-        found = [[*row[:-1], row[-1] if row[0] in again else ''] for row in found]
+        memory.get(row['setting'], '')] for row in rows]
     return (
         f'`{rows[0]["pos_enc"]}` in ViT-S, as ratios to `ape` on a CPU ([all, and how they were measured](../cost.md)):'
         '\n\n'

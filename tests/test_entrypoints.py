@@ -314,7 +314,7 @@ def test_conflicting_arguments(kwargs, says):
     (dict(img_size=(32, 0)), r'img_size must be an integer of at least 1, .* got \(32, 0\)'),
     (dict(img_size='32'), r"img_size must be .* got \('32', '32'\)"),
     (dict(img_size=32.), r'img_size must be .* got \(32.0, 32.0\)'),
-    (dict(img_size=np.int64(32)), r'img_size must be an integer of at least 1'),  # timm fails on it
+    (dict(img_size=np.int64(32)), r'img_size must be an integer of at least 1, .*Use int'),  # timm fails on it
     (dict(img_size=(3, 32, 32)), r'img_size must be .*two: \(height, width\), got \(3, 32, 32\)'),
     (dict(patch_size=0), r'patch_size must be .* got \(0, 0\)'),
     (dict(patch_size=(16, -4)), r'patch_size must be .* got \(16, -4\)'),

@@ -47,6 +47,19 @@ MISTAKES = {
     'TorchScript': (lambda: timm.create_model('test_vit_ape', scriptable=True), 'does not work with torch.jit.script'),
     'a stem without a grid': (
         lambda: with_another(nn.Conv2d(3, 64, 16, 16))(torch.zeros(1, 3, 160, 160)), 'is a Conv2d, which does not'),
+    "timm's step without encodings": (
+        lambda: timm.create_model('test_naflexvit_ape')._forward_embeds(torch.zeros(1, 3, 160, 160), None, None, None),
+        'would leave out the encodings. Call `embed`'),
+    'a size to be padded': (
+        lambda: timm.create_model('test_vit_ape', img_size=(40, 72), dynamic_img_size=True, dynamic_img_pad=True),
+        'with that, the model pads images'),
+    'a new size to be padded': (
+        lambda: timm.create_model(
+            'test_vit_ape', img_size=32, dynamic_img_size=True, dynamic_img_pad=True).set_input_size((40, 72)),
+        'with that, the model pads images'),
+    'a misspelt argument of a base': (
+        lambda: timm.create_model('vit_graft', base='vit_small_patch16_dinov3', pos_enc='lape', img_siz=64),
+        'img_siz.*If this is about an argument of yours, correct it'),
     'a pruned table': (lambda: pruned('rpb').set_input_size(128), 'blocks.0.attn.encodings.rpb.table is pruned'),
     "timm's table, pruned": (lambda: pruned('ape').set_input_size(128), 'pos_embed is pruned'),
     'weights that are no dict': (lambda: unwrap([1]), 'not a state dict but a list'),
@@ -210,3 +223,13 @@ def test_tokens_that_are_removed_between_blocks(pos_enc, backend, monkeypatch):
 def test_tokens_may_be_removed_between_blocks_without_position():
     for change in CHANGES:
         assert changed_between_blocks('ape', change)(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
+
+
+def test_layers_that_share_a_table_are_not_saved(tmp_path):
+    model = timm.create_model('test_vit_rpb', img_size=32, patch_size=8)
+    first, second = (model.blocks[i].attn.encodings.rpb for i in range(2))
+    second.table = first.table
+    with pytest.raises(ValueError, match='share memory.*Give each layer a parameter of its own'):
+        timm_sape.hub.save(model, tmp_path / 'model')
+    second.table = nn.Parameter(first.table.detach().clone())
+    timm_sape.hub.save(model, tmp_path / 'model')

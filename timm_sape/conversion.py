@@ -35,7 +35,7 @@ def convert_to_plain(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -
     """A checkpoint under the names of a `VisionTransformerPosEnc`, with patch embedding and table of its sizes."""
     entries = _with_convolution(from_timm(state_dict, model), model)
     is_dinov2 = 'register_tokens' in entries  # by names of its own, with a table that timm has to split
-    if is_dinov2 and not model.no_embed_class:
+    if is_dinov2 and model.pos_embed is not None and not model.no_embed_class:
         raise ValueError(
             'The checkpoint is one of DINOv2 with registers, for which its table has no rows. Create the model with '
             'no_embed_class=True.')
