@@ -1,4 +1,5 @@
 """Every encoding draws itself: what it adds between one patch and all others, side by side."""
+import math
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import timm
@@ -19,7 +20,7 @@ GROUPS = {
     'content': 'added to logits, from the content of the scene (first head)',
 }
 PATCH_SIZE = 4
-COLUMNS = 12  # panels in a row
+COLUMNS = 12  # at most so many panels in a line
 
 
 class Panel(NamedTuple):
@@ -111,6 +112,12 @@ def _unit(is_cosine: bool, largest: float) -> str:
     return f'1 = {largest:.{2 if largest < 10 else 0}f} logits' if largest else 'adds nothing'
 
 
+def _lines(panels: Sequence[Panel]) -> List[Sequence[Panel]]:
+    """Panels in as few lines as they fit in, all but the last of the same length."""
+    length = math.ceil(len(panels) / math.ceil(len(panels) / COLUMNS))
+    return [panels[i:i + length] for i in range(0, len(panels), length)]
+
+
 def draw_gallery(panels: Sequence[Panel]):
     """Draw panels in one figure with one scale.
 
@@ -130,8 +137,8 @@ def draw_gallery(panels: Sequence[Panel]):
     from matplotlib.patches import Rectangle
 
     groups = [(title, [panel for panel in panels if panel.group == group]) for group, title in GROUPS.items()]
-    groups = [(title, [own[i:i + COLUMNS] for i in range(0, len(own), COLUMNS)]) for title, own in groups if own]
-    columns = min(COLUMNS, len(panels))
+    groups = [(title, _lines(own)) for title, own in groups if own]
+    columns = max(len(line) for _, lines in groups for line in lines)
     rows = sum(len(lines) for _, lines in groups)
     figure = new_figure(1.25 * columns + 0.9, 1.62 * rows + 0.3 * len(groups) + 0.2)
     body, side = figure.subfigures(1, 2, width_ratios=[1.25 * columns, 0.9])
