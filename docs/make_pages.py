@@ -529,11 +529,18 @@ def naflex():
 def sections(name):
     """The docstrings of an encoding's file and class as (about, equation, details, descriptions of keywords)."""
     cls = timm_sape.get_encoding(name)
-    about = inspect.cleandoc(inspect.getmodule(cls).__doc__).split('\n\n')
+
+    def require(found, what):
+        if not found:
+            raise ValueError(f'The page of {name!r} needs {what}, see "Add an encoding" in CONTRIBUTING.md.')
+
+    about = inspect.cleandoc(inspect.getmodule(cls).__doc__ or '').split('\n\n')
+    require(len(about) > 1, 'a docstring of its file, with the source and, after an empty line, what it does')
+    require(cls.__doc__, 'a docstring of its class')
     family = next((base for base in cls.__mro__[1:] if base.__module__ == cls.__module__ and base.__doc__), None)
     paragraphs, keywords = [], ''
-    for doc in (cls.__doc__, family.__doc__ if family else ''):
-        doc = inspect.cleandoc(doc or '')
+    for doc in filter(None, (cls.__doc__, family and family.__doc__)):
+        doc = inspect.cleandoc(doc)
         keywords += f'{doc}\n\n'
         text = re.split(r'\n\n(?:Args|Raises|Inherited keywords):', doc)[0]
         paragraphs += text.split('\n\n')[1:] if doc.startswith(inspect.cleandoc(cls.__doc__)) else text.split('\n\n')
@@ -547,7 +554,10 @@ def sections(name):
     if kind in EQUATIONS:
         equation = EQUATIONS[kind].replace('{vector}', VECTORS.get(name.split('_')[-1], ''))
     else:
+        require(paragraphs, 'an equation in the docstring of its class, after the title and an empty line')
         equation, *paragraphs = paragraphs
+    missing = sorted(timm_sape.encoding_keywords(name).keys() - described.keys())
+    require(not missing, f'a line below `Args:` for {", ".join(missing)}')
     return about, equation, paragraphs, described
 
 
@@ -608,6 +618,8 @@ def page(name):
 
 def cost_of(name):
     rows = [row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['pos_enc'] in (name, f'ape+{name}')]
+    if not rows:
+        return 'It is not in [the table of costs](../cost.md) yet.'
     again = [row for row in read_csv(RESULTS / 'cost_channels.csv') if row['pos_enc'] == name != 'ape']
     # where memory was measured again, the old figures no longer hold, of no setting
     memory = {row['setting']: f'{float(row["step_peak_ratio"]):.2f}' for row in again or rows}
@@ -671,6 +683,7 @@ def pages():
             return f'{mark[1]}\n{TABLES[mark[2]]()}\n{mark[3]}'
 
         text = path.read_text(encoding='utf-8')
+        text = re.sub(r'\[\d+ position encodings\]', f'[{len(timm_sape.list_encodings())} position encodings]', text)
         texts[path] = re.sub(
             r'(<!-- begin (\w+): python docs/make_pages\.py -->)\n.*?(<!-- end \2 -->)', fill, text, flags=re.DOTALL)
     for name in timm_sape.list_encodings():

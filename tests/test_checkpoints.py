@@ -1354,6 +1354,26 @@ def test_what_is_no_patch_embedding(name, weight, tmp_path):
         timm.create_model(name, img_size=32, pretrained=True, pretrained_cfg_overlay=overlay, **SMALL)
 
 
+@pytest.mark.parametrize('theirs, ours', [
+    ('vit_small_patch16_rope_224', 'vit_small_rope2d'),
+    ('vit_small_patch16_rope_mixed_224', 'vit_small_rope2d_mixed'),
+    ('vit_small_patch16_rope_mixed_224', 'naflexvit_small_sape2_k')])
+def test_rotary_weights_of_timm_loaded_directly(theirs, ours, tmp_path):
+    """They are refused with two ways to load them, and both ways work."""
+    kwargs = dict(img_size=32, depth=1, num_classes=5)
+    model = timm.create_model(theirs, **kwargs).eval()
+    file, x = str(save(model, tmp_path / 'rope.pth')), torch.randn(1, 3, 32, 32)
+    message = r"has blocks.0.gamma_1, so .*timm_sape.graft\(NAME, 'nope', .*pretrained_cfg_overlay"
+    with pytest.raises(ValueError, match=message):
+        timm.create_model(ours, checkpoint_path=file, **kwargs)
+    grafted = timm_sape.graft(theirs, 'nope', checkpoint_path=file, **kwargs).eval()
+    torch.testing.assert_close(grafted(x), model(x), rtol=0, atol=1e-5)
+    if 'rope2d' in ours:
+        loaded = timm.create_model(
+            ours, pretrained=True, pretrained_cfg_overlay=dict(file=file, num_classes=5), **kwargs).eval()
+        torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize('name', ['vit_tiny_rope2d', 'vit_tiny_rpb'])
 def test_weights_of_timm_in_a_model_of_another_encoding(name, tmp_path):
     file = save(timm.create_model(OF_TIMM, **SMALL), tmp_path / 'plain.pth')

@@ -16,21 +16,34 @@ from timm.models import get_pretrained_cfg, is_model_in_modules, model_entrypoin
 import timm_sape
 from timm_sape import vit_pos_enc
 
-# Written out, so that losing or adding a name in the registry makes a test fail.
-ENCODINGS = (
+# Written out, so that losing a name in the registry makes a test fail. `ADDED` are encodings of this package that are
+# newer than this list; they need no change here.
+WRITTEN = (
     'alibi2d', 'ape', 'ape2d', 'cape', 'comrope', 'cope', 'cpb', 'fire', 'fourier', 'harope', 'irpe_k', 'irpe_q',
     'irpe_qk', 'irpe_qkv', 'lape', 'liere', 'lookhere', 'mrope', 'nope', 'ope', 'pape', 'pape_ri', 'peg', 'pemix',
     'rope1d', 'rope2d', 'rope2d_mixed', 'rope_dinov3', 'rope_golden', 'rope_spiral', 'rpb', 'rpe2d', 'sape2', 'sape2_k',
     'sape2_q', 'sape2_qk', 'sape2sq_k', 'sape2sq_q', 'shaw', 'sincos1d', 'sincos2d', 'string', 't5')
-ON_TOKENS = ('ape', 'ape2d', 'cape', 'fourier', 'lape', 'nope', 'ope', 'sincos1d', 'sincos2d')  # without `_ape`
+ADDED = {
+    name: timm_sape.get_encoding(name) for name in timm_sape.list_encodings(aliases=True)
+    if name not in WRITTEN and timm_sape.get_encoding(name).__module__.startswith('timm_sape.')}
+ENCODINGS = tuple(sorted({*WRITTEN, *ADDED}))
+ON_TOKENS = (  # without `_ape`
+    'ape', 'ape2d', 'cape', 'fourier', 'lape', 'nope', 'ope', 'sincos1d', 'sincos2d',
+    *(name for name, cls in ADDED.items() if cls.acts_on() == ('tokens',) or not cls.supplements_ape))
 WITH_APE = tuple(name for name in ENCODINGS if name not in ON_TOKENS)
-SIZES = ('vit_tiny', 'vit_small', 'vit_base', 'test_vit')
+SHAPES = {  # width, depth, heads
+    'vit_tiny': (192, 12, 3), 'vit_small': (384, 12, 6), 'vit_base': (768, 12, 12), 'test_vit': (64, 2, 4)}
+SIZES = tuple(SHAPES)
+LEFT_OUT = {'vit_tiny_lookhere', 'vit_tiny_lookhere_ape', *(f'{size}_pemix' for size in SIZES)}  # 3 heads; not alone
+for name, cls in ADDED.items():
+    LEFT_OUT.update(
+        f'{size}_{name}{ape}' for size, (dim, _, heads) in SHAPES.items() for ape in ('', '_ape')
+        if not cls.fits(dim, heads) or not (ape or cls.alone))
 NAMES = {
     f'{size}_{name}'
     for size in SIZES
     for name in (*ENCODINGS, *(f'{encoding}_ape' for encoding in WITH_APE), 'pos_enc')
-    if name != 'pemix' and not (size == 'vit_tiny' and 'lookhere' in name)  # not alone; not with 3 heads
-}
+} - LEFT_OUT
 NAFLEX = {name.replace('vit', 'naflexvit', 1) for name in NAMES}
 GRAFTS = {'vit_graft', *(
     f'{size}_{name}_graft'
@@ -83,8 +96,7 @@ def test_entrypoint_is_as_if_written_by_hand(name):
 
     size = next(size for size in SIZES if name.startswith(f'{size}_'))
     encoding = name[len(size) + 1:]
-    width, depth, heads = {
-        'vit_tiny': (192, 12, 3), 'vit_small': (384, 12, 6), 'vit_base': (768, 12, 12), 'test_vit': (64, 2, 4)}[size]
+    width, depth, heads = SHAPES[size]
     for word in (f'width {width}', f'depth {depth}', f'{heads} heads', 'patch 16', encoding.removesuffix('_ape')):
         assert word in entrypoint.__doc__
 

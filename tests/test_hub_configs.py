@@ -187,7 +187,7 @@ def changed(config, path, value):
     ('model_args.warp', 9, 'model_args.warp of config.json is 9. TypeError: '),
     ('model_args.device', 'meta', "model_args.device of config.json must be left out, not 'meta'."),
     ('model_args.pos_enc', 3, "make its position encoding. (pos_enc must be a string such as 'ape+sape2_k', got 3.)"),
-    ('model_args.pos_enc', 'warp9', "position encoding. (Unknown position encoding 'warp9'. Known: "),
+    ('model_args.pos_enc', 'warp9', "position encoding. (Unknown position encoding 'warp9'. If it is your own, "),
     ('model_args.pos_enc_kwargs', [3], 'pos_enc_kwargs must map parts to their keywords'),
     ('model_args.ref_grid_size', 'x', 'ref_grid_size must be (H, W) in patches, two Python ints from 1 to'),
     ('model_args.embed_dim', float('nan'), 'model_args.embed_dim of config.json is nan, which no model has.'),

@@ -26,6 +26,26 @@ def build(pos_enc='mine', **kwargs):
     return timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).eval()
 
 
+class OfOneGrid(PositionEncoding):
+    """A table of the size of the model's own grid, which nothing resizes."""
+    per_layer = False
+
+    def __init__(self, **host):
+        super().__init__(**host)
+        self.table = nn.Parameter(torch.zeros(1 + self.grid_size[0] * self.grid_size[1], self.dim))
+
+    def embed(self, x, grid):
+        return self.table
+
+
+def test_a_table_that_nothing_resizes():
+    timm_sape.register_encoding('mine')(OfOneGrid)
+    model = build(dynamic_img_size=True)
+    model(torch.zeros(1, 3, 16, 24))
+    with pytest.raises(ValueError, match=r"embed returned \[7, 64\].* size of the model's own grid.* ResizedEncoding"):
+        model(torch.zeros(1, 3, 24, 24))
+
+
 RESULTS = [
     ('embed', lambda self, x, grid: x[:, 1:], r'embed returned \[2, 6, 64\], .*\[B, N, D\] = \[2, 7, 64\].*pad_tokens'),
     ('embed', lambda self, x, grid: x[None], r'embed returned \[1, 2, 7, 64\]'),

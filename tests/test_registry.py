@@ -141,6 +141,17 @@ def test_one_name_twice(aliases):
     assert list_encodings(aliases=True) == before
 
 
+def test_a_second_name():
+    cls = register_encoding('mine')(type('Mine', (PositionEncoding,), {}))
+    message = r"registered as 'mine' already. .*\('mine', aliases=\['yours'\]\), or .*subclass"
+    with pytest.raises(ValueError, match=message):
+        register_encoding('yours')(cls)
+    assert cls.name == 'mine' and 'yours' not in list_encodings()
+    assert register_encoding('mine')(cls) is cls  # a cell of a notebook, run twice
+    register_encoding('yours')(type('Yours', (cls,), {}))
+    assert (cls.name, registry.get_encoding('yours').name) == ('mine', 'yours')
+
+
 def test_taken_name_says_by_whom():
     with pytest.raises(ValueError, match=r"'sape2'.*by timm_sape.encodings.sape2.*PositionEncodingK. Choose another"):
         register_encoding('sape2')(type('Mine', (PositionEncoding,), {}))
@@ -275,7 +286,7 @@ def test_slips_that_would_be_silent_or_a_riddle(members, says):
     ('APE', "Unknown position encoding 'APE'"),
     ('ape rope2d', "Unknown position encoding 'ape rope2d'. Join names with '[+]'"),
     ('ape,rope2d', "Join names with '[+]', e.g. 'ape[+]sape2_k'"),
-    ('xyzzy', "Unknown position encoding 'xyzzy'. Known: alibi2d, ape, .*sape2_qk"),
+    ('xyzzy', "Unknown position encoding 'xyzzy'. If it is your own, .* Known: alibi2d, ape, .*sape2_qk"),
 ])
 def test_unknown_names(name, text):
     for create in (lambda: create_encoding(name, **HOST), lambda: build(name), lambda: build(f'ape+{name}')):
@@ -675,7 +686,7 @@ def test_biases_add_up():
 
 def test_factors_multiply_and_terms_add():
     """Several mixers act in turn on the tokens and on the sum of terms, whatever the order of their names."""
-    for name, cls in {'a_toy': FactorOnly, 'b_toy': Embed, 'z_toy': FactorOnly}.items():
+    for name, cls in {'a_toy': FactorOnly, 'b_toy': Embed, 'z_toy': type('Again', (FactorOnly,), {})}.items():
         register_encoding(name)(cls)
     model = build('b_toy+ape+z_toy+a_toy', {'z_toy': {'strength': 0.5}}).double().eval()
     seen = []

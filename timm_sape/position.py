@@ -497,9 +497,8 @@ class LayerEncodings(_Encodings):
         if table is None:
             return q, k
         p = position.num_prefix_tokens
-        return tuple(
-            torch.cat([t[:, :, :p], apply_rot_embed_cat(t[:, :, p:], table, half=self.rotate_half)], dim=2)
-            for t in (q, k))
+        rotated = (apply_rot_embed_cat(t[:, :, p:], table, half=self.rotate_half) for t in (q, k))
+        return tuple(torch.cat([t[:, :, :p], patches], dim=2) if p else patches for t, patches in zip((q, k), rotated))
 
     @staticmethod
     @torch.compiler.disable

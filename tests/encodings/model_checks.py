@@ -180,7 +180,9 @@ def check_number_of_parameters(name):
     """The encoding adds as many parameters as the documentation says. None of them has weight decay."""
     plain = sum(p.numel() for p in initial_model('nope', False, img_size=(32, 48)).parameters())
     model = initial_model(name, False, img_size=(32, 48))
-    adds = eval(timm_sape.get_encoding(name).adds, {'L': 2, 'H': 4, 'W': 6, 'D': 64, 'd': 16, 'h': 4, 'npos': 64})
+    cls = timm_sape.get_encoding(name)
+    assert cls.adds, f'Set {cls.__name__}.adds to the number of parameters, such as "L * h".'
+    adds = eval(cls.adds, {'L': 2, 'H': 4, 'W': 6, 'D': 64, 'd': 16, 'h': 4, 'npos': 64})
     assert sum(p.numel() for p in model.parameters()) - plain == adds
     own = {key for key, _ in model.named_parameters() if f'encodings.{name}.' in key}
     assert own and own <= model.no_weight_decay()

@@ -153,14 +153,13 @@ class ImageRelativePositionEncoding(PositionEncoding):
             dy, dx = (-offset for offset in grid.kept_offsets())  # [B, K, K]
         last = len(self.thresholds)
         width = 2 * last + 1  # number of results of g for signed distances
-        square = dy.square() + dx.square()  # [H, W, H, W] or [B, K, K]
         end = self.num_buckets - 1
         if self.method == 'product':
             maps = [((self._g(dy) + last) * width + self._g(dx) + last, end)]
         elif self.method == 'euclidean':
-            maps = [(self._g(square.float().sqrt().round().long()), end)]
+            maps = [(self._g((dy.square() + dx.square()).float().sqrt().round().long()), end)]
         elif self.method == 'quantized':
-            maps = [(self._g(square), end)]
+            maps = [(self._g(dy.square() + dx.square()), end)]
         else:
             maps = [(self._g(dy) + last, width), (self._g(dx) + last + width + 1, end)]
         p, num_patches = grid.num_prefix_tokens, grid.num_patches

@@ -9,6 +9,7 @@ from timm.layers import to_2tuple
 from timm.models import model_entrypoint
 
 from ..encodings import get_encoding, parse_pos_enc
+from ..encodings.registry import is_built_in
 from ..version import __version__
 
 IMPORT = 'import timm_sape  # registers the model: without it, timm says "Unknown model"\n'
@@ -37,22 +38,28 @@ def make_card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict
             *to_2tuple(args.get('img_size') or cfg['input_size'][1:]), cfg['input_size'][0]),
         'Classes': config['num_classes'],
     }
+    is_stock = model_entrypoint(config['architecture']).__module__.startswith('timm.models.')
+    needs, imports = ('', '') if is_stock else (
+        ' It needs the package timm-sape, whose import registers it with timm.', IMPORT)
     if 'pos_enc' in args:
         parts = parse_pos_enc(args['pos_enc'], args.get('pos_enc_kwargs'))
         papers = {name: get_encoding(name).paper for name in parts}
         details['Position encoding'] = [
             f'`{name}`' + (f' {keywords}' if keywords else '') + (f', {papers[name]}' if papers[name] else '')
             for name, keywords in parts.items()]
+        for name in (name for name in parts if not is_built_in(get_encoding(name))):
+            module = get_encoding(name).__module__
+            needs += f' Its encoding `{name}` is not part of that package.'
+            imports += f'# Register the encoding {name!r} here.\n' if module == '__main__' else (
+                f'import {module}  # registers the encoding {name!r}\n')
     details.update(given)
     details['Arguments'] = f'`{json.dumps(args)}`'
     details['Written by'] = f'timm-sape {__version__}, timm {timm.__version__}, torch {torch.__version__}'
     encoding = f' with the position encoding `{args["pos_enc"]}`' if 'pos_enc' in args else ''
-    is_stock = model_entrypoint(config['architecture']).__module__.startswith('timm.models.')
-    needs = '' if is_stock else ' It needs the package timm-sape, whose import registers it with timm.'
     return {
         'tags': ['image-classification', 'timm', 'transformers', *(() if is_stock else ('timm-sape',))],
         'license': cfg.get('license', 'unknown'),
         'description': f'A model for images{encoding}.{needs}',
         'details': details,
-        'usage': USAGE.format(source=source, imports='' if is_stock else IMPORT),
+        'usage': USAGE.format(source=source, imports=imports),
     }

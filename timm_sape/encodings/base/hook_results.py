@@ -3,6 +3,7 @@
 Without the check most mistakes would show up far from their cause, and some not at all: a term without the axis of
 layers would be added row by row, a bool bias would count as 0 and 1, and a forgotten `return` would mean no encoding.
 """
+import math
 from typing import Any, Sequence, Tuple, Union
 
 import torch
@@ -71,10 +72,14 @@ def check_result(
         fits = least <= result.ndim <= len(sizes) and all(
             _same(size, expected) or size == 1 and i >= fixed for i, (size, expected) in enumerate(pairs))
         if not fits:
+            hint, own = HINTS.get(hook, ''), math.prod(encoding.grid_size)
+            if grid.size != encoding.grid_size and {own, own + grid.num_prefix_tokens} & set(result.shape):
+                hint = (
+                    "It has the size of the model's own grid. Compute it from `grid`. If it is a parameter, derive the "
+                    'class from ResizedEncoding or ReferenceGridEncoding.')
             raise ValueError(
                 f'{what} {list(result.shape)}, which {"is not" if fixed else "does not broadcast to"} [{axes}] = '
-                f'[{", ".join(map(str, sizes))}], with {grid.num_prefix_tokens} prefix tokens. '
-                f'{HINTS.get(hook, "")}'.rstrip())
+                f'[{", ".join(map(str, sizes))}], with {grid.num_prefix_tokens} prefix tokens. {hint}'.rstrip())
 
 
 def _expected(

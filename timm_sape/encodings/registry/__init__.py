@@ -5,6 +5,7 @@
     instance_checks.py  what is checked when an encoding is built
     parsing.py          `pos_enc='ape+auto_rope2d'` and `pos_enc_kwargs`
 """
+from .class_checks import is_built_in
 from .names import (
     create_encoding,
     encoding_keywords,
@@ -25,6 +26,7 @@ __all__ = [
     'encodings_table',
     'get_encoding',
     'is_auto',
+    'is_built_in',
     'is_per_layer',
     'list_encodings',
     'merge_keywords',

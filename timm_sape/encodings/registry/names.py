@@ -38,9 +38,9 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
     Raises:
         ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
             looks like a misspelled hook, a hook or the constructor does not take what the model passes, a keyword is
-            called `init`, it asks for what the model does not have, or its `per_layer` does not fit its hooks: `mix`,
-            `layer_embed` and an `embed` that asks for something run once per model, hooks that depend on q, k or
-            probabilities run once per layer.
+            called `init`, it asks for what the model does not have, it has another name already, or its `per_layer`
+            does not fit its hooks: `mix`, `layer_embed` and an `embed` that asks for something run once per model,
+            hooks that depend on q, k or probabilities run once per layer.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
@@ -49,6 +49,10 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
             raise ValueError(f'Encoding {name!r}: {cls!r} is not a subclass of timm_sape.PositionEncoding.')
         check_class(name, cls)
+        if vars(cls).get('name') != name and _encodings.get(vars(cls).get('name')) is cls:
+            raise ValueError(
+                f'Encoding {name!r}: {cls.__name__} is registered as {cls.name!r} already. For a second name write '
+                f'@register_encoding({cls.name!r}, aliases=[{name!r}]), or register a subclass.')
         if isinstance(aliases, str):
             raise ValueError(f'Encoding {name!r}: aliases must be a sequence of names, got the string {aliases!r}.')
         names = [name, *aliases]
@@ -150,10 +154,10 @@ def resolve(name: str) -> str:
         close = [prefix + other for other in difflib.get_close_matches(plain.lower(), list_encodings(aliases=True))]
         if re.search(r'[\s,;/&|]', name):
             raise ValueError(f"Unknown position encoding {name!r}. Join names with '+', e.g. 'ape+sape2_k'.")
-        hint = f'Did you mean {" or ".join(map(repr, close))}?' if close else f'Known: {", ".join(list_encodings())}.'
-        raise ValueError(
-            f'Unknown position encoding {name!r}. {hint} If it is your own, import its module first; on the command '
-            'line: timm-sape COMMAND --import MODULE.')
+        own = 'If it is your own, import its module first; on the command line: timm-sape COMMAND --import MODULE.'
+        hint = f'Did you mean {" or ".join(map(repr, close))}? {own}' if close else (
+            f'{own} Known: {", ".join(list_encodings())}.')
+        raise ValueError(f'Unknown position encoding {name!r}. {hint}')
     if not is_auto(name):
         return plain
     cls = _encodings[plain]
