@@ -294,6 +294,14 @@ def test_training_checkpoint(images, tmp_path):
         assert {kwargs['ref_grid_size'] for kwargs in found.chosen.values()} == {(6, 6)}
 
 
+def test_the_trained_size_beside_another(main, images, folders, capsys):
+    """There all rules do the same. So nothing was compared, and nothing is said to be no better."""
+    assert main(folders['rope2d'], '--sizes', '64', '48', '--data-dir', images) == 0
+    of_64, of_48 = capsys.readouterr().out.splitlines()[-2:]
+    assert of_64.startswith('64x64: ') and 'the only rule' not in of_64
+    assert of_48 == '48x48: at this size all rules do the same, so only extrapolate was tried.'
+
+
 def test_labels_and_what_was_tried_are_saved(main, images, folders, tmp_path, capsys):
     (tmp_path / 'map.txt').write_text('class2\nclass0\nclass1\n')
     model = make('rope2d')
@@ -303,7 +311,7 @@ def test_labels_and_what_was_tried_are_saved(main, images, folders, tmp_path, ca
     assert main(
         tmp_path / 'permuted', '--sizes', '48', '--rules', 'extrapolate', '--data-dir', images,
         '--class-map', tmp_path / 'map.txt', '--output', tmp_path / 'new' / 'adapted') == 0
-    assert '48x48: extrapolate is the only rule that was tried.' in capsys.readouterr().out
+    assert '48x48: at this size all rules do the same, so only extrapolate was tried.' in capsys.readouterr().out
     card = (tmp_path / 'new' / 'adapted' / 'README.md').read_text()
     assert 'by the only rule that was tried, extrapolate (' in card
     adapted, expected = (
@@ -366,6 +374,7 @@ def test_rules_that_do_the_same_are_tried_once(size, images, folders):
     names = list(rules_of(timm.create_model(f'local-dir:{folders["log"]}', pretrained=True)))
     assert names == ['extrapolate', 'rescale', 'slopes', 'extrapolate+log', 'rescale+log', 'slopes+log']
     for default, left in (('slopes+log', 'rescale+log'), ('extrapolate', 'slopes+log')):
+        assert distinct_rules(names, default, (48, 48), (48, 48)) == [default]
         found = distinct_rules(names, default, size, (48, 48))
         same = {'slopes', left} if size == (96, 96) else set()
         assert found == [name for name in names if name not in same]

@@ -22,7 +22,7 @@ from timm.utils import random_seed
 
 from timm_sape.analysis import position_shap, separation
 from timm_sape.lab import shifts as shifts_module
-from timm_sape.lab.shifts import shift_images, shift_sweep
+from timm_sape.lab.shifts import shift_images, shift_sweep, shift_table
 from timm_sape.lab.sweep import sweep
 from timm_sape.cli import main
 from timm_sape.loading import load_images, load_model, open_dataset, preprocessing
@@ -145,6 +145,11 @@ def test_shift_sweep(spots, monkeypatch):
     # a pixel keeps a spot within its quarter; four put half of the spots into the next one, and half out of the image,
     # where all are equally dark and the first is chosen, which is right for one of the four
     assert [(row['top1'], row['same']) for row in rows] == [(100, 100), (100, 100), (12.5, 12.5)]
+    # right in 50, 0, 0 and 0 % of the directions: 12.5 +- t sd / sqrt(4), with t = 3.182 and sd = 25
+    assert [(row['top1_low'], row['top1_high']) for row in rows] == [(100, 100), (100, 100), (0, 52.281)]
+    assert shift_table(rows).splitlines()[-1] == '| a | 4 | 12.5 [0.0, 52.3] | 12.5 [0.0, 52.3] |'
+    for row in shift_sweep(['a'], open_dataset(str(spots)), [0, 4], num_images=1, progress=False):
+        assert (row['top1_low'], row['same_high']) == (None, None)  # one image says nothing of others
 
 
 def test_shifts_command(spots, tmp_path, capsys):
@@ -156,7 +161,7 @@ def test_shifts_command(spots, tmp_path, capsys):
     assert main([*command, '--by', '0', '2', '--output', str(tmp_path / 'shifts.csv')]) == 0
     rows = list(csv.DictReader((tmp_path / 'shifts.csv').read_text().splitlines()))
     assert [(row['shift'], row['fill']) for row in rows] == [('0', 'reflect'), ('2', 'reflect')]
-    assert rows[0]['same'] == '100.0' and '4 images of' in capsys.readouterr().out
+    assert rows[0]['same'] == '100.0' and f'4 images of {spots}/test, batch' in capsys.readouterr().out
     for args, text in (
             (['--by', '32'], 'moves all of a 32x32 image out of it'),
             (['--by', '-1'], 'Shifts must be 0 pixels or more'),

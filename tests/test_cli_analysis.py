@@ -307,7 +307,7 @@ def test_encoding_of_an_untrained_model(tmp_path, capsys):
     assert main([
         'map', 'test_vit_rope2d@random', *arguments, '--numbers', f'{tmp_path}/b.json', '--force']) == 0
     a, b = (json.loads((tmp_path / f'{name}.json').read_text())['rows'] for name in 'ab')
-    assert len(a) == len(b) == 9 ** 2
+    assert len(a) == len(b) == 9 ** 2 and a == b  # random weights are the same each time
     assert main(['pshap', model, '--pos-enc', 'rope', '--data-dir', 'data', '--workers', '0']) == 2
     assert "Unknown position encoding 'rope'" in capsys.readouterr().err
     assert main([

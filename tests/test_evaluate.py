@@ -1154,7 +1154,7 @@ def mapped(images, tmp_path):
 
 
 @pytest.mark.parametrize('command, text', [
-    ('compare {}', '| 20.0 ['), ('sweep {} --sizes 48', '| 20.0 ['), ('shifts {} --by 1', '| 20.0 |'),
+    ('compare {}', '| 20.0 ['), ('sweep {} --sizes 48', '| 20.0 ['), ('shifts {} --by 1', '| 20.0 ['),
     ('pshap {}', '| all | 20 | 4 |'), ('adapt {} --sizes 64', 'gets 20.0 % of the labels right')])
 def test_class_map_of_a_checkpoint(command, text, mapped, tmp_path, capsys):
     arguments = [*command.format(mapped).split(), '--data-dir', str(tmp_path / 'data'), '--workers', '0']
@@ -1365,3 +1365,24 @@ def test_interrupt(at, main, images, folders, tmp_path, capsys, monkeypatch):
         str(tmp_path / 'a.csv')]) == 130
     assert capsys.readouterr().err == 'timm-sape: interrupted\n'
     assert not list(tmp_path.iterdir())
+
+
+def test_random_weights_do_not_depend_on_other_models(images):
+    data = open_dataset(str(images))
+    both = compare(['test_vit_nope', 'test_vit_ape'], data, num_images=6, seed=3, progress=False)
+    alone = compare(['test_vit_ape'], data, num_images=6, seed=3, progress=False)
+    assert alone[0]['nll'] == both[1]['nll'] != compare(
+        ['test_vit_ape'], data, num_images=6, seed=4, progress=False)[0]['nll']
+
+
+def test_notes_name_the_split_and_what_was_drawn(images, folders, tmp_path, main, capsys):
+    shutil.copytree(images / 'val', tmp_path / 'both' / 'val')
+    shutil.copytree(images / 'val', tmp_path / 'both' / 'test')
+    command = ['compare', folders['nope'], '--data-dir', f'{tmp_path}/both', '--workers', '0', '--num-images']
+    for arguments, text in (
+            (['24'], f'24 images of {tmp_path}/both/val, batch'),
+            (['900'], f'24 images of {tmp_path}/both/val, batch'),
+            (['6'], f'6 images of {tmp_path}/both/val, drawn with seed 0, batch'),
+            (['6', '--split', 'test'], f'6 images of {tmp_path}/both/test, drawn with seed 0, batch')):
+        assert main([*command, *arguments]) == 0
+        assert text in capsys.readouterr().out

@@ -1528,6 +1528,14 @@ def images(tmp_path):
     return ['data', 'cifar10-subset', '--source', str(tmp_path / 'all'), '--output', str(tmp_path / 'some')]
 
 
+def test_subset_of_three_splits(images, tmp_path, capsys):
+    """Two numbers of images leave none for a third split."""
+    shutil.copytree(tmp_path / 'all' / 'test', tmp_path / 'all' / 'val')
+    assert main([*images, '--per-class', '3', '1']) == 2
+    assert 'has train, test, val. --per-class is for train and one other' in capsys.readouterr().err
+    assert not (tmp_path / 'some').exists()
+
+
 def test_subset(images, tmp_path, capsys):
     assert main([*images, '--per-class', '3', '1']) == 0
     assert capsys.readouterr().out.splitlines() == [

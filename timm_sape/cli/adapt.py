@@ -64,7 +64,7 @@ def _adapt(args: argparse.Namespace) -> int:
     for folder in folders.values():
         check_folder(folder)
 
-    from ..lab.adapt import adapt, adapted_table, chosen_row, save_adapted, snapshot
+    from ..lab.adapt import adapt, adapted_table, chosen_row, num_tried, save_adapted, snapshot
 
     with readable():
         options = loading(args)
@@ -75,7 +75,7 @@ def _adapt(args: argparse.Namespace) -> int:
                 print(f'timm-sape: {args.model} keeps the rule of timm: {reason}', file=sys.stderr)
             found = adapt(spec, sizes=sizes, name=args.model, agreement=args.agreement, rules=args.rules, **options)
             table = adapted_table(found.rows)
-            own, *others = dict.fromkeys(row['rule'] for row in found.rows)
+            own = found.rows[0]['rule']
             labelled = found.rows[0]['measure'] == 'top1'
             measure = (
                 f'top-1 accuracy, {found.at_home:.1f} % at {found.home}' if labelled
@@ -83,7 +83,7 @@ def _adapt(args: argparse.Namespace) -> int:
             notes = (
                 f'{args.model}: {measure}; images squashed; 95 % Wilson intervals; differences from {own} with '
                 'intervals of the pairs, all of a size right in 95 % of cases; '
-                + measured_on(args, found.rows[0]['num_images']))
+                + measured_on(args, options['data'], found.rows[0]['num_images']))
             # before anything is printed, which fails if a pipe was closed
             write_files({args.table: table_writer(found.rows, notes, table)}, args.force)
             try:
@@ -96,21 +96,25 @@ def _adapt(args: argparse.Namespace) -> int:
                     f'timm-sape: {args.model} predicts one class for all images at {found.home}, so agreement says '
                     'little; give images of several classes, and a trained model', file=sys.stderr)
             for size in sizes:
-                print(f'{size[0]}x{size[1]}: {_decision(chosen_row(found, size), own, bool(others))}')
+                name = f'{size[0]}x{size[1]}'
+                is_home = found.home.startswith(f'{name},')
+                print(f'{name}: {_decision(chosen_row(found, size), own, num_tried(found, size), is_home)}')
             for size, folder in folders.items():
                 print(f"{folder}: {chosen_row(found, size)['rule']} at {size[0]}x{size[1]}; "
                       f"timm.create_model('local-dir:{folder}', pretrained=True)")
     return 0
 
 
-def _decision(row: Dict[str, Any], own: str, has_others: bool) -> str:
-    """Which rule was chosen for a size, and why."""
+def _decision(row: Dict[str, Any], own: str, tried: int, is_home: bool) -> str:
+    """Which rule was chosen for a size, and why, out of how many; `is_home` at the size that it was trained on."""
     if row['rule'] != own:
         return (
             f"{row['rule']} is better than the model's own rule, {own}. It was chosen on these images, so its figure "
             'is too good; measure it on others.')
-    if has_others:
+    if tried > 1:
         return f"no rule is shown to be better than the model's own, {own}."
     if own == 'timm':
         return 'there is one rule, timm, so there was nothing to choose.'
+    if is_home:
+        return f'at this size all rules do the same, so only {own} was tried.'
     return f'{own} is the only rule that was tried.'

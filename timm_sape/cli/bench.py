@@ -32,11 +32,13 @@ examples:
   timm-sape bench naflex --output naflex.csv
   timm-sape bench timm --output timm.csv
 
-Everything is checked against float64 before it is timed. `encodings` prints a table of ratios to `ape`. `sape2` prints
-one of the operator over N and one of whole models; --output FILE writes the second to FILE-models. `naflex` prints
-steps on eight images of eight sizes, beside timm's NaFlexVit and beside the same images one by one. `timm` prints
-timm's own rotary and relative-position ViTs beside ours with the same weights. Files are written again after each row,
-so nothing measured is lost if the command ends early.
+`encodings` prints a table of ratios to `ape`. `sape2` prints one of the operator over N and one of whole models;
+--output FILE writes the second to FILE-models. `naflex` prints steps on eight images of eight sizes, beside timm's
+NaFlexVit and beside the same images one by one. `timm` prints timm's own rotary and relative-position ViTs beside ours
+with the same weights. Files are written again after each row, so nothing measured is lost if the command ends early.
+
+Results are checked before they are timed: of `encodings`, and of `sape2` up to N=1024, against float64; of `naflex` and
+`timm`, the logits in float32 against those of the plain model or of timm's, with --amp too.
 
 If other processes want the same cores, set OMP_NUM_THREADS=1. With more threads each small operation waits for its last
 thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower than it is.""",

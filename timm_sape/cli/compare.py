@@ -44,7 +44,7 @@ def _compare(args: argparse.Namespace) -> int:
         notes += f'; wins, losses and p (exact McNemar test) against {rows[0]["model"]}'
     if len(rows) > 2:
         notes += f', p (Holm) corrected for {len(rows) - 1} tests'
-    notes += f'; {measured_on(args, rows[0]["num_images"])}'
+    notes += f'; {measured_on(args, options["data"], rows[0]["num_images"])}'
     write_files({args.output: table_writer(rows, notes, table)}, args.force)
     print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0

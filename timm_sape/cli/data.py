@@ -55,6 +55,10 @@ def _data(args: argparse.Namespace) -> int:
     try:
         splits = load_cifar10_splits(args.source)
         if subset:
+            if len(splits) > 2:
+                raise ValueError(
+                    f'{args.source} has {", ".join(splits)}. --per-class is for train and one other: move the rest '
+                    'elsewhere.')
             per_class = dict(zip(splits, args.per_class))
         else:
             given = args.position_classes or ('0', '1')

@@ -45,7 +45,8 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         '--class-map', default='', metavar='FILE',
         help='numbers the classes, as for train.py (default: the one that a checkpoint was trained with, or none)')
     parser.add_argument('--num-images', type=int, metavar='N', help='use N images, drawn at random (default: all)')
-    parser.add_argument('--seed', type=seed, default=0, help='of the random draw (default: %(default)s)')
+    parser.add_argument(
+        '--seed', type=seed, default=0, help='of the random draw, and of random weights (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=64, metavar='N', help='(default: %(default)s)')
     parser.add_argument(
         '--workers', type=int, default=min(4, os.cpu_count() or 1), metavar='N',
@@ -210,19 +211,22 @@ def loading(args: argparse.Namespace) -> Dict[str, Any]:
     }
 
 
-def measured_on(args: argparse.Namespace, num_images: int) -> str:
-    """What was measured, and where, in one line."""
+def measured_on(args: argparse.Namespace, data, num_images: int) -> str:
+    """What was measured, and where, in one line: the number of images, and the data set that `loading` has opened."""
     import torch
 
     from ..lab.machine import about
 
-    data = ' '.join(filter(None, [args.dataset, args.data_dir, args.split]))
-    if args.num_images is not None:
-        data += f', drawn with seed {args.seed}'
+    if args.dataset:
+        where = f'{args.dataset} {args.data_dir} {args.split or "validation"}'
+    else:
+        where = data.reader.root if hasattr(data, 'reader') else args.data_dir  # the folder of a split, or one image
+    if args.num_images is not None and args.num_images < len(data):
+        where += f', drawn with seed {args.seed}'
     if args.class_map:
-        data += f', class map {args.class_map}'
+        where += f', class map {args.class_map}'
     return (
-        f'{num_images} images of {data}, batch {args.batch_size}, {"bfloat16 autocast" if args.amp else "float32"}; '
+        f'{num_images} images of {where}, batch {args.batch_size}, {"bfloat16 autocast" if args.amp else "float32"}; '
         f'{about(torch.device(args.device))}')
 
 

@@ -102,6 +102,7 @@ def _map(args: argparse.Namespace) -> int:
     from ..loading import ImageFile, load_model, patch_ratio, preprocessing
 
     with readable():
+        torch.manual_seed(0)  # for random weights
         model = load_model(args.model, size, **chosen_encoding(args.pos_enc))
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]

@@ -87,8 +87,8 @@ def _pshap(args: argparse.Namespace) -> int:
         background = f'{args.background}' + (f', {halves} for the last {rest} images' if rest else '')
     permuted = ', positions permuted in each layer' if args.per_layer else ''
     notes = (
-        f'{named(args)}{permuted}, seed {args.seed}, {measured_on(args, len(found.values))}, background {background}; '
-        f'took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
+        f'{named(args)}{permuted}, seed {args.seed}, {measured_on(args, data, len(found.values))}, '
+        f'background {background}; took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
     if not found.correct.any():
         notes += (
             '. There is no value, because no image is classified correctly, and the value is a mean over those that '

@@ -39,7 +39,7 @@ def _shifts(args: argparse.Namespace) -> int:
         warn_untrained(args.models)
         rows = shift_sweep(args.models, shifts=args.by, fill=args.fill, **options)
     table = shift_table(rows)
-    notes = f'fill {args.fill}; {measured_on(args, rows[0]["num_images"])}'
+    notes = f'fill {args.fill}; {measured_on(args, options["data"], rows[0]["num_images"])}'
     write_files({args.output: table_writer(rows, notes, table)}, args.force)
     print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed
     return 0

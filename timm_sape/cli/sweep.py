@@ -63,7 +63,7 @@ def _sweep(args: argparse.Namespace) -> int:
         rows = sweep(
             args.models, sizes=args.sizes, crop_mode=args.crop_mode, native=args.native, rules=args.rules, **options)
     table = sweep_table(rows)
-    where = measured_on(args, rows[0]['num_images'])
+    where = measured_on(args, options['data'], rows[0]['num_images'])
     notes = f'accuracy with 95 % Wilson intervals, crop mode {args.crop_mode}; {where}'
     writers = {args.output: table_writer(rows, notes, table), args.plot: lambda path: plot_sweep(rows, path)}
     write_files(writers, args.force)

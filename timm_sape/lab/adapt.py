@@ -27,7 +27,7 @@ from .rules import distinct_rules, own_rule, rules_of, trained_grid
 from .sweep import check_memory, check_sizes
 from .tables import markdown
 
-__all__ = ['Adapted', 'adapt', 'adapted_table', 'chosen_row', 'save_adapted', 'snapshot']
+__all__ = ['Adapted', 'adapt', 'adapted_table', 'chosen_row', 'num_tried', 'save_adapted', 'snapshot']
 
 Size = Tuple[int, int]
 
@@ -275,7 +275,7 @@ def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:
     if row['difference'] is not None:
         rule = f'the rule {row["rule"]}'
         measure += ', on which the rule was chosen'
-    elif len({row['rule'] for row in found.rows}) > 1:
+    elif num_tried(found, size) > 1:
         rule = f'its own rule {row["rule"]}, as no other was shown to be better'
     else:
         rule = "timm's only rule" if row['rule'] == 'timm' else f'the only rule that was tried, {row["rule"]}'
@@ -289,6 +289,11 @@ def save_adapted(spec: str, found: Adapted, size: Size, folder: Path) -> None:
 def chosen_row(found: Adapted, size: Size) -> Dict[str, Any]:
     """The row of the rule that was chosen for a size."""
     return next(row for row in found.rows if row['chosen'] and (row['height'], row['width']) == size)
+
+
+def num_tried(found: Adapted, size: Size) -> int:
+    """How many rules were tried at a size."""
+    return sum((row['height'], row['width']) == size for row in found.rows)
 
 
 def adapted_table(rows: Sequence[Dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from .evaluate import (
     mcnemar,
     negative_log_likelihood,
     predict,
+    same_random_weights,
     top_k_correct,
 )
 from .tables import markdown
@@ -79,7 +80,8 @@ def compare(
         check_numbering(data, model, spec)
     rows, baseline = [], None
     for number, spec in enumerate(models, 1):
-        model = load_model(spec)
+        with same_random_weights(seed):
+            model = load_model(spec)
         data.transform = preprocessing(model)
         loader = load_images(data, batch_size, num_images, workers, seed)
         found = predict(model, loader, device, amp, f'{spec} ({number}/{len(models)})' if progress else '')

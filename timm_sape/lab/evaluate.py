@@ -1,5 +1,6 @@
 """Run a model on labelled images and compute accuracy, calibration and tests from its predictions."""
-from typing import Iterable, List, Mapping, NamedTuple, Sequence, Tuple, Union
+from contextlib import contextmanager
+from typing import Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ __all__ = [
     'mcnemar_p',
     'negative_log_likelihood',
     'predict',
+    'same_random_weights',
     'top_k_correct',
     'wilson_interval',
 ]
@@ -110,6 +112,14 @@ def predict(
     full = [time for time, count in zip(times, counts) if count == counts[0]]
     full = full[1:] or full
     return Predictions(torch.cat(logits), torch.cat(labels), counts[0] * len(full) / max(sum(full), 1e-9))
+
+
+@contextmanager
+def same_random_weights(seed: int) -> Iterator[None]:
+    """Models that are made here get random weights by the seed alone, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def _check(logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -53,7 +53,9 @@ def distinct_rules(
         size: Tuple[int, int],
         trained_size: Tuple[int, int],
 ) -> List[str]:
-    """Without those that do the same at a size as another: 'slopes' is 'rescale' at the trained aspect ratio.
+    """Without those that do the same at a size as another.
+
+    At the trained aspect ratio 'slopes' is 'rescale'. At the trained size all rules do the same.
 
     Args:
         rules: Names, as `rules_of` has them.
@@ -62,6 +64,8 @@ def distinct_rules(
         trained_size: (height, width), in the same unit.
     """
     rules = list(rules)
+    if size == trained_size:
+        return [default]
     if size[0] * trained_size[1] != size[1] * trained_size[0]:
         return rules
     found = {}

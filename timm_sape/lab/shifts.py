@@ -1,4 +1,5 @@
 """Accuracy of models on shifted images."""
+import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -7,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from ..loading import check_classes, check_numbering, load_images, load_model, number_classes, preprocessing
-from .evaluate import predict
+from .evaluate import predict, same_random_weights
+from .intervals import mean_interval
 from .tables import markdown
 
 __all__ = ['FILLS', 'shift_images', 'shift_sweep', 'shift_table']
@@ -78,7 +80,8 @@ def shift_sweep(
     Returns:
         One row per model and shift, with these columns. `model`. `shift`: in pixels. `fill`. `num_images`. `top1`: mean
         of the four directions, in percent. `same`: how often the predicted class is that of the unshifted image, in
-        percent. There is a row for a shift of 0 only if it is in `shifts`.
+        percent. `..._low` to `..._high`: their 95 % intervals by Student's t over the images, None for a single image.
+        There is a row for a shift of 0 only if it is in `shifts`.
 
     Raises:
         ValueError: If a model cannot be loaded, the images do not fit it, or a shift or the fill is not valid.
@@ -96,7 +99,8 @@ def shift_sweep(
         check_numbering(data, load_model(spec), spec)
     rows = []
     for spec in models:
-        model = load_model(spec)
+        with same_random_weights(seed):
+            model = load_model(spec)
         data.transform = preprocessing(model)
         loader = load_images(data, batch_size, num_images, workers, seed)
         found = predict(_Moved(model, moves, fill), loader, device, amp, spec if progress else '')
@@ -105,15 +109,13 @@ def shift_sweep(
         chosen = logits.argmax(dim=2)  # [n, moves]
         for shift, four in ways.items():
             here = chosen[:, [moves.index(move) for move in four]]  # [n, 4], of 0 pixels [n, 1]
-            top1, same = ((here == other[:, None]).double().mean().item() for other in (found.labels, chosen[:, 0]))
-            rows.append({
-                'model': spec,
-                'shift': shift,
-                'fill': fill,
-                'num_images': len(found.labels),
-                'top1': round(100 * top1, 3),
-                'same': round(100 * same, 3),
-            })
+            row = {'model': spec, 'shift': shift, 'fill': fill, 'num_images': len(found.labels)}
+            for column, others in (('top1', found.labels), ('same', chosen[:, 0])):
+                of_images = (here == others[:, None]).double().mean(dim=1)  # the directions of an image depend on it
+                share, low, high = mean_interval((100 * of_images).tolist())
+                low, high = (None, None) if math.isinf(low) else (round(max(low, 0), 3), round(min(high, 100), 3))
+                row.update({column: round(share, 3), f'{column}_low': low, f'{column}_high': high})
+            rows.append(row)
     return rows
 
 
@@ -136,6 +138,11 @@ def shift_table(rows: Sequence[Dict[str, Any]]) -> str:
     return markdown([{
         'model': row['model'],
         'shift (px)': row['shift'],
-        'top-1 (%)': f'{row["top1"]:.1f}',
-        'same class as unmoved (%)': f'{row["same"]:.1f}',
+        'top-1 (%)': _with_interval(row, 'top1'),
+        'same class as unmoved (%)': _with_interval(row, 'same'),
     } for row in rows])
+
+
+def _with_interval(row: Dict[str, Any], column: str) -> str:
+    low, high = row[f'{column}_low'], row[f'{column}_high']
+    return f'{row[column]:.1f}' + ('' if low is None else f' [{low:.1f}, {high:.1f}]')

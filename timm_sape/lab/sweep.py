@@ -16,7 +16,7 @@ from ..loading import (
     patch_ratio,
     preprocessing,
 )
-from .evaluate import accuracy, predict
+from .evaluate import accuracy, predict, same_random_weights
 from .machine import memory_size
 from .rules import rules_of
 from .tables import markdown
@@ -123,8 +123,7 @@ def sweep(
         for images in ((crop_mode, NATIVE) if native else (crop_mode,))]
     rows = []
     for variant, size, images in cases:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # random weights are the same in all rows
+        with same_random_weights(seed):
             model = load_model(variant.model, img_size=size, **variant.kwargs)
         patch_height, patch_width = patch_ratio(model)
         patches = size[0] // patch_height * (size[1] // patch_width)
