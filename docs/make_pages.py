@@ -150,8 +150,10 @@ def choosing():
     rope_gpu, sape2_gpu = (
         [f'{float(on_gpu[key][how]["to_ape"]):.2f}' for how in ('compiled', 'graph')]
         for key in (('vit_small_rope2d', ''), ('vit_small_sape2_k_ape', 'triton')))
-    steps = {row['pos_enc']: f'{float(row["step_ratio"]):.2f}'
-             for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
+    steps, on_xeon = (
+        {row['pos_enc']: f'{float(row["step_ratio"]):.2f}' for row in read_csv(RESULTS / name)
+         if row['setting'] == '224/16'}
+        for name in ('cost_cpu.csv', 'cost_compositions.csv'))
     rope, sape2 = (
         beside(values_of(eleven, name), values_of(eleven, 'APE'))[1] for name in ('RoPE-2D', 'SaPE2(K)+APE'))
     more_heads = beside(*(values_of(five, f'{name}, 4 heads') for name in ('RoPE-2D', 'APE')))[1]
@@ -200,8 +202,9 @@ def choosing():
          f'mIoU of a linear map on frozen features at the trained size, minus that of `ape`: {dense()}; at twice '
          'that size it is shown for none'],
         ['add no cost', '`ape`, `sincos2d`',
-         f'a training step over that of `ape`: on a CPU `sincos2d` {steps["sincos2d"]}, `rope2d` {steps["rope2d"]}, '
-         f'`sape2_k` {steps["sape2_k"]}, and a second `ape` {steps["ape"]}, which is the noise; on an '
+         f'a training step over that of `ape`: on an AMD EPYC `sincos2d` {steps["sincos2d"]}, `rope2d` '
+         f'{steps["rope2d"]}, `sape2_k` {steps["sape2_k"]}, and a second `ape` {steps["ape"]}, which is the noise; on '
+         f'an Intel Xeon `rope2d` {on_xeon["rope2d"]}, `sape2_k` {on_xeon["sape2_k"]}, `ape` {on_xeon["ape"]}; on an '
          f'[H200](cost.md#sape2-on-a-gpu), with `torch.compile`, `rope2d` {rope_gpu[0]} and `ape+sape2_k` '
          f'{sape2_gpu[0]}; as a CUDA graph {rope_gpu[1]} and {sape2_gpu[1]}'],
     ])

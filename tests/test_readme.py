@@ -711,10 +711,12 @@ def test_readme_has_the_new_seeds():
 
 def test_advice_is_that_of_the_results():
     """Numbers in the prose of the README and of docs/."""
-    more = {
-        row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
-        for row in read_csv(RESULTS / 'cost_cpu.csv') if row['setting'] == '224/16'}
-    assert f'`rope2d` takes [{more["rope2d"]} % longer](docs/cost.md) than one of `ape` on a CPU' in README.read_text()
+    on_epyc, on_xeon = (
+        {row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
+         for row in read_csv(RESULTS / name) if row['setting'] == '224/16'}
+        for name in ('cost_cpu.csv', 'cost_compositions.csv'))
+    text = '`rope2d` takes [{} % longer](docs/cost.md) than one of `ape` on an AMD EPYC, {} % longer on an Intel Xeon.'
+    assert text.format(on_epyc['rope2d'], on_xeon['rope2d']) in README.read_text()
     ahead = re.search(r'eleven seeds: `rope2d` \+(\S+) \[\+(\S+), \+(\S+)\];', prose(DOCS / 'choosing.md')).groups()
     assert '`rope2d` is ahead of `ape` by {} points ({} to {}, eleven seeds)'.format(*ahead) in README.read_text()
     in_torch, = {
@@ -725,6 +727,11 @@ def test_advice_is_that_of_the_results():
         for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')
         if (row['setting'], row['pos_enc'], row['backend']) == ('224/16', 'ape+sape2_k', 'cpp')}
     assert compiled == {'1.03'}
+    xeon = {
+        row['backend']: float(row['step_ratio']) for row in read_csv(RESULTS / 'sape2_cpp_xeon-models.csv')
+        if row['pos_enc'] == 'ape+sape2_k'}
+    assert 'brings the step at 224/16 from {torch:.2f} to {cpp:.2f}.'.format(**xeon) in prose(DOCS / 'cost.md')
+    xeon = {backend: round(100 * ratio - 100) for backend, ratio in xeon.items()}
     steps = {
         (row['model'], row['backend'], row['way']): row
         for row in read_csv(RESULTS / 'h200' / 'steps.csv') if 'f892df1' in row['notes']}
@@ -739,9 +746,9 @@ def test_advice_is_that_of_the_results():
          for way in ('eager', 'compiled', 'reduce-overhead', 'graph')}
         for model in (('vit_small_sape2_k_ape', 'triton'), ('vit_small_rope2d', '')))
     text = (
-        'takes {in_torch} % longer than with `ape` on a CPU, and {eager} % longer on an H200 in eager mode. Compiled '
-        'kernels and a CUDA graph make that 3 % and {graph} %')
-    assert text.format(**sape2, in_torch=in_torch) in prose(README)
+        'takes {in_torch} to {torch} % longer than with `ape` on two CPUs, and {eager} % on an H200 in eager mode. '
+        'Compiled kernels make that 3 to {cpp} %, a CUDA graph {graph} %')
+    assert text.format(**sape2, **xeon, in_torch=in_torch) in prose(README)
     text = 'On an H200 it takes [{} % longer](docs/cost.md#sape2-on-a-gpu) in eager mode, and about as long with'
     assert text.format(rope2d['eager']) in prose(README) and rope2d['compiled'] <= 0
     gains = [found['reduce-overhead'] for found in (sape2, rope2d)]
