@@ -235,7 +235,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     own = model.state_dict()
     _refuse_wrapped(own, state_dict)
     if strict:
-        _refuse_rotary_vit(own, state_dict)
+        _refuse_rotary_vit(state_dict)
         refuse_other_host(state_dict, model)
 
     def position(entries: Mapping[str, Any]) -> Dict[str, Any]:
@@ -284,22 +284,17 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         f'checkpoint of the same encodings to another size, {adapt}.{_hint_of_graft(state_dict, model)}')
 
 
-def _refuse_rotary_vit(expected: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+def _refuse_rotary_vit(state_dict: Mapping[str, Any]) -> None:
     """
-    Args:
-        expected: The state dict of the model.
-        state_dict: What is to be loaded.
-
     Raises:
         ValueError: If it is one of timm's Eva class, to which timm's rotary ViTs belong.
     """
-    for key in ('blocks.0.gamma_1', 'rope.freqs'):
-        if key in state_dict and key not in expected:
-            raise ValueError(
-                f"The checkpoint has {key}, so it is one of timm's rotary ViTs, whose entries have other names. This "
-                "loading path renames nothing. Use timm_sape.graft(NAME, 'nope', checkpoint_path=FILE), with timm's "
-                f'name of the model. vit_*_patch16_rope* can also be loaded into rope2d or rope2d_mixed by '
-                f'{PRETRAINED_PATHS}.')
+    if state_dict.keys() >= {'patch_embed.proj.weight', 'blocks.0.gamma_1'}:  # a plain ViT has gammas of other names
+        raise ValueError(
+            "The checkpoint has blocks.0.gamma_1, so it is one of timm's rotary ViTs, whose entries have other names. "
+            "This loading path renames nothing. Use timm_sape.graft(NAME, 'nope', checkpoint_path=FILE), with timm's "
+            'name of the model. vit_*_patch16_rope* can also be loaded into rope2d or rope2d_mixed by '
+            f'{PRETRAINED_PATHS}.')
 
 
 def _refuse_wrapped(expected: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:

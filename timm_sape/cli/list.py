@@ -19,9 +19,9 @@ Which one? Little has been measured, with small models on CIFAR-10: see results/
 
 Models are called vit_{tiny,small,base}_{name}, with this encoding alone. vit_{tiny,small,base}_{name}_ape, where there
 is one, has timm's learned table too. `timm-sape list models` shows all names. pemix needs another encoding, so there is
-only vit_*_pemix_ape; lookhere does not fit 3 heads, so there is no vit_tiny_lookhere. Any other set:
-timm.create_model('vit_small_pos_enc', pos_enc='ape+rope2d+rpb'); so are encodings of your own (--import). `auto_`
-before a name adds a learned gate.
+only vit_*_pemix_ape; lookhere does not fit 3 heads, so there is no vit_tiny_lookhere. Any other set, and encodings of
+your own (--import): timm.create_model('vit_small_pos_enc', pos_enc='ape+rope2d+rpb'). `auto_` before a name adds a
+learned gate.
 naflexvit_{tiny,small,base}_{name} are the same on timm's NaFlexVit: images of any aspect ratio in one batch, each with
 the logits that it has alone (`ope` finds objects only where no patch is missing)."""
 
