@@ -50,7 +50,7 @@ TESTS = {
                'tests/ops/test_hard_input.py',
     'models': 'tests/ops/test_backends_in_models.py tests/ops/test_mixed_dtypes.py '
               'tests/ops/test_second_derivatives.py tests/ops/test_torch_func.py '
-              'tests/ops/test_different_devices.py tests/ops/test_operator_flops.py '
+              'tests/ops/test_different_devices.py tests/ops/test_operator_flops.py tests/ops/test_matrices.py '
               'tests/encodings/test_sape2_separate_keys.py::test_operators_in_half '
               'tests/encodings/test_sape2_separate_keys.py::test_zero_is_dead_with_triton',
 }

@@ -1,6 +1,8 @@
 """Skew-symmetric matrices, exponentials and Cayley transforms, as computed here and in exported graphs."""
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from timm_sape import ops
 
@@ -75,3 +77,55 @@ def test_cayley(size, scale, dtype, tolerance, exported):
 def test_gradients(function, exported):
     given = entries(5, 0.7).requires_grad_()
     assert torch.autograd.gradcheck(lambda e: function(ops.skew(e, 5)), given)
+
+
+class Called(TorchDispatchMode):
+    """Records the operators that are called."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('compiling, capturing', [(False, False), (True, False), (False, True)])
+def test_nothing_waits_for_the_gpu_in_a_graph(compiling, capturing, monkeypatch):
+    """By shapes alone, so that it needs no GPU. torch's exponential waits, and `solve`, which checks for errors."""
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: compiling)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: capturing)
+    for device in ('cpu', 'cuda'):
+        with FakeTensorMode(), Called() as called:
+            s = ops.skew(torch.zeros(3, 28, device=device), 8)
+            found = ops.matrix_exp(s), ops.cayley(s)
+        assert all(t.shape == s.shape and t.device == s.device for t in found)
+        products = device == 'cuda' and (compiling or capturing)
+        assert ('linalg_matrix_exp' in called.names) != products
+        assert '_linalg_solve_ex' in called.names and '_linalg_check_errors' not in called.names
+    with FakeTensorMode(), Called() as called:  # the negative control
+        torch.linalg.solve(*torch.zeros(2, 3, 8, 8, device='cuda'))
+    assert '_linalg_check_errors' in called.names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='captures a CUDA graph, so it needs a GPU')
+@pytest.mark.parametrize('function', [ops.matrix_exp, ops.cayley])
+def test_captured(function):
+    s = ops.skew(entries(8, 1, torch.float32), 8).cuda().requires_grad_()
+    weight = torch.randn_like(s)
+
+    def run():
+        found = function(s)
+        return found, *torch.autograd.grad((weight * found).sum(), s)
+
+    expected = run()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # warm-up
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    graph.replay()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

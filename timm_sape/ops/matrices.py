@@ -1,6 +1,7 @@
 """Skew-symmetric matrices, and the two usual ways from them to orthogonal ones.
 
-ONNX has neither a matrix exponential nor a solver, so an exported graph computes both from products.
+ONNX has neither a matrix exponential nor a solver, so an exported graph computes both from products. So do CUDA graphs
+with the exponential.
 """
 import torch
 
@@ -29,7 +30,7 @@ def skew(entries: torch.Tensor, size: int) -> torch.Tensor:
 
 def matrix_exp(a: torch.Tensor) -> torch.Tensor:
     """The matrix exponential of `[..., b, b]`."""
-    if not torch.onnx.is_in_onnx_export():
+    if not (torch.onnx.is_in_onnx_export() or _may_be_captured(a)):
         return torch.linalg.matrix_exp(a.contiguous())  # torch 2.15 fails on some strides, as of channels_last
     # Taylor's series of a / 2^s, then s squarings. Without its 1 on the diagonal each step keeps the digits of small
     # entries: (1 + e)^2 = 1 + (2 e + e^2).
@@ -43,11 +44,17 @@ def matrix_exp(a: torch.Tensor) -> torch.Tensor:
     return e + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
 
 
+def _may_be_captured(a: torch.Tensor) -> bool:
+    """Whether this may become part of a CUDA graph. torch's exponential cannot: it looks at norms on the processor."""
+    return a.is_cuda and (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+
+
 def cayley(s: torch.Tensor) -> torch.Tensor:
     """(1 - s) (1 + s)^-1 of skew-symmetric matrices `[..., b, b]`, which is orthogonal."""
     one = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     if not torch.onnx.is_in_onnx_export():
-        # The factors commute. 1 + s is never singular, and to look at an error code, `solve` would wait for the GPU.
+        # The factors commute. 1 + s is never singular. `solve` would wait for the GPU to look at an error code, and
+        # could not be captured in a CUDA graph.
         return torch.linalg.solve_ex(one + s, one - s)[0]
     # Gauss and Jordan's elimination. As s is skew-symmetric, no pivot is less than 1. In float32 the error of 64 x 64
     # matrices is 4e-5 for entries of 10, 4e-3 for entries of 1,000, and there are NaNs from 10^4 on.
