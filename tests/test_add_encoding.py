@@ -125,18 +125,3 @@ def test_add_an_encoding(copy):
         'tests/test_probe.py', '-k', 'window2d or figures or generated or page or names or import_takes or '
         'architecture or registry or test_every or claim')
     assert code == 0 and 'passed' in output and 'skipped' not in output, output
-
-
-@pytest.mark.parametrize('old, new, message', [
-    ('\n\nEach head of each layer learns', ' Each head learns', 'a docstring of its file'),
-    ('    """A learned window.\n\n    Logits get -w_h^2 (dy^2 + dx^2).\n\n', '    """A learned window.\n\n',
-     'an equation in the docstring of its class'),
-    ('        start: Initial value of w.\n', '', 'a line below `Args:` for start'),
-], ids=['file', 'equation', 'keyword'])
-@pytest.mark.full
-def test_a_docstring_lacks_something(copy, old, new, message):
-    file = copy / 'timm_sape' / 'encodings' / 'window2d.py'
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
-    code, output = run(copy, 'docs/make_pages.py')
-    assert code == 1 and f"ValueError: The page of 'window2d' needs {message}" in output, output

@@ -1363,7 +1363,7 @@ def test_rotary_weights_of_timm_loaded_directly(theirs, ours, tmp_path):
     kwargs = dict(img_size=32, depth=1, num_classes=5)
     model = timm.create_model(theirs, **kwargs).eval()
     file, x = str(save(model, tmp_path / 'rope.pth')), torch.randn(1, 3, 32, 32)
-    message = r"has blocks.0.gamma_1, so .*timm_sape.graft\(NAME, 'nope', .*pretrained_cfg_overlay"
+    message = r"has blocks.0.gamma_1, .*If it is one .*timm_sape.graft\(NAME, 'nope', .*pretrained_cfg_overlay"
     with pytest.raises(ValueError, match=message):
         timm.create_model(ours, checkpoint_path=file, **kwargs)
     grafted = timm_sape.graft(theirs, 'nope', checkpoint_path=file, **kwargs).eval()
@@ -1372,6 +1372,13 @@ def test_rotary_weights_of_timm_loaded_directly(theirs, ours, tmp_path):
         loaded = timm.create_model(
             ours, pretrained=True, pretrained_cfg_overlay=dict(file=file, num_classes=5), **kwargs).eval()
         torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-5)
+
+
+def test_gammas_of_other_models(tmp_path):
+    """BEiT has them, too, and cannot be grafted. The message does not say that it is a rotary ViT."""
+    file = save(timm.create_model('beit_base_patch16_224', depth=1, num_classes=5), tmp_path / 'beit.pth')
+    with pytest.raises(ValueError, match="has blocks.0.gamma_1, which timm's plain ViT has not.* If it is one of"):
+        timm.create_model('vit_base_rpb', checkpoint_path=str(file), depth=1, num_classes=5)
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_rope2d', 'vit_tiny_rpb'])

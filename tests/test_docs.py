@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import timm_sape
+from test_add_encoding import ENCODING
+from timm_sape.analysis.gallery import _lines
 from timm_sape.cli import main, make_parser
 from timm_sape.encodings.registry.names import _encodings
 
@@ -74,11 +77,37 @@ def test_generated_parts_are_up_to_date(make_pages):
     assert not stale, f'run `python docs/make_pages.py`: {stale}'
 
 
+@pytest.mark.parametrize('old, new, message', [
+    ('\n\nEach head of each layer learns', ' Each head learns', 'a docstring of its file, with the source'),
+    ('    """A learned window.\n\n    Logits get -w_h^2 (dy^2 + dx^2).\n\n', '    """A learned window.\n\n',
+     'an equation in the docstring of its class'),
+    ('        start: Initial value of w.\n', '', 'a line below `Args:` for start'),
+    ('', '', None),
+], ids=['file', 'equation', 'keyword', 'nothing'])
+def test_docstring_of_an_encoding_that_lacks(old, new, message, make_pages, own_registry, monkeypatch):
+    assert old in ENCODING
+    module = types.ModuleType('window2d')
+    monkeypatch.setitem(sys.modules, 'window2d', module)
+    exec(ENCODING.replace(old, new).replace('from .', 'from timm_sape.encodings.'), vars(module))
+    if message:
+        with pytest.raises(ValueError, match=re.escape(f"The page of 'window2d' needs {message}")):
+            make_pages.page('window2d')
+    else:
+        page = make_pages.page('window2d')
+        assert 'It is not in [the table of costs]' in page and '| `start` | `0.3` | Initial value of w. |' in page
+
+
 def test_each_encoding_has_a_page_and_a_picture():
     folder = ROOT / 'docs' / 'encodings'
     for suffix in ('.md', '.png'):
         assert sorted(path.stem for path in folder.glob(f'*{suffix}')) == timm_sape.list_encodings()
     assert (ROOT / 'docs' / 'gallery.png').stat().st_size < 300_000
+
+
+def test_lines_of_the_gallery():
+    """No panel stands alone in the last line."""
+    lengths = {n: [len(line) for line in _lines(range(n))] for n in (1, 12, 13, 25)}
+    assert lengths == {1: [1], 12: [12], 13: [7, 6], 25: [9, 9, 7]}
 
 
 def test_pages_name_models_that_exist():

@@ -46,6 +46,7 @@ from timm_sape.lab.evaluate import (
     wilson_interval,
 )
 from timm_sape.lab.figures_sweep import plot_sweep
+from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.lab.tables import markdown
 from timm_sape.cli import compare as compare_command
@@ -1373,6 +1374,9 @@ def test_random_weights_do_not_depend_on_other_models(images):
     alone = compare(['test_vit_ape'], data, num_images=6, seed=3, progress=False)
     assert alone[0]['nll'] == both[1]['nll'] != compare(
         ['test_vit_ape'], data, num_images=6, seed=4, progress=False)[0]['nll']
+    both = shift_sweep(['test_vit_nope', 'test_vit_ape'], data, [1, 20], seed=3, progress=False)
+    alone = shift_sweep(['test_vit_ape'], data, [1, 20], seed=3, progress=False)
+    assert alone == both[2:] != shift_sweep(['test_vit_ape'], data, [1, 20], seed=4, progress=False)
 
 
 def test_notes_name_the_split_and_what_was_drawn(images, folders, tmp_path, main, capsys):
@@ -1383,6 +1387,8 @@ def test_notes_name_the_split_and_what_was_drawn(images, folders, tmp_path, main
             (['24'], f'24 images of {tmp_path}/both/val, batch'),
             (['900'], f'24 images of {tmp_path}/both/val, batch'),
             (['6'], f'6 images of {tmp_path}/both/val, drawn with seed 0, batch'),
-            (['6', '--split', 'test'], f'6 images of {tmp_path}/both/test, drawn with seed 0, batch')):
+            (['6', '--split', 'test'], f'6 images of {tmp_path}/both/test, drawn with seed 0, batch'),
+            (['24', '--dataset', 'torch/image_folder'],
+             f'24 images of torch/image_folder {tmp_path}/both validation, batch')):
         assert main([*command, *arguments]) == 0
         assert text in capsys.readouterr().out

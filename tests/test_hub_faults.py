@@ -450,15 +450,16 @@ def test_architectures_of_timm(tmp_path):
 
 
 @pytest.mark.parametrize('module, line', [
-    ('my_package.position', "import my_package.position  # registers the encoding 'mine'\n"),
-    ('__main__', "# Register the encoding 'mine' here.\n")])
+    ('my_package.position', "import my_package.position  # registers 'mine', 'yours'\n\n"),
+    ('__main__', "# Register 'mine', 'yours' here.\n\n")])
 def test_card_says_where_an_encoding_comes_from(module, line, tmp_path, own_registry):
     acts = {'__module__': module, 'position_bias': lambda self, grid: torch.zeros(())}
-    timm_sape.register_encoding('mine')(type('Mine', (timm_sape.PositionEncoding,), acts))
-    timm_sape.hub.save(make(pos_enc='ape+mine', pos_enc_kwargs={}), tmp_path / 'model')
+    for name in ('mine', 'yours'):
+        timm_sape.register_encoding(name)(type(name, (timm_sape.PositionEncoding,), acts))
+    timm_sape.hub.save(make(pos_enc='ape+auto_mine+yours', pos_enc_kwargs={}), tmp_path / 'model')
     card = (tmp_path / 'model' / 'README.md').read_text()
     assert f'import timm_sape  # registers the model: without it, timm says "Unknown model"\n{line}' in card
-    assert 'Its encoding `mine` is not part of that package.' in card and '`ape` is not' not in card
+    assert '`mine` is not part of that package. Its encoding `yours` is not' in card and '`ape` is not' not in card
 
 
 def test_saving_changes_nothing(tmp_path):

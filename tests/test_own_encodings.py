@@ -46,6 +46,22 @@ def test_a_table_that_nothing_resizes():
         model(torch.zeros(1, 3, 24, 24))
 
 
+def test_wrong_shapes_that_only_look_like_the_own_grid():
+    """Its H*W is the width of the model here, and the axis of D is right."""
+    register('embed', lambda self, x, grid: x[:, 1:], per_layer=False)
+    model = build(img_size=64, dynamic_img_size=True)
+    with pytest.raises(ValueError, match=r'embed returned \[1, 100, 64\].*pad_tokens'):
+        model(torch.zeros(1, 3, 80, 80))
+
+
+def test_wrong_shapes_in_an_export():
+    register('embed', lambda self, x, grid: x[:, 1:], per_layer=False)
+    model, batch = build(dynamic_img_size=True), torch.export.Dim('batch', min=2, max=8)
+    with pytest.raises(ValueError, match='embed returned .*pad_tokens'):
+        torch.export.export(
+            model, (torch.zeros(2, 3, 24, 24),), dynamic_shapes={'x': {0: batch}}, strict=False)
+
+
 RESULTS = [
     ('embed', lambda self, x, grid: x[:, 1:], r'embed returned \[2, 6, 64\], .*\[B, N, D\] = \[2, 7, 64\].*pad_tokens'),
     ('embed', lambda self, x, grid: x[None], r'embed returned \[1, 2, 7, 64\]'),

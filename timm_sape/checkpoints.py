@@ -235,7 +235,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     own = model.state_dict()
     _refuse_wrapped(own, state_dict)
     if strict:
-        _refuse_rotary_vit(state_dict)
+        _refuse_gammas(state_dict)
         refuse_other_host(state_dict, model)
 
     def position(entries: Mapping[str, Any]) -> Dict[str, Any]:
@@ -284,17 +284,17 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
         f'checkpoint of the same encodings to another size, {adapt}.{_hint_of_graft(state_dict, model)}')
 
 
-def _refuse_rotary_vit(state_dict: Mapping[str, Any]) -> None:
+def _refuse_gammas(state_dict: Mapping[str, Any]) -> None:
     """
     Raises:
-        ValueError: If it is one of timm's Eva class, to which timm's rotary ViTs belong.
+        ValueError: If it has gammas as timm's rotary ViTs, BEiT and CaiT have them.
     """
-    if state_dict.keys() >= {'patch_embed.proj.weight', 'blocks.0.gamma_1'}:  # a plain ViT has gammas of other names
+    if state_dict.keys() >= {'patch_embed.proj.weight', 'blocks.0.gamma_1'}:
         raise ValueError(
-            "The checkpoint has blocks.0.gamma_1, so it is one of timm's rotary ViTs, whose entries have other names. "
-            "This loading path renames nothing. Use timm_sape.graft(NAME, 'nope', checkpoint_path=FILE), with timm's "
-            'name of the model. vit_*_patch16_rope* can also be loaded into rope2d or rope2d_mixed by '
-            f'{PRETRAINED_PATHS}.')
+            "The checkpoint has blocks.0.gamma_1, which timm's plain ViT has not. This loading path renames nothing. "
+            "If it is one of timm's rotary ViTs, use timm_sape.graft(NAME, 'nope', checkpoint_path=FILE), with timm's "
+            'name of the model. vit_*_patch16_rope*_224 can also be loaded into rope2d or rope2d_mixed (with ape, if '
+            f'that is in its name) by {PRETRAINED_PATHS}.')
 
 
 def _refuse_wrapped(expected: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:

@@ -217,7 +217,7 @@ class PosEncModel(nn.Module):
         return []
 
     def position_encodings(self) -> Dict[str, PositionEncoding]:
-        """All encodings by their path in the model. The table of `ape` is the model's `pos_embed`, in none of these."""
+        """All encodings by their path in the model. The table of `ape` is in none of them: it is `pos_embed`."""
         return {name: m for name, m in self.named_modules() if isinstance(m, PositionEncoding)}
 
     def encodings_with_grids(self) -> Dict[str, Union[ReferenceGridEncoding, ResizedEncoding]]:

@@ -38,7 +38,7 @@ NaFlexVit and beside the same images one by one. `timm` prints timm's own rotary
 with the same weights. Files are written again after each row, so nothing measured is lost if the command ends early.
 
 Results are checked before they are timed: of `encodings`, and of `sape2` up to N=1024, against float64; of `naflex` and
-`timm`, the logits in float32 against those of the plain model or of timm's, with --amp too.
+`timm`, the logits against those of the plain model or of timm's, always in float32, even with --amp.
 
 If other processes want the same cores, set OMP_NUM_THREADS=1. With more threads each small operation waits for its last
 thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower than it is.""",

@@ -1,6 +1,6 @@
 """The model card, by timm's template."""
 import json
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import timm
 import torch
@@ -47,11 +47,15 @@ def make_card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict
         details['Position encoding'] = [
             f'`{name}`' + (f' {keywords}' if keywords else '') + (f', {papers[name]}' if papers[name] else '')
             for name, keywords in parts.items()]
-        for name in (name for name in parts if not is_built_in(get_encoding(name))):
-            module = get_encoding(name).__module__
-            needs += f' Its encoding `{name}` is not part of that package.'
-            imports += f'# Register the encoding {name!r} here.\n' if module == '__main__' else (
-                f'import {module}  # registers the encoding {name!r}\n')
+        by_module: Dict[str, List[str]] = {}
+        for cls in map(get_encoding, parts):
+            if not is_built_in(cls):
+                by_module.setdefault(cls.__module__, []).append(cls.name)  # without `auto_`
+                needs += f' Its encoding `{cls.name}` is not part of that package.'
+        for module, names in by_module.items():
+            what = ', '.join(map(repr, names))
+            imports += (
+                f'# Register {what} here.\n' if module == '__main__' else f'import {module}  # registers {what}\n')
     details.update(given)
     details['Arguments'] = f'`{json.dumps(args)}`'
     details['Written by'] = f'timm-sape {__version__}, timm {timm.__version__}, torch {torch.__version__}'

@@ -116,7 +116,8 @@ def adapt(
         name: The model that `spec` is a snapshot of, for messages and its class map. Default: `spec`.
         agreement: Ignore labels, for images whose classes are not those of the model.
         rules: Names of rules to try besides the default, as `rules_of` has them. Default: all. Of two that do the same
-            at a size, 'slopes' and 'rescale' at the trained aspect ratio, one is tried.
+            at a size, 'slopes' and 'rescale' at the trained aspect ratio, one is tried; at the trained size all rules
+            do the same, so only the default is.
         batch_size: Images in a batch.
         num_images: How many images to draw, the same for all rules. None uses all.
         workers: Processes that load images.

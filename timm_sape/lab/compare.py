@@ -52,7 +52,7 @@ def compare(
         batch_size: Images in a batch.
         num_images: How many images to draw, the same for all models. None uses all.
         workers: Processes that load images.
-        seed: Seed of the draw.
+        seed: Seed of the draw, and of random weights.
         device: Where the models run.
         amp: Use bfloat16 autocast.
         progress: Show progress bars on stderr.

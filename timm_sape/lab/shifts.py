@@ -1,5 +1,4 @@
 """Accuracy of models on shifted images."""
-import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -8,8 +7,7 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from ..loading import check_classes, check_numbering, load_images, load_model, number_classes, preprocessing
-from .evaluate import predict, same_random_weights
-from .intervals import mean_interval
+from .evaluate import predict, same_random_weights, wilson_interval
 from .tables import markdown
 
 __all__ = ['FILLS', 'shift_images', 'shift_sweep', 'shift_table']
@@ -72,7 +70,7 @@ def shift_sweep(
         batch_size: Images in a batch.
         num_images: How many images to draw, the same for all models. None uses all.
         workers: Processes that load images.
-        seed: Seed of the draw.
+        seed: Seed of the draw, and of random weights.
         device: Where the models run.
         amp: Use bfloat16 autocast.
         progress: Show progress bars on stderr.
@@ -80,7 +78,7 @@ def shift_sweep(
     Returns:
         One row per model and shift, with these columns. `model`. `shift`: in pixels. `fill`. `num_images`. `top1`: mean
         of the four directions, in percent. `same`: how often the predicted class is that of the unshifted image, in
-        percent. `..._low` to `..._high`: their 95 % intervals by Student's t over the images, None for a single image.
+        percent. `..._low` to `..._high`: their 95 % Wilson intervals, in which the directions of an image count as one.
         There is a row for a shift of 0 only if it is in `shifts`.
 
     Raises:
@@ -111,10 +109,12 @@ def shift_sweep(
             here = chosen[:, [moves.index(move) for move in four]]  # [n, 4], of 0 pixels [n, 1]
             row = {'model': spec, 'shift': shift, 'fill': fill, 'num_images': len(found.labels)}
             for column, others in (('top1', found.labels), ('same', chosen[:, 0])):
-                of_images = (here == others[:, None]).double().mean(dim=1)  # the directions of an image depend on it
-                share, low, high = mean_interval((100 * of_images).tolist())
-                low, high = (None, None) if math.isinf(low) else (round(max(low, 0), 3), round(min(high, 100), 3))
-                row.update({column: round(share, 3), f'{column}_low': low, f'{column}_high': high})
+                share = (here == others[:, None]).double().mean().item()
+                # The directions of an image are not independent, and vary no more than a single one.
+                low, high = wilson_interval(round(share * len(here)), len(here))
+                row.update({
+                    name: round(100 * value, 3)
+                    for name, value in ((column, share), (f'{column}_low', low), (f'{column}_high', high))})
             rows.append(row)
     return rows
 
@@ -144,5 +144,4 @@ def shift_table(rows: Sequence[Dict[str, Any]]) -> str:
 
 
 def _with_interval(row: Dict[str, Any], column: str) -> str:
-    low, high = row[f'{column}_low'], row[f'{column}_high']
-    return f'{row[column]:.1f}' + ('' if low is None else f' [{low:.1f}, {high:.1f}]')
+    return f'{row[column]:.1f} [{row[f"{column}_low"]:.1f}, {row[f"{column}_high"]:.1f}]'

@@ -1,7 +1,7 @@
 """Skew-symmetric matrices, and the two usual ways from them to orthogonal ones.
 
-ONNX has neither a matrix exponential nor a solver, so an exported graph computes both from products. So do CUDA graphs
-with the exponential.
+ONNX has neither a matrix exponential nor a solver, so an exported graph computes both from products. A CUDA graph
+cannot contain torch's exponential, so on a GPU it is computed from products, too, while torch compiles or captures.
 """
 import torch
 

@@ -67,13 +67,13 @@ def check_result(
         axes, sizes, fixed = _expected(encoding, hook, result.ndim, tensors, grid)
         if hook == 'channels':
             sizes = (*sizes[:3], found[0].shape[-1] if found[0].ndim else 0)
-        pairs = zip(reversed(result.shape), reversed(sizes))
         least = 3 if hook == 'layer_embed' else fixed
-        fits = least <= result.ndim <= len(sizes) and all(
-            _same(size, expected) or size == 1 and i >= fixed for i, (size, expected) in enumerate(pairs))
-        if not fits:
+        wrong = [
+            size for i, (size, expected) in enumerate(zip(reversed(result.shape), reversed(sizes)))
+            if not (_same(size, expected) or size == 1 and i >= fixed)]
+        if wrong or not least <= result.ndim <= len(sizes):
             hint, own = HINTS.get(hook, ''), math.prod(encoding.grid_size)
-            if grid.size != encoding.grid_size and {own, own + grid.num_prefix_tokens} & set(result.shape):
+            if grid.size != encoding.grid_size and (own in wrong or own + grid.num_prefix_tokens in wrong):
                 hint = (
                     "It has the size of the model's own grid. Compute it from `grid`. If it is a parameter, derive the "
                     'class from ResizedEncoding or ReferenceGridEncoding.')
