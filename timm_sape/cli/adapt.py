@@ -96,9 +96,9 @@ def _adapt(args: argparse.Namespace) -> int:
                     f'timm-sape: {args.model} predicts one class for all images at {found.home}, so agreement says '
                     'little; give images of several classes, and a trained model', file=sys.stderr)
             for size in sizes:
-                name = f'{size[0]}x{size[1]}'
-                is_home = found.home.startswith(f'{name},')
-                print(f'{name}: {_decision(chosen_row(found, size), own, num_tried(found, size), is_home)}')
+                decision = _decision(
+                    chosen_row(found, size), own, num_tried(found, size), is_home=size == found.home_size)
+                print(f'{size[0]}x{size[1]}: {decision}')
             for size, folder in folders.items():
                 print(f"{folder}: {chosen_row(found, size)['rule']} at {size[0]}x{size[1]}; "
                       f"timm.create_model('local-dir:{folder}', pretrained=True)")

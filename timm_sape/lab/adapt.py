@@ -25,7 +25,7 @@ from .evaluate import predict, wilson_interval
 from .intervals import paired_interval
 from .rules import distinct_rules, own_rule, rules_of, trained_grid
 from .sweep import check_memory, check_sizes
-from .tables import markdown
+from .tables import markdown, with_interval
 
 __all__ = ['Adapted', 'adapt', 'adapted_table', 'chosen_row', 'num_tried', 'save_adapted', 'snapshot']
 
@@ -39,13 +39,15 @@ class Adapted(NamedTuple):
 
     Attributes:
         rows: One per size and rule, see `adapt`.
-        home: The size to compare with, in words: '32x32, where it was trained', or '32x32, its own size'.
+        home_size: The size to compare with, (height, width) in pixels.
+        home: The same in words: '32x32, where it was trained', or '32x32, its own size'.
         at_home: The score there, in percent.
         classes_at_home: How many classes the model predicts there, for all images together.
         chosen: The arguments of `load_model` that choose the rule to use, by size.
         label_names: The names of the model's classes, in their order. None if the images do not tell.
     """
     rows: List[Dict[str, Any]]
+    home_size: Size
     home: str
     at_home: float
     classes_at_home: int
@@ -216,7 +218,7 @@ def adapt(
         row['chosen'] = True
         chosen[size] = choices[row['rule']]
         rows += of_size
-    return Adapted(rows, where, round(at_home, 3), classes_at_home, chosen, label_names)
+    return Adapted(rows, home, where, round(at_home, 3), classes_at_home, chosen, label_names)
 
 
 def _check_labels(labels: torch.Tensor, predicted: torch.Tensor, num_classes: int, name: str, where: str) -> None:
@@ -303,7 +305,7 @@ def adapted_table(rows: Sequence[Dict[str, Any]]) -> str:
     return markdown([{
         'height x width (px)': f'{row["height"]}x{row["width"]}',
         'rule': f'**{row["rule"]}**' if row['chosen'] else row['rule'],
-        measure: '{score:.1f} [{score_low:.1f}, {score_high:.1f}]'.format(**row),
+        measure: with_interval(row, 'score'),
         'difference': None if row['difference'] is None else (
             '{difference:+.1f} [{difference_low:+.1f}, {difference_high:+.1f}]'.format(**row)),
         'wins/losses': None if row['wins'] is None else f'{row["wins"]}/{row["losses"]}',

@@ -22,7 +22,7 @@ from .evaluate import (
     same_random_weights,
     top_k_correct,
 )
-from .tables import markdown
+from .tables import markdown, with_interval
 
 __all__ = ['compare', 'comparison_table']
 
@@ -122,8 +122,7 @@ def comparison_table(rows: Sequence[Dict[str, Any]]) -> str:
     for row in rows:
         cells = {'model': row['model'], 'size (px)': f'{row["height"]}x{row["width"]}'}
         for k in (1, 5):
-            cells[f'top-{k} (%)'] = None if row[f'top{k}'] is None else (
-                f'{row[f"top{k}"]:.1f} [{row[f"top{k}_low"]:.1f}, {row[f"top{k}_high"]:.1f}]')
+            cells[f'top-{k} (%)'] = None if row[f'top{k}'] is None else with_interval(row, f'top{k}')
         cells['NLL'] = f'{row["nll"]:.3f}'
         cells['ECE (%)'] = f'{row["ece"]:.1f}'
         if len(rows) > 1:

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from ..loading import check_classes, check_numbering, load_images, load_model, number_classes, preprocessing
 from .evaluate import predict, same_random_weights, wilson_interval
-from .tables import markdown
+from .tables import markdown, with_interval
 
 __all__ = ['FILLS', 'shift_images', 'shift_sweep', 'shift_table']
 
@@ -138,10 +138,6 @@ def shift_table(rows: Sequence[Dict[str, Any]]) -> str:
     return markdown([{
         'model': row['model'],
         'shift (px)': row['shift'],
-        'top-1 (%)': _with_interval(row, 'top1'),
-        'same class as unmoved (%)': _with_interval(row, 'same'),
+        'top-1 (%)': with_interval(row, 'top1'),
+        'same class as unmoved (%)': with_interval(row, 'same'),
     } for row in rows])
-
-
-def _with_interval(row: Dict[str, Any], column: str) -> str:
-    return f'{row[column]:.1f} [{row[f"{column}_low"]:.1f}, {row[f"{column}_high"]:.1f}]'

@@ -19,7 +19,7 @@ from ..loading import (
 from .evaluate import accuracy, predict, same_random_weights
 from .machine import memory_size
 from .rules import rules_of
-from .tables import markdown
+from .tables import markdown, with_interval
 
 __all__ = ['check_memory', 'check_sizes', 'sweep', 'sweep_table']
 
@@ -239,7 +239,7 @@ def sweep_table(rows: Sequence[Dict[str, Any]]) -> str:
         'height x width (px)': f'{row["height"]}x{row["width"]}',
         **({'images': row['images']} if any(row['images'] == NATIVE for row in rows) else {}),
         'patches': row['patches'],
-        'top-1 (%)': f'{row["top1"]:.1f} [{row["top1_low"]:.1f}, {row["top1_high"]:.1f}]',
+        'top-1 (%)': with_interval(row, 'top1'),
         'top-5 (%)': None if row['top5'] is None else f'{row["top5"]:.1f}',
         'images/s': f'{row["images_per_second"]:.1f}',
     } for row in rows])

@@ -1,9 +1,9 @@
 """Write rows of plain values as CSV and as Markdown."""
 import csv
 from pathlib import Path
-from typing import Dict, Sequence
+from typing import Any, Dict, Sequence
 
-__all__ = ['markdown', 'write_csv']
+__all__ = ['markdown', 'with_interval', 'write_csv']
 
 
 def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str = '') -> None:
@@ -30,3 +30,8 @@ def markdown(rows: Sequence[Dict[str, object]]) -> str:
         for line in (rows[0], *(row.values() for row in rows))]
     lines = [' | '.join(line) for line in cells]
     return '\n'.join(f'| {line} |' for line in (lines[0], ' | '.join('---' for _ in rows[0]), *lines[1:]))
+
+
+def with_interval(row: Dict[str, Any], column: str) -> str:
+    """A value in percent and its interval, from `column`, `column_low` and `column_high`: `'52.1 [50.3, 53.9]'`."""
+    return f'{row[column]:.1f} [{row[f"{column}_low"]:.1f}, {row[f"{column}_high"]:.1f}]'

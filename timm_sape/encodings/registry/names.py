@@ -49,7 +49,7 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
             raise ValueError(f'Encoding {name!r}: {cls!r} is not a subclass of timm_sape.PositionEncoding.')
         check_class(name, cls)
-        if vars(cls).get('name') != name and _encodings.get(vars(cls).get('name')) is cls:
+        if cls.name != name and _encodings.get(cls.name) is cls:
             raise ValueError(
                 f'Encoding {name!r}: {cls.__name__} is registered as {cls.name!r} already. For a second name write '
                 f'@register_encoding({cls.name!r}, aliases=[{name!r}]), or register a subclass.')
