@@ -11,7 +11,7 @@ from common import Maker
 from harness import assert_near
 from operators import BACKENDS, DEVICE, FAST, FULL_WITHOUT_GPU, device_of, make_inputs, strictest
 from timm_sape.ops.backend import using_backend
-from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention
+from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention, cpp_sape2_attention_forward
 from timm_sape.ops.sape2 import axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
@@ -36,12 +36,14 @@ def test_codes_stay_wide_under_autocast(backend):
         assert torch.equal(plain, autocast)
 
 
-@pytest.mark.parametrize('backend, codes_operator, attention_operator', [
-    ('torch', torch_axis_codes, torch_distance_attention),
-    ('cpp', cpp_axis_codes, cpp_distance_attention),
-    pytest.param('triton', triton_axis_codes, triton_distance_attention_forward, marks=FULL_WITHOUT_GPU),
+@pytest.mark.parametrize('backend, codes_operator, attention_operator, merged_operator', [
+    ('torch', torch_axis_codes, torch_distance_attention, None),
+    ('cpp', cpp_axis_codes, cpp_distance_attention, cpp_sape2_attention_forward),
+    pytest.param(
+        'triton', triton_axis_codes, triton_distance_attention_forward, triton_sape2_attention_forward,
+        marks=FULL_WITHOUT_GPU),
 ])
-def test_opcheck(backend, codes_operator, attention_operator):
+def test_opcheck(backend, codes_operator, attention_operator, merged_operator):
     device, dtype, _ = strictest(backend)
     q, k, v, table_x, table_y, bias_scale = (t.to(device, dtype) for t in make_inputs((3, 4)))
     tensors = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -51,9 +53,9 @@ def test_opcheck(backend, codes_operator, attention_operator):
         torch.library.opcheck(codes_operator, (*tokens, *tables, 3, 4, 'qk', 0.3, 1.0, 0.5))
     codes = [c.detach().requires_grad_() for c in codes_operator(*tensors[:2], *tables, 3, 4, 'k', 0.3, 1.0, 1.0)]
     torch.library.opcheck(attention_operator, (*tensors, *codes, bias_scale.requires_grad_(), 0.3))
-    if backend == 'triton':
+    if merged_operator is not None:
         torch.library.opcheck(
-            triton_sape2_attention_forward,
+            merged_operator,
             (*tensors, *tables, bias_scale.requires_grad_(), (3, 4), 'qk', (0.3, 1.0, 0.5, 0.3)))
 
 
@@ -132,7 +134,7 @@ def test_exported_graphs_have_no_operator_of_ours(backend):
 
 @pytest.mark.parametrize('backend, operator', [
     ('torch', 'distance_attention'),
-    ('cpp', 'cpp_distance_attention'),
+    ('cpp', 'cpp_sape2_attention'),
     pytest.param('triton', 'sape2_attention_triton', marks=[pytest.mark.full, pytest.mark.skipif(
         DEVICE != 'cpu', reason='the comparison is with a model on the CPU')]),
 ])

@@ -104,16 +104,45 @@ def test_poisoned_memory(backend):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize('where', ['q', 'table_x'])
+@pytest.mark.parametrize('where', ['q', 'first k', 'last k', 'table_x'])
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_nan_is_not_hidden(backend, where):
-    """NaN in q shows in the output of that token. NaN at position 0 of a table, which each line looks up, shows in all
-    outputs but that of the prefix token."""
+    """NaN in q shows in the output of that token, NaN in a key in all outputs. NaN at position 0 of a table, which each
+    line looks up, shows in all outputs but that of the prefix token."""
     device, dtype, _ = strictest(backend)
     *tensors, scale = [t.to(device, dtype) for t in make_inputs((3, 5))]
-    {'q': tensors[0][:, :, -1], 'table_x': tensors[3][0]}[where].fill_(torch.nan)
+    poisoned, seen = {
+        'q': (tensors[0][:, :, -1], -1),
+        'first k': (tensors[1][:, :, 0], slice(None)),
+        'last k': (tensors[1][:, :, -1], slice(None)),
+        'table_x': (tensors[3][0], slice(1, None)),
+    }[where]
+    poisoned.fill_(torch.nan)
     out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=backend)
-    assert out[:, :, -1 if where == 'q' else slice(1, None)].isnan().all()
+    assert out[:, :, seen].isnan().all()
+
+
+class NoGradient(torch.autograd.Function):
+    """A copy whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_no_gradient(backend):
+    """The output may be used where no gradient comes from: then the arguments get none from here."""
+    device, dtype, _ = strictest(backend)
+    inputs = [t.to(device, dtype).requires_grad_() for t in make_inputs((3, 5))]
+    *tensors, scale = inputs
+    out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=backend)
+    (NoGradient.apply(out).sum() + sum(t.sum() for t in inputs)).backward()
+    assert all(torch.equal(t.grad, torch.ones_like(t)) for t in inputs)
 
 
 class Operators(TorchDispatchMode):
@@ -128,15 +157,18 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize('mode', [pytest.param('k', marks=FULL_WITHOUT_GPU), 'qk'])
-@pytest.mark.parametrize('dtype', [
-    None, pytest.param(torch.float16, marks=pytest.mark.full), pytest.param(torch.bfloat16, marks=FULL_WITHOUT_GPU)])
-def test_triton_as_one_operator_or_two(dtype, mode):
-    """Both launch the same kernels. Only gradients of q and k differ by how sums of two or three parts are rounded.
+@pytest.mark.parametrize('backend, dtype, mode', [
+    *(('cpp', dtype, mode) for dtype in (None, torch.bfloat16) for mode in ('k', 'qk')),
+    ('triton', None, 'qk'),
+    pytest.param('triton', None, 'k', marks=FULL_WITHOUT_GPU),
+    *(pytest.param('triton', torch.float16, mode, marks=pytest.mark.full) for mode in ('k', 'qk')),
+    *(pytest.param('triton', torch.bfloat16, mode, marks=FULL_WITHOUT_GPU) for mode in ('k', 'qk'))])
+def test_as_one_operator_or_two(backend, dtype, mode):
+    """Both run the same kernels. Only gradients of q and k differ by how sums of two or three parts are rounded.
 
     Nothing else is computed: no gradients that are zero, and no sums of two gradients if the operator is one.
     """
-    device, strict, tolerance = strictest('triton')
+    device, strict, tolerance = strictest(backend)
     dtype, tolerance = (strict, tolerance) if dtype is None else (dtype, 4 * torch.finfo(dtype).eps)
     grid, found, names = timm_sape.Grid(3, 5, 2), [], []
     inputs = make_inputs((3, 5), 2)
@@ -146,14 +178,15 @@ def test_triton_as_one_operator_or_two(dtype, mode):
         with Operators() as operators:
             out = ops.sape2_attention(
                 q, k, v, *tables[:2], grid, mode=mode, gate_scale=0.4, bias_scale=tables[2], scale=0.3,
-                ref_grid_size=(2, 5), rotated=(q.clone(), k.clone()) if rotated else None, backend='triton')
+                ref_grid_size=(2, 5), rotated=(q.clone(), k.clone()) if rotated else None, backend=backend)
             grads = torch.autograd.grad(out.double().square().sum(), (q, k, v, *tables))
         found.append((out, *grads))
         names.append(operators.names)
-    assert [[name for name in run if name.startswith('timm_sape::')] for run in names] == [
-        ['timm_sape::sape2_attention_triton', 'timm_sape::sape2_attention_triton_backward'],
-        ['timm_sape::axis_codes_triton', 'timm_sape::distance_attention_triton',
-         'timm_sape::distance_attention_triton_backward', 'timm_sape::axis_codes_triton_backward']]
+    one, codes, attention = {
+        'triton': ('sape2_attention_triton', 'axis_codes_triton', 'distance_attention_triton'),
+        'cpp': ('cpp_sape2_attention', 'cpp_axis_codes', 'cpp_distance_attention')}[backend]
+    assert [[name[11:] for name in run if name.startswith('timm_sape::')] for run in names] == [
+        [one, f'{one}_backward'], [codes, attention, f'{attention}_backward', f'{codes}_backward']]
     assert 'aten::zeros' not in names[0] + names[1]
     assert [run.count('aten::add.Tensor') for run in names] == [0, 2]
     for i, (one, two) in enumerate(zip(*found)):

@@ -11,7 +11,7 @@
 | `cpp_operators`, `cpp_kernels.cpp`, `cpp_build` | the same in C++ for CPUs, compiled when asked for |
 | `triton_operators` | the same in Triton |
 | `triton_codes`, `triton_prepare`, `triton_distances`, `triton_tiles` | their kernels; imported only when used |
-| `codes`, `distances` | what the torch, the cpp and the triton operators share: shapes, autograd, FLOP counts |
+| `codes`, `distances`, `merged` | what torch, cpp and triton operators share: shapes, autograd, FLOP counts |
 | `double_backward` | second derivatives of the operators |
 | `matrices` | skew-symmetric and orthogonal matrices |
 | `counting`, `chunks`, `triton_common`, `triton_limits` | arithmetic, sizes and limits of the implementations |

@@ -3,12 +3,12 @@
 //
 // Both work on tiles with a row for each key and a lane for each query. So softmax and sums of gates go down the rows,
 // a vector of queries at a time, and nothing is summed across lanes. Queries come in blocks, so small that their tiles
-// stay in the second-level cache from the logits to the last gradient.
+// stay in a cache from the logits to the last gradient.
 //
 // Each thread works on heads of its own, or in the forward pass of the attention on blocks. So there is one parallel
 // region a call, and results do not depend on the number of threads.
 
-#ifdef __clang__  // It links its own OpenMP, whose threads would all be told by torch's, which is GCC's, to do everything.
+#ifdef __clang__  // It links its own OpenMP. Torch's, which is GCC's, would tell each of its threads to do everything.
 #error "timm-sape needs g++ here: set CXX=g++"
 #endif
 
@@ -140,6 +140,40 @@ void transpose(Matrix<const T> from, int64_t rows, int64_t columns, T factor, st
   for (T& x : to) x *= factor;
 }
 
+// ------------------------------------------------------------------------------------------------ roots
+
+// The square root of x; 0 where x is not above the limit, which is not negative and finite.
+template <typename T>
+Vec<T> root_above(Vec<T> x, Vec<T> limit) {
+  return Vec<T>::blendv(x, Vec<T>(0), x <= limit).sqrt();
+}
+
+// a / b; 0 where b is 0.
+template <typename T>
+Vec<T> divided(Vec<T> a, Vec<T> b) {
+  return Vec<T>::blendv(a / b, Vec<T>(0), b == Vec<T>(0));
+}
+
+#ifdef CPU_CAPABILITY_AVX512
+// A root or quotient of 16 numbers takes as long as 30 products. An approximation with 14 bits takes as long as four,
+// and one step of Newton's method makes it 28 bits.
+template <>
+Vec<float> root_above(Vec<float> x, Vec<float> limit) {
+  const __m512 inverse = _mm512_rsqrt14_ps(x), root = _mm512_mul_ps(x, inverse);
+  const __m512 missing = _mm512_fnmadd_ps(root, root, x), half = _mm512_mul_ps(inverse, _mm512_set1_ps(0.5f));
+  const __mmask16 above = _mm512_cmp_ps_mask(x, limit, _CMP_NLE_UQ);  // NaN as well
+  const __mmask16 infinite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(std::numeric_limits<float>::infinity()), _CMP_EQ_OQ);
+  return _mm512_mask_mov_ps(_mm512_maskz_fmadd_ps(above, missing, half, root), infinite, x);
+}
+
+template <>
+Vec<float> divided(Vec<float> a, Vec<float> b) {
+  const __mmask16 finite = ~_mm512_fpclass_ps_mask(b, 0x02 | 0x04 | 0x08);  // neither 0 nor -0 nor infinity
+  const __m512 inverse = _mm512_rcp14_ps(b), quotient = _mm512_mul_ps(a, inverse);
+  return _mm512_maskz_fmadd_ps(finite, _mm512_fnmadd_ps(quotient, b, a), inverse, quotient);
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------ distances
 
 // The codes of a head along one axis, [G, C], and those of a block of queries, which are the lanes.
@@ -186,28 +220,28 @@ struct Codes {
       }
     }
     const Vec<T> limit = Vec<T>::loadu(&lane_noise[lane]);
-    for (int m = 0; m < M; ++m) {
-      const Vec<T> is_zero = d[m] <= at::vec::maximum(limit, Vec<T>(noise[j + m]));
-      d[m] = Vec<T>::blendv(d[m], Vec<T>(0), is_zero).sqrt();
-    }
+    for (int m = 0; m < M; ++m) d[m] = root_above(d[m], at::vec::maximum(limit, Vec<T>(noise[j + m])));
   }
 
   // `distances` now holds R. Add R_ji (w_j - w_i) to the gradients of all keys j and of the block's queries i.
   void add_gradients(int64_t first, int64_t n, int64_t width) {
-    by_rows(size, [&](auto M, int64_t j) {
+    const int64_t begin = std::max<int64_t>(0, -first), row = this->row;  // stores might change members, not locals
+    by_rows(size, [&, codes = codes.data(), distances = distances.data(), grad_queries = grad_queries.data()](
+                      auto M, int64_t j) {
       for (int64_t c = 0; c < row; c += LANES<T>) {
         Vec<T> w[M], sum[M];
-        for (int m = 0; m < M; ++m) w[m] = Vec<T>::loadu(&codes[(j + m) * row + c]), sum[m] = Vec<T>(0);
-        for (int64_t i = std::max<int64_t>(0, -first); i < n; ++i) {
-          const int64_t at = (first + i) * row + c;
-          const Vec<T> x = Vec<T>::loadu(&codes[at]);
-          Vec<T> sum_i = Vec<T>::loadu(&grad_queries[at]);
+        for (int m = 0; m < M; ++m) w[m] = Vec<T>::loadu(codes + (j + m) * row + c), sum[m] = Vec<T>(0);
+        const T *x_i = codes + (first + begin) * row + c, *r_i = distances + j * width + begin;
+        T* to = grad_queries + (first + begin) * row + c;
+        for (int64_t i = begin; i < n; ++i, x_i += row, to += row, ++r_i) {
+          const Vec<T> x = Vec<T>::loadu(x_i);
+          Vec<T> sum_i = Vec<T>::loadu(to);
           for (int m = 0; m < M; ++m) {
-            const Vec<T> difference = w[m] - x, r(distances[(j + m) * width + i]);
+            const Vec<T> difference = w[m] - x, r(r_i[m * width]);
             sum[m] = fmadd(difference, r, sum[m]);
             sum_i = fmadd(difference, r, sum_i);
           }
-          sum_i.store(&grad_queries[at]);
+          sum_i.store(to);
         }
         for (int m = 0; m < M; ++m) {
           T* to = &grad_keys[(j + m) * row + c];
@@ -227,10 +261,9 @@ struct Codes {
 
 // ------------------------------------------------------------------------------------------------ attention
 
-// Queries in a block: four tiles of them take 1 MB at most. Without any token there is no block, but a size.
-int64_t block_size(int64_t num_tokens) {
-  return std::clamp<int64_t>(65536 / std::max<int64_t>(num_tokens, 1) / 16, 1, 4) * 16;
-}
+// Queries in a block. Their tiles take a kilobyte a token, which may be more than the second-level cache has. Smaller
+// blocks would fit, but read k, v and the codes more often: with 16 queries, 4096 tokens took 1.8 times as long.
+constexpr int64_t BLOCK = 64;
 
 // A block of queries of one head.
 template <typename T>
@@ -266,8 +299,8 @@ struct Block {
       }
     });
     for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-      Vec<T> top(-std::numeric_limits<T>::infinity());
-      for (int64_t at = lane; at < N * width; at += width) top = at::vec::maximum(top, Vec<T>::loadu(&tile[at]));
+      Vec<T> top(-std::numeric_limits<T>::infinity());  // may miss NaN, which the sum will not
+      for (int64_t at = lane; at < N * width; at += width) top = at::vec::clamp_min(top, Vec<T>::loadu(&tile[at]));
       const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
         const Vec<T> e = (Vec<T>::loadu(&tile[at]) - top).exp();
         e.store(&tile[at]);
@@ -283,13 +316,13 @@ void attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain,
     double scale, const Tensor& out) {
   const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3);
-  const int64_t step = block_size(N), blocks = (N + step - 1) / step;
+  const int64_t blocks = (N + BLOCK - 1) / BLOCK;
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention", [&] {
     using T = scalar_t;
     at::parallel_for(0, heads * blocks, 1, [&](int64_t begin, int64_t end) {
       Block<T> block;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t head = task / blocks, i = task % blocks * step, n = std::min(step, N - i);
+        const int64_t head = task / blocks, i = task % blocks * BLOCK, n = std::min(BLOCK, N - i);
         if (task == begin || i == 0) block.x.load(codes_x, head), block.y.load(codes_y, head);
         block.load({q, head}, {k, head}, N, dim, i, n, scale, gain.const_data_ptr<T>()[head % q.size(1)], false);
         const Matrix<T> p(block.tile, padded<T>(n));
@@ -299,9 +332,9 @@ void attention(
   });
 }
 
-// The gradient of a logit, divided by the distance D, is R. The gradient of code w_i is the gain times the sum over j of
-// (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because R
-// times it may be too large for a number.
+// The gradient of a logit, divided by the distance D, is R. That of code w_i is the gain times the sum over j
+// of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because
+// R times it may be too large for a number.
 void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
@@ -323,8 +356,8 @@ void attention_backward(
           codes->grad_queries.assign(codes->codes.size(), T(0));
         }
         double gain_sum = 0;
-        for (int64_t i = 0, step = block_size(N); i < N; i += step) {
-          const int64_t n = std::min(step, N - i), width = padded<T>(n);
+        for (int64_t i = 0; i < N; i += BLOCK) {
+          const int64_t n = std::min(BLOCK, N - i), width = padded<T>(n);
           block.load(qs, ks, N, dim, i, n, scale, factor, true);
           transpose<T>(g.from(i), n, dim, 1, grads, width);
           grad_tile.resize(N * width);
@@ -342,7 +375,7 @@ void attention_backward(
                 T* distance = &codes->distances[at - prefix * width];
                 const Vec<T> d = Vec<T>::loadu(distance);
                 both = both + d;
-                Vec<T>::blendv(ds / d, Vec<T>(0), d == Vec<T>(0)).store(distance);
+                divided(ds, d).store(distance);
               }
               return ds * both;
             });
@@ -375,7 +408,8 @@ struct Lines {
   int64_t npos, row, width;
   T shrink;
   std::vector<T> table_t;  // [d, row]
-  std::vector<T> queries, gates, positions, grads;  // [d, width], and keys x queries, [length, width]
+  std::vector<T> queries;  // [d, width]
+  std::vector<T> gates, positions, cells, parts, grads;  // keys x queries, [length, width]
   std::vector<T> values[2], grad_values[2];  // of each source at integer positions, [G, row]
 
   Lines(Tensor table, Tensor codes, Tensor grad_table, int64_t count, int64_t length, bool rows, double shrink)
@@ -391,11 +425,10 @@ struct Lines {
     }
   }
 
-  // Gates and scaled positions of a line.
+  // Gates and scaled positions of a line, the cell of the table where each position is, and how far in the cell.
   void load(Matrix<const T> q, Matrix<const T> k, int64_t dim, T gate_scale) {
     transpose<T>(q, length, dim, -gate_scale, queries, width);
-    gates.resize(length * width);
-    positions.resize(length * width);
+    for (std::vector<T>* numbers : {&gates, &positions, &cells, &parts}) numbers->resize(length * width);
     product<T>(length, width, dim, k, {queries, width}, {gates, width});
     for (int64_t lane = 0; lane < width; lane += LANES<T>) {
       Vec<T> sum(0), lost(0);  // Kahan's sum: of a position all digits are needed, for it selects a cell
@@ -404,17 +437,15 @@ struct Lines {
         const Vec<T> next = gate - lost, total = sum + next;
         lost = (total - sum) - next;
         sum = total;
+        const Vec<T> position = sum * Vec<T>(shrink), last(npos - 1), zero(0);
+        const Vec<T> cell = Vec<T>::blendv(zero, position.floor(), position > zero);  // 0 for NaN
+        const Vec<T> inside = at::vec::clamp_max(cell, Vec<T>(npos - 2));
         gate.store(&gates[at]);
-        (sum * Vec<T>(shrink)).store(&positions[at]);
+        position.store(&positions[at]);
+        inside.store(&cells[at]);
+        (Vec<T>::blendv(position, last, position > last) - inside).store(&parts[at]);
       }
     }
-  }
-
-  // The cell [at, at + 1] of a position, and how far in the cell it is.
-  std::pair<int64_t, T> cell(T position) const {
-    const T last = npos - 1;
-    const int64_t at = position > 0 ? std::min<int64_t>(std::min(position, last), npos - 2) : 0;  // 0 for NaN
-    return {at, position > last ? last - at : position - at};
   }
 };
 
@@ -443,13 +474,12 @@ void codes(
           for (int64_t line = 0; line < lines.count; ++line) {
             const int64_t first = line * lines.next;
             lines.load(qs.from(first, lines.step), ks.from(first, lines.step), q.size(3), gate_scale);
-            for (int64_t i = 0; i < lines.length; ++i) {
-              const int64_t patch = first + i * lines.step;
-              for (size_t s = 0; s < sources.size(); ++s) {
-                const T* z = &lines.values[s][patch * lines.row];
-                for (int64_t j = 0; j < lines.length; ++j) {
-                  const auto [at, part] = lines.cell(lines.positions[j * lines.width + i]);
-                  to[patch][s * lines.length + j] = factor * (z[at] + part * (z[at + 1] - z[at]));
+            for (size_t s = 0; s < sources.size(); ++s) {
+              for (int64_t j = 0; j < lines.length; ++j) {
+                const T *cells = &lines.cells[j * lines.width], *parts = &lines.parts[j * lines.width];
+                for (int64_t i = 0, patch = first; i < lines.length; ++i, patch += lines.step) {
+                  const T* z = &lines.values[s][patch * lines.row + int64_t(cells[i])];
+                  to[patch][s * lines.length + j] = factor * (z[0] + parts[i] * (z[1] - z[0]));
                 }
               }
             }
@@ -460,11 +490,12 @@ void codes(
   });
 }
 
-// The gradients of the tables are those of each head, [B * h, npos, d].
+// The gradients of q and k are written, or with `onto` added to what is there. Those of the tables are of each head,
+// [B * h, npos, d].
 void codes_backward(
     const Tensor& grad_x, const Tensor& grad_y, const Tensor& q, const Tensor& k, const Tensor& table_x,
     const Tensor& table_y, int64_t height, int64_t width, const std::string& mode, double gate_scale, double shrink_x,
-    double shrink_y, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x,
+    double shrink_y, bool onto, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x,
     const Tensor& grad_table_y) {
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes_backward", [&] {
     using T = scalar_t;
@@ -479,7 +510,7 @@ void codes_backward(
         const auto grad_sources = sources_of(mode, gq, gk);
         for (Lines<T>* axis : {&rows, &columns}) {
           Lines<T>& lines = *axis;
-          const bool add = axis == &columns;
+          const bool add = onto || axis == &columns;
           const Matrix<const T> from(lines.codes, head);
           const T factor = std::sqrt(lines.shrink);
           const int64_t length = lines.length, width = lines.width;
@@ -489,24 +520,24 @@ void codes_backward(
             const int64_t first = line * lines.next, step = lines.step;
             lines.load(qs.from(first, step), ks.from(first, step), dim, gate_scale);
             lines.grads.assign(length * width, T(0));
-            for (int64_t i = 0; i < length; ++i) {
-              const int64_t patch = first + i * step;
-              for (size_t s = 0; s < sources.size(); ++s) {
-                const T *z = &lines.values[s][patch * lines.row], *g = from[patch] + s * length;
-                T* grad_z = &lines.grad_values[s][patch * lines.row];
-                for (int64_t j = 0; j < length; ++j) {
-                  const T position = lines.positions[j * width + i];
-                  const auto [at, part] = lines.cell(position);
-                  grad_z[at] += factor * g[j] * (1 - part);
-                  grad_z[at + 1] += factor * g[j] * part;
-                  if (!(position > lines.npos - 1)) lines.grads[j * width + i] += factor * g[j] * (z[at + 1] - z[at]);
+            for (size_t s = 0; s < sources.size(); ++s) {
+              for (int64_t j = 0; j < length; ++j) {  // outside, so that subsequent additions are to different patches
+                const T *cells = &lines.cells[j * width], *parts = &lines.parts[j * width];
+                for (int64_t i = 0, patch = first; i < length; ++i, patch += step) {
+                  const int64_t at = patch * lines.row + int64_t(cells[i]);
+                  const T *z = &lines.values[s][at], g = factor * from[patch][s * length + j];
+                  T* grad_z = &lines.grad_values[s][at];
+                  grad_z[0] += g * (1 - parts[i]);
+                  grad_z[1] += g * parts[i];
+                  lines.grads[j * width + i] += g * (z[1] - z[0]);
                 }
               }
             }
             for (int64_t lane = 0; lane < width; lane += LANES<T>) {
               Vec<T> sum(0);  // the gate of patch j is part of all positions up to j
               for (int64_t at = lane; at < length * width; at += width) {
-                sum = sum + Vec<T>::loadu(&lines.grads[at]);
+                const Vec<T> beyond = Vec<T>::loadu(&lines.positions[at]) > Vec<T>(lines.npos - 1);
+                sum = sum + Vec<T>::blendv(Vec<T>::loadu(&lines.grads[at]), Vec<T>(0), beyond);
                 const Vec<T> gate = Vec<T>::loadu(&lines.gates[at]), scale(gate_scale * lines.shrink);
                 (sum * gate * (Vec<T>(1) - gate) * scale).store(&lines.grads[at]);
               }

@@ -3,17 +3,18 @@
 They do less than the PyTorch operators: each distance is computed once, from the difference, and a block of pairs
 stays in the cache from the logits to the last gradient. Half precision is computed in float32.
 """
-from typing import Tuple
+from typing import Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 
 from .codes import CODES, CODES_BACKWARD, empty_codes, patches_of, register_codes
 from .cpp_build import find_cpp
-from .distances import ATTENTION, ATTENTION_BACKWARD, register_attention
+from .distances import ATTENTION, ATTENTION_BACKWARD, ATTENTION_GRADIENTS, empty_out, register_attention
+from .merged import MERGED_ARGUMENTS, register_merged
 from .precision import wide
 
-__all__ = ['cpp_axis_codes', 'cpp_distance_attention']
+__all__ = ['cpp_axis_codes', 'cpp_distance_attention', 'cpp_sape2_attention']
 
 
 def _kernels():
@@ -36,30 +37,75 @@ def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
     return padded[..., :tensor.shape[-1]].to(tensor.dtype).contiguous()
 
 
+def _empty(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Memory for gradients."""
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+
+
+def _write_codes_gradients(
+        grads_of_codes: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        options: Sequence,
+        onto: bool,
+        grads: Sequence[torch.Tensor],
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Write the gradients of the patches of q and k, or add them to what is there; return those of the tables.
+
+    Args:
+        grads_of_codes: The gradients of the codes along x and along y.
+        rows: q and k of the patches, and the tables, from `_rows`.
+        options: height, width, mode, gate_scale, shrink_x and shrink_y.
+        onto: Whether to add them.
+        grads: Those of the patches of q and k.
+    """
+    heads = rows[0].shape[0] * rows[0].shape[1]
+    grads_of_tables = [t.new_empty(heads, *t.shape) for t in rows[2:]]
+    _kernels().codes_backward(*wide(*grads_of_codes), *rows, *options, onto, *grads, *grads_of_tables)
+    return tuple(grad.sum(0) for grad in grads_of_tables)
+
+
+def _attention(rows: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], bias_scale, scale, v) -> torch.Tensor:
+    """The output for q, k and v from `_rows`, in the dtype of v."""
+    gain = bias_scale.to(codes[0].dtype).expand(v.shape[1]).contiguous()
+    out = empty_out(rows[2])
+    _kernels().attention(*rows, *codes, gain, scale, out)
+    return out if out.shape == v.shape and out.dtype == v.dtype else empty_out(v).copy_(out[..., :v.shape[-1]])
+
+
+def _attention_gradients(
+        rows: Sequence[torch.Tensor],
+        codes: Sequence[torch.Tensor],
+        bias_scale: torch.Tensor,
+        scale: float,
+) -> Tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v, of the codes and of the factor. `rows`: those of the output, q, k and v."""
+    gain = bias_scale.to(codes[0].dtype).expand(rows[0].shape[1]).contiguous()
+    grads = _empty(*rows[1:], *codes)
+    grad_gain = gain.new_empty(rows[0].shape[:2])
+    _kernels().attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
+    grad_gain = grad_gain.sum(0)
+    if bias_scale.shape[0] == 1:
+        grad_gain = grad_gain.sum(0, keepdim=True)
+    return *grads, grad_gain
+
+
 @torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu', schema=CODES)
-def cpp_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
-    codes = empty_codes(q, height, width, mode)
-    _kernels().codes(
-        *_rows(*patches_of(height, width, q, k), table_x, table_y), height, width, mode, gate_scale, shrink_x, shrink_y,
-        *codes)
+def cpp_axis_codes(q, k, table_x, table_y, height, width, *options):
+    codes = empty_codes(q, height, width, options[0])
+    rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
+    _kernels().codes(*rows, height, width, *options, *codes)
     return codes
 
 
 @torch.library.custom_op(
     'timm_sape::cpp_axis_codes_backward', mutates_args=(), device_types='cpu', schema=CODES_BACKWARD)
-def cpp_axis_codes_backward(
-        grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
-):
+def cpp_axis_codes_backward(grad_x, grad_y, q, k, table_x, table_y, height, width, *options):
     rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rows[:2]]
-    heads = q.shape[0] * q.shape[1]
-    grads += [t.new_empty(heads, *t.shape) for t in rows[2:]]
-    _kernels().codes_backward(
-        *wide(grad_x, grad_y), *rows, height, width, mode, gate_scale, shrink_x, shrink_y, *grads)
-    grads[2:] = (g.sum(0) for g in grads[2:])
+    grads = _empty(*rows[:2])
+    tables = _write_codes_gradients((grad_x, grad_y), rows, (height, width, *options), False, grads)
     prefix = q.shape[2] - height * width
-    grads[:2] = (F.pad(g, (0, 0, prefix, 0)) if prefix else g for g in grads[:2])  # prefix tokens have no codes
-    return tuple(_like(t, g) for t, g in zip((q, k, table_x, table_y), grads))
+    grads = (F.pad(g, (0, 0, prefix, 0)) if prefix else g for g in grads)  # prefix tokens have no codes
+    return tuple(_like(t, g) for t, g in zip((q, k, table_x, table_y), (*grads, *tables)))
 
 
 register_codes(cpp_axis_codes, cpp_axis_codes_backward)
@@ -67,25 +113,56 @@ register_codes(cpp_axis_codes, cpp_axis_codes_backward)
 
 @torch.library.custom_op('timm_sape::cpp_distance_attention', mutates_args=(), device_types='cpu', schema=ATTENTION)
 def cpp_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale):
-    rows = _rows(q, k, v)
-    gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
-    out = torch.empty_like(rows[2], memory_format=torch.contiguous_format)
-    _kernels().attention(*rows, *wide(codes_x, codes_y), gain, scale, out)
-    return _like(v, out)
+    return _attention(_rows(q, k, v), wide(codes_x, codes_y), bias_scale, scale, v)
 
 
 @torch.library.custom_op(
     'timm_sape::cpp_distance_attention_backward', mutates_args=(), device_types='cpu', schema=ATTENTION_BACKWARD)
 def cpp_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
-    rows, codes = _rows(grad, q, k, v), wide(codes_x, codes_y)
-    gain = bias_scale.to(codes_x.dtype).expand(q.shape[1]).contiguous()
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*rows[1:], *codes)]
-    grad_gain = gain.new_empty(q.shape[:2])
-    _kernels().attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
-    grad_gain = grad_gain.sum(0)
-    if bias_scale.shape[0] == 1:
-        grad_gain = grad_gain.sum(0, keepdim=True)
-    return tuple(_like(t, g) for t, g in zip((q, k, v, codes_x, codes_y, bias_scale), (*grads, grad_gain)))
+    grads = _attention_gradients(_rows(grad, q, k, v), wide(codes_x, codes_y), bias_scale, scale)
+    return tuple(_like(t, g) for t, g in zip((q, k, v, codes_x, codes_y, bias_scale), grads))
 
 
 register_attention(cpp_distance_attention, cpp_distance_attention_backward)
+
+# The merged operator keeps the codes for its backward pass.
+_MERGED = f'({MERGED_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
+_MERGED_BACKWARD = (
+    f'(Tensor grad, Tensor out, Tensor codes_x, Tensor codes_y, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}')
+
+
+@torch.library.custom_op('timm_sape::cpp_sape2_attention', mutates_args=(), device_types='cpu', schema=_MERGED)
+def cpp_sape2_attention_forward(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
+    """The output and the codes."""
+    *factors, scale = factors
+    rows, codes = _rows(q, k, v), empty_codes(q, *size, mode)
+    _kernels().codes(*patches_of(*size, *rows[:2]), *_rows(table_x, table_y), *size, mode, *factors, *codes)
+    return _attention(rows, codes, bias_scale, scale, v), *codes
+
+
+@cpp_sape2_attention_forward.register_fake
+def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
+    return empty_out(v), *empty_codes(q, *size, mode)
+
+
+@torch.library.custom_op(
+    'timm_sape::cpp_sape2_attention_backward', mutates_args=(), device_types='cpu', schema=_MERGED_BACKWARD)
+def cpp_sape2_attention_backward(
+        grad, out, codes_x, codes_y, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
+):
+    *factors, scale = factors
+    rows = _rows(grad, q, k, v)
+    *grads, grad_x, grad_y, grad_scale = _attention_gradients(rows, (codes_x, codes_y), bias_scale, scale)
+    patches = *patches_of(*size, *rows[1:3]), *_rows(table_x, table_y)
+    tables = _write_codes_gradients(
+        (grad_x, grad_y), patches, (*size, mode, *factors), True, patches_of(*size, *grads[:2]))
+    return tuple(
+        _like(t, g) for t, g in zip((q, k, v, table_x, table_y, bias_scale), (*grads, *tables, grad_scale)))
+
+
+register_merged(cpp_sape2_attention_forward, cpp_sape2_attention_backward)
+
+
+def cpp_sape2_attention(*args) -> torch.Tensor:
+    """The output alone, `[B, h, N, d]`. For the arguments see `MERGED_ARGUMENTS`."""
+    return cpp_sape2_attention_forward(*args)[0]

@@ -1,4 +1,4 @@
-"""What the operators for attention with distances, in PyTorch, C++ and Triton, share: reference and FLOP counts."""
+"""What the operators for attention with distances, in PyTorch, C++ and Triton, share: autograd and FLOP counts."""
 from functools import partial
 from typing import Callable
 
@@ -20,6 +20,7 @@ __all__ = [
     'empty_out',
     'register_attention',
     'register_flops',
+    'register_gradients',
 ]
 
 # The schemas of the operators
@@ -45,6 +46,42 @@ def empty_out(v: torch.Tensor) -> torch.Tensor:
     return v.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
 
 
+def register_gradients(forward: Callable, backward: Callable, reference: Callable) -> None:
+    """Register shapes of gradients and autograd of two operators for attention: the forward and the backward pass.
+
+    Both get six tensors, the first of them q, k and v, and then what has no gradient. The forward pass returns the
+    output, alone or followed by what the backward pass needs. The backward pass gets the gradient of the output, then
+    all that the forward pass returned unless that is the output alone, then the arguments.
+
+    Args:
+        forward: The operator.
+        backward: That of its gradients.
+        reference: Computes the output from what has no gradient and the six tensors.
+    """
+    @backward.register_fake
+    def _(*args):
+        tensors = [t for t in args if isinstance(t, torch.Tensor)][-6:]
+        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+
+    def setup_context(ctx, inputs, output) -> None:
+        results = () if isinstance(output, torch.Tensor) else output
+        ctx.args = inputs[6:]
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)  # else zeros are made for each of these
+        ctx.save_for_backward(*results, *inputs[:6])
+
+    def formula(ctx, grad, *_):
+        if grad is None:  # nothing that was made of the output has a gradient
+            grads = [None] * 6
+        elif torch.is_grad_enabled():  # the caller will differentiate the result again
+            grads = differentiable_gradients(partial(reference, *ctx.args), ctx.saved_tensors[-6:], (grad,))
+        else:
+            grads = backward(grad, *ctx.saved_tensors, *ctx.args)
+        return (*grads, *(None for _ in ctx.args))
+
+    forward.register_autograd(formula, setup_context=setup_context)
+
+
 def register_attention(forward: Callable, backward: Callable) -> None:
     """Register shapes, autograd and FLOP counts of two operators: the forward and the backward pass.
 
@@ -52,23 +89,9 @@ def register_attention(forward: Callable, backward: Callable) -> None:
     """
     @forward.register_fake
     def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-        return torch.empty_like(v, memory_format=torch.contiguous_format)
+        return empty_out(v)
 
-    @backward.register_fake
-    def _(grad, *args):
-        *tensors, _ = args
-        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
-
-    def setup_context(ctx, inputs, output) -> None:
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-
-    def formula(ctx, grad):
-        if torch.is_grad_enabled():  # the caller will differentiate the result again
-            return (*differentiable_gradients(partial(distance_attention, ctx.scale), ctx.saved_tensors, (grad,)), None)
-        return (*backward(grad, *ctx.saved_tensors, ctx.scale), None)
-
-    forward.register_autograd(formula, setup_context=setup_context)
+    register_gradients(forward, backward, distance_attention)
     register_flops(forward, backward)
 
 

@@ -7,7 +7,7 @@ from ..grid import Grid
 from . import reference
 from .attention import attend, merge_masks
 from .backend import choose_backend
-from .cpp_operators import cpp_axis_codes, cpp_distance_attention
+from .cpp_operators import cpp_axis_codes, cpp_distance_attention, cpp_sape2_attention
 from .devices import check_devices
 from .torch_codes import torch_axis_codes
 from .torch_distances import torch_distance_attention
@@ -111,10 +111,11 @@ def sape2_attention(
         'q and k of other widths than v': rotated_q.shape[-1] != v.shape[-1],
         'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
     })
-    if backend == 'triton' and rotated_q is q and rotated_k is k and axis_keys is None and (
+    if backend in ('triton', 'cpp') and rotated_q is q and rotated_k is k and axis_keys is None and (
             options := _operator_options(grid, mode, gate_scale, ref_grid_size)):
         height, width, mode, *factors = options
-        return triton_sape2_attention(
+        operator = triton_sape2_attention if backend == 'triton' else cpp_sape2_attention
+        return operator(
             q, k, v, *_wide_tables(q, table_x, table_y), bias_scale, (height, width), mode, (*factors, scale))
     codes_x, codes_y = axis_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,

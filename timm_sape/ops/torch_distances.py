@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .chunks import chunk_size, chunks
-from .distances import ATTENTION, ATTENTION_BACKWARD, register_attention
+from .distances import ATTENTION, ATTENTION_BACKWARD, empty_out, register_attention
 from .precision import upcast, without_autocast
 from .reference import cdist_is_slow, squares_by_products
 
@@ -165,7 +165,7 @@ def _rows(num_tokens: int, device: torch.device) -> Iterator[slice]:
 def torch_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale):
     batch, num_heads, num_tokens, _ = q.shape
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out = empty_out(v)
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
     codes = _prepare(codes_x, codes_y, num_tokens)
     workspace = _Workspace(0)

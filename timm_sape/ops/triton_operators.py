@@ -4,22 +4,20 @@
 on the same q and k. As one operator they take less time between the kernels, codes are prepared once and kept for the
 backward pass, and the kernels add what q and k get through the codes to their gradients from attention.
 """
-from functools import partial
-from typing import Callable, Tuple
+from typing import Tuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
-from .codes import CODES, CODES_BACKWARD, codes_flops, codes_reference, empty_codes, register_codes
+from .codes import CODES, CODES_BACKWARD, empty_codes, register_codes
 from .distances import (
     ATTENTION_ARGUMENTS,
     ATTENTION_GRADIENTS,
-    attention_flops,
     distance_attention,
     empty_out,
     register_flops,
+    register_gradients,
 )
-from .double_backward import differentiable_gradients
+from .merged import MERGED_ARGUMENTS, register_merged
 from .precision import without_autocast
 
 __all__ = ['triton_axis_codes', 'triton_distance_attention', 'triton_sape2_attention']
@@ -33,33 +31,6 @@ _ATTENTION_BACKWARD = f'(Tensor grad, {_OUTPUT}, {ATTENTION_ARGUMENTS}) -> {ATTE
 def _like(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     """Memory for gradients."""
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
-
-
-def _register_attention(forward: Callable, backward: Callable, reference: Callable) -> None:
-    """Register shapes of gradients and autograd of two operators for attention: the forward and the backward pass.
-
-    Both get six tensors, the first of them q, k and v, and then what has no gradient. The forward pass returns the
-    output and what the backward pass needs; the backward pass gets the gradient of the output and all of these before
-    its arguments. `reference` computes the output from what has no gradient and the six tensors.
-    """
-    @backward.register_fake
-    def _(*args):
-        return _like(*[t for t in args if isinstance(t, torch.Tensor)][-6:])
-
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.args = inputs[6:]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # else zeros are made for each of these
-        ctx.save_for_backward(*output, *inputs[:6])
-
-    def formula(ctx, grad, *_):
-        if torch.is_grad_enabled():  # the caller will differentiate the result again
-            grads = differentiable_gradients(partial(reference, *ctx.args), ctx.saved_tensors[-6:], (grad,))
-        else:
-            grads = backward(grad, *ctx.saved_tensors, *ctx.args)
-        return (*grads, *(None for _ in ctx.args))
-
-    forward.register_autograd(formula, setup_context=setup_context)
 
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=(), schema=CODES)
@@ -111,8 +82,7 @@ def triton_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, cod
     return *grads_of_tokens, *grads, grad_scale
 
 
-_register_attention(
-    triton_distance_attention_forward, triton_distance_attention_backward, reference=distance_attention)
+register_gradients(triton_distance_attention_forward, triton_distance_attention_backward, distance_attention)
 register_flops(triton_distance_attention_forward, triton_distance_attention_backward)
 
 
@@ -132,15 +102,9 @@ def triton_distance_attention(
     return triton_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale)[0]
 
 
-# torch spends time on each argument, more so the more there are. So these operators take lists of numbers:
-#   size                    H, W
-#   factors                 gate_scale, shrink_x, shrink_y, scale
-_SAPE2_ARGUMENTS = (
-    'Tensor q, Tensor k, Tensor v, Tensor table_x, Tensor table_y, Tensor bias_scale, SymInt[] size, str mode, '
-    'float[] factors')
 _PREPARED = 'Tensor wx, Tensor wy, Tensor sx, Tensor sy, Tensor unit'
-_SAPE2 = f'({_SAPE2_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
-_SAPE2_BACKWARD = f'(Tensor grad, {_OUTPUT}, {_PREPARED}, {_SAPE2_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
+_SAPE2 = f'({MERGED_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
+_SAPE2_BACKWARD = f'(Tensor grad, {_OUTPUT}, {_PREPARED}, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 @torch.library.custom_op('timm_sape::sape2_attention_triton', mutates_args=(), schema=_SAPE2)
@@ -181,31 +145,9 @@ def triton_sape2_attention_backward(
     return grad_q, grad_k, grad_v, *grads_of_tables, grad_scale
 
 
-def _sape2_reference(size, mode, factors, q, k, v, table_x, table_y, bias_scale):
-    *factors, scale = factors
-    return distance_attention(
-        scale, q, k, v, *codes_reference(*size, mode, *factors, q, k, table_x, table_y), bias_scale)
-
-
-_register_attention(
-    triton_sape2_attention_forward, triton_sape2_attention_backward, reference=_sape2_reference)
-
-
-@register_flop_formula(triton_sape2_attention_forward._opoverload.overloadpacket)
-def _(*args, out_shape=None, **kwargs) -> int:
-    return _sape2_flops(*args[:8])
-
-
-@register_flop_formula(triton_sape2_attention_backward._opoverload.overloadpacket)
-def _(*args, out_shape=None, **kwargs) -> int:
-    return _sape2_flops(*args[9:17], backward=True)
-
-
-def _sape2_flops(q_shape, k_shape, v_shape, x_shape, y_shape, gain_shape, size, mode, backward=False) -> int:
-    codes = codes_flops(q_shape, x_shape, y_shape, *size, mode, backward)
-    return codes + attention_flops(q_shape, len(mode) * sum(size), backward)
+register_merged(triton_sape2_attention_forward, triton_sape2_attention_backward)
 
 
 def triton_sape2_attention(*args) -> torch.Tensor:
-    """The output alone, `[B, h, N, d]`. For the arguments see `triton_sape2_attention_forward`."""
+    """The output alone, `[B, h, N, d]`. For the arguments see `MERGED_ARGUMENTS`."""
     return triton_sape2_attention_forward(*args)[0]
