@@ -405,15 +405,17 @@ SAPE2_FILES = (
 
 
 COMPILED_FILES = (
-    ('sape2_cpp', 'two threads'),
-    ('sape2_cpp_1thread', 'one thread'),
+    ('sape2_cpp', 'AMD EPYC, two threads'),
+    ('sape2_cpp_1thread', 'AMD EPYC, one thread'),
+    ('sape2_cpp_xeon', 'Intel Xeon, two threads'),
+    ('sape2_cpp_xeon_1thread', 'Intel Xeon, one thread'),
 )
 
 
 def sape2_compiled():
     """Operator and models in one table: the backends of each file were measured in the same run."""
     found = []
-    for name, threads in COMPILED_FILES:
+    for name, where in COMPILED_FILES:
         rows = [
             ({'torch': 'PyTorch', 'cpp': 'compiled'}[row['backend']], row['n'] + ' patches', row['both_vs_plain'])
             for row in read_csv(RESULTS / f'{name}.csv') if row['backend'] in ('torch', 'cpp')]
@@ -422,7 +424,7 @@ def sape2_compiled():
             for row in read_csv(RESULTS / f'{name}-models.csv') if row['pos_enc'] == 'ape+sape2_k']
         for what in ('PyTorch', 'compiled'):
             own = {column: f'{float(ratio):.2f}' for made, column, ratio in rows if made == what}
-            found.append((f'{what}, [{threads}](../results/{name}.csv)', own))
+            found.append((f'{what}, [{where}](../results/{name}.csv)', own))
     return table_of('', found)
 
 
