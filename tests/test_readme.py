@@ -726,7 +726,7 @@ def test_advice_is_that_of_the_results():
         {row['backend']: float(row['step_ratio']) for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')
          if (row['setting'], row['pos_enc']) == ('224/16', 'ape+sape2_k')}
         for end in ('', '_1thread', '_xeon', '_xeon_1thread')]
-    text = 'the Xeon\'s step with PyTorch took {:.2f} times as long as APE\'s, here {:.2f} times.'
+    text = "the Xeon's step with PyTorch took {:.2f} times as long as APE's, here {:.2f} times."
     assert text.format(1 + on_xeon['ape+sape2_k'] / 100, compiled[2]['torch']) in prose(DOCS / 'cost.md')
     notes = {row['notes'] for end in ('', '_1thread') for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')}
     assert all('AMD EPYC' in note and 'commit e7f8fab' in note for note in notes)
