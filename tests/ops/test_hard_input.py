@@ -1,4 +1,6 @@
 """Larger grids and inputs that are hard on rounding, against the reference in float64, which the loops have checked."""
+import math
+
 import pytest
 import torch
 import torch.nn as nn
@@ -24,6 +26,20 @@ OPERATORS = {
 
 def grid_for(backend, grid):
     return SMALLER.get(grid, grid) if backend == 'triton' and DEVICE == 'cpu' else grid
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_no_subnormal_probabilities(backend, dtype):
+    """They would slow a CPU down in all that is computed from them. The gradients of v are the probabilities here."""
+    logits = torch.tensor([0, 1.01, 0.99, 3]) * math.log(1e7 * torch.finfo(dtype).tiny)
+    k, v = logits.to(dtype).view(1, 1, 4, 1), torch.zeros(1, 1, 4, 1, dtype=dtype, requires_grad=True)
+    codes, one = torch.zeros_like(k), torch.ones(1, dtype=dtype)
+    out = OPERATORS[backend](torch.ones_like(k), k, v, codes, codes, one, 1.0)
+    grad = torch.autograd.grad(out[:, :, 0].sum(), v)[0].flatten()
+    assert_near(grad[0], one[0], 1e-6)
+    assert_near(grad[2], logits[2].to(dtype).exp(), 1e-6)
+    assert grad[1] == grad[3] == 0
 
 
 @pytest.mark.interpreted

@@ -304,7 +304,7 @@ struct Block {
       for (int64_t at = lane; at < N * width; at += width) top = at::vec::clamp_min(top, Vec<T>::loadu(&tile[at]));
       // Smaller exponentials, below 1e-31 in float, are 0. Otherwise they and their products could be subnormal numbers,
       // with which a backward pass took 15 times as long.
-      const Vec<T> least(std::log(std::numeric_limits<T>::min()) + 16);
+      const Vec<T> least(std::log(1e7 * std::numeric_limits<T>::min()));
       const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
         const Vec<T> x = Vec<T>::loadu(&tile[at]) - top;
         const Vec<T> e = Vec<T>::blendv(x.exp(), Vec<T>(0), x < least);

@@ -213,6 +213,7 @@ def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scal
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
     codes = _prepare(codes_x, codes_y, num_tokens)
     widths = codes_x.shape[-1], codes_y.shape[-1]
+    least = 1e7 * torch.finfo(codes_x.dtype).tiny
     workspace = _Workspace(3)
     for chunk in chunks(batch, num_heads, num_tokens ** 2, q.device):
         gs, qs, ks, vs = (upcast(t[chunk])[0].flatten(0, 1) for t in (grad, q, k, v))  # [n, N, d]
@@ -229,6 +230,8 @@ def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scal
             dx, dy = distances.sqrt_().chunk(2)
             torch.add(dx, dy, out=logits).mul_(gains).baddbmm_(qs[:, rows], ks.mT, alpha=scale)
             torch.softmax(logits, dim=-1, out=p)
+            if p.device.type == 'cpu':  # where products of so small numbers would be subnormal, and many times slower
+                F.threshold_(p, least, 0.0)
             g = gs[:, rows]
             grad_v.baddbmm_(g.mT, p)
             grad_p = torch.bmm(g, vs.mT, out=logits)
