@@ -270,6 +270,39 @@ def test_a_diverged_model_does_not_look_healthy(backend):
         assert not found[~expected.isfinite()].isfinite().any() and not expected.isfinite().all()
 
 
+def of_distances(operator, q, k, codes):
+    """Output and gradients of attention where all codes along y are equal."""
+    num_tokens, num_patches = q.shape[2], codes.shape[2]
+    codes_y, gain = codes.new_zeros(1, 1, num_patches, 2), torch.full((1,), 1e-17)
+    leaves = [t.clone().requires_grad_() for t in (q, k, codes, codes_y, gain)]
+    q, k, *others = leaves
+    v = torch.arange(float(num_tokens)).view(1, 1, -1, 1).expand_as(q)
+    out = operator(q, k, v, *others, 0.25)
+    return out, *torch.autograd.grad((out * v).sum(), leaves)
+
+
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_infinite_distances_and_gradients(backend):
+    """NaN and only NaN where the reference has it. Distances that are not infinite remain, however large codes are."""
+    q, k = make_inputs((1, 3), 1, heads=1, dim=16)[:2]
+    q, k = q[:1].float().abs(), k[:1].float()
+    no_key = k.clone()
+    no_key[:, :, 0] = -float('inf')  # as a mask would have it; the prefix token is no patch
+    codes = {
+        'infinite': torch.tensor([0, 3e19, -3e19]),
+        'large': 3e19 + 1e17 * torch.arange(3.),
+        'usual': torch.arange(3.)}
+    for kind, k in (('infinite', k), ('large', k), ('usual', no_key)):
+        wide = codes[kind].view(1, 1, 3, 1).expand(-1, -1, -1, 2)
+        found = of_distances(OPERATORS[backend], q, k, wide)
+        expected = of_distances(lambda *args: distance_attention(args[-1], *args[:-1]), q, k, wide)
+        assert expected[0].isnan().any() == (kind == 'infinite')
+        for i, (a, b) in enumerate(zip(found, expected)):
+            if i != 4:  # equal codes along y: 0 or NaN if the other distance is NaN
+                assert torch.equal(a.isnan(), b.isnan())
+                assert_near(a.nan_to_num(), b.nan_to_num(), 1e-5)
+
+
 @pytest.mark.parametrize('number', [float('inf'), float('nan')])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
 def test_a_diverged_model_does_not_look_healthy_to_triton(dtype, number):

@@ -134,6 +134,19 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
+@pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])
+def test_change_in_place(backend):
+    """The output may be changed in place. (Triton's backward pass needs it, so there PyTorch raises, as for SDPA.)"""
+    inputs = [t.requires_grad_() for t in make_inputs((3, 5))]
+    *tensors, scale = inputs
+    found = []
+    for change in (torch.relu, torch.relu_):
+        out = change(sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=backend))
+        found.append(torch.autograd.grad(out.square().sum(), inputs))
+    for a, b in zip(*found):
+        assert_near(a, b)
+
+
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_no_gradient(backend):
     """The output may be used where no gradient comes from: then the arguments get none from here."""

@@ -143,35 +143,39 @@ void transpose(Matrix<const T> from, int64_t rows, int64_t columns, T factor, st
 
 // ------------------------------------------------------------------------------------------------ roots
 
-// The square root of x; 0 where x is not above the limit, which is not negative and finite.
+// The square root of x, 0 where x <= limit. The limit is finite and at least 0.
 template <typename T>
 Vec<T> root_above(Vec<T> x, Vec<T> limit) {
   return Vec<T>::blendv(x, Vec<T>(0), x <= limit).sqrt();
 }
 
-// a / b; 0 where b is 0.
+// a / b, 0 where b is 0.
 template <typename T>
 Vec<T> divided(Vec<T> a, Vec<T> b) {
   return Vec<T>::blendv(a / b, Vec<T>(0), b == Vec<T>(0));
 }
 
 #ifdef CPU_CAPABILITY_AVX512
-// A root or quotient of 16 numbers takes as long as 30 products. An approximation with 14 bits takes as long as four,
-// and one step of Newton's method makes it 28 bits.
+// On a Xeon a root or quotient of 16 numbers takes as long as about 20 products. An approximation with 14 bits takes as
+// long as four, and one step of Newton's method makes it 28 bits. Where something is infinite that step gives NaN, and
+// the result is that of the approximation.
 template <>
 Vec<float> root_above(Vec<float> x, Vec<float> limit) {
   const __m512 inverse = _mm512_rsqrt14_ps(x), root = _mm512_mul_ps(x, inverse);
   const __m512 missing = _mm512_fnmadd_ps(root, root, x), half = _mm512_mul_ps(inverse, _mm512_set1_ps(0.5f));
+  const __m512 refined = _mm512_fmadd_ps(missing, half, root);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(refined, refined, _CMP_UNORD_Q);
   const __mmask16 above = _mm512_cmp_ps_mask(x, limit, _CMP_NLE_UQ);  // NaN as well
-  const __mmask16 infinite = _mm512_cmp_ps_mask(x, _mm512_set1_ps(std::numeric_limits<float>::infinity()), _CMP_EQ_OQ);
-  return _mm512_mask_mov_ps(_mm512_maskz_fmadd_ps(above, missing, half, root), infinite, x);
+  return _mm512_maskz_mov_ps(above, _mm512_mask_mov_ps(refined, is_nan, x));  // infinity is its own root
 }
 
 template <>
 Vec<float> divided(Vec<float> a, Vec<float> b) {
-  const __mmask16 finite = ~_mm512_fpclass_ps_mask(b, 0x02 | 0x04 | 0x08);  // neither 0 nor -0 nor infinity
   const __m512 inverse = _mm512_rcp14_ps(b), quotient = _mm512_mul_ps(a, inverse);
-  return _mm512_maskz_fmadd_ps(finite, _mm512_fnmadd_ps(quotient, b, a), inverse, quotient);
+  const __m512 refined = _mm512_fmadd_ps(_mm512_fnmadd_ps(quotient, b, a), inverse, quotient);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(refined, refined, _CMP_UNORD_Q);
+  const __mmask16 not_zero = _mm512_cmp_ps_mask(b, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  return _mm512_maskz_mov_ps(not_zero, _mm512_mask_mov_ps(refined, is_nan, quotient));
 }
 #endif
 
@@ -226,7 +230,8 @@ struct Codes {
 
   // `distances` now holds R. Add R_ji (w_j - w_i) to the gradients of all keys j and of the block's queries i.
   void add_gradients(int64_t first, int64_t n, int64_t width) {
-    const int64_t begin = std::max<int64_t>(0, -first), row = this->row;  // stores might change members, not locals
+    const int64_t begin = std::max<int64_t>(0, -first), row = this->row;
+    // copied to locals, because the compiler must assume that a store changes members
     by_rows(size, [&, codes = codes.data(), distances = distances.data(), grad_queries = grad_queries.data()](
                       auto M, int64_t j) {
       for (int64_t c = 0; c < row; c += LANES<T>) {
@@ -262,8 +267,9 @@ struct Codes {
 
 // ------------------------------------------------------------------------------------------------ attention
 
-// Queries in a block. Their tiles take a kilobyte a token, which may be more than the second-level cache has. Smaller
-// blocks would fit, but read k, v and the codes more often: with 16 queries, 4096 tokens took 1.8 times as long.
+// Queries in a block. In float their four tiles take a kilobyte a token, which may be more than the second-level cache
+// has. Smaller blocks would fit, but read k, v and the codes more often: on a Xeon, with 16 queries, a forward pass of
+// 4096 tokens took 1.8 times as long.
 constexpr int64_t BLOCK = 64;
 
 // A block of queries of one head.
@@ -302,8 +308,8 @@ struct Block {
     for (int64_t lane = 0; lane < width; lane += LANES<T>) {
       Vec<T> top(-std::numeric_limits<T>::infinity());  // may miss NaN, which the sum will not
       for (int64_t at = lane; at < N * width; at += width) top = at::vec::clamp_min(top, Vec<T>::loadu(&tile[at]));
-      // Smaller exponentials, below 1e-31 in float, are 0. Otherwise they and their products could be subnormal numbers,
-      // with which a backward pass took 15 times as long.
+      // Smaller exponentials, below 1e-31 in float, are 0. They and their products could be subnormal numbers, and with
+      // these a backward pass took 15 times as long.
       const Vec<T> least(std::log(1e7 * std::numeric_limits<T>::min()));
       const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
         const Vec<T> x = Vec<T>::loadu(&tile[at]) - top;
@@ -337,9 +343,9 @@ void attention(
   });
 }
 
-// The gradient of a logit, divided by the distance D, is R. That of code w_i is the gain times the sum over j
-// of (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because
-// R times it may be too large for a number.
+// The gradient of a logit, divided by the distance D, is R. That of code w_i is the gain times the sum over j of
+// (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because R
+// times it may be too large for a number.
 void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
@@ -386,7 +392,8 @@ void attention_backward(
             });
             std::array<T, LANES<T>> sums;
             sum.store(sums.data());
-            gain_sum += std::accumulate(sums.begin(), sums.end(), 0.0);
+            const int64_t lanes = std::min(LANES<T>, n - lane);  // what follows may be NaN
+            gain_sum += std::accumulate(sums.begin(), sums.begin() + lanes, 0.0);
           }
           const Matrix<T> p(block.tile, width), ds(grad_tile, width);
           product<T>(N, dim, n, p, g.from(i), gv, i > 0);
@@ -526,7 +533,8 @@ void codes_backward(
             lines.load(qs.from(first, step), ks.from(first, step), dim, gate_scale);
             lines.grads.assign(length * width, T(0));
             for (size_t s = 0; s < sources.size(); ++s) {
-              for (int64_t j = 0; j < length; ++j) {  // outside, so that subsequent additions are to different patches
+              // consecutive additions go to different patches, and so do not wait for each other
+              for (int64_t j = 0; j < length; ++j) {
                 const T *cells = &lines.cells[j * width], *parts = &lines.parts[j * width];
                 for (int64_t i = 0, patch = first; i < length; ++i, patch += step) {
                   const int64_t at = patch * lines.row + int64_t(cells[i]);

@@ -90,19 +90,21 @@ def _attention_gradients(
 
 
 @torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu', schema=CODES)
-def cpp_axis_codes(q, k, table_x, table_y, height, width, *options):
-    codes = empty_codes(q, height, width, options[0])
+def cpp_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
+    codes = empty_codes(q, height, width, mode)
     rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
-    _kernels().codes(*rows, height, width, *options, *codes)
+    _kernels().codes(*rows, height, width, mode, gate_scale, shrink_x, shrink_y, *codes)
     return codes
 
 
 @torch.library.custom_op(
     'timm_sape::cpp_axis_codes_backward', mutates_args=(), device_types='cpu', schema=CODES_BACKWARD)
-def cpp_axis_codes_backward(grad_x, grad_y, q, k, table_x, table_y, height, width, *options):
+def cpp_axis_codes_backward(
+        grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
+):
     rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
-    grads = _empty(*rows[:2])
-    tables = _write_codes_gradients((grad_x, grad_y), rows, (height, width, *options), False, grads)
+    grads, options = _empty(*rows[:2]), (height, width, mode, gate_scale, shrink_x, shrink_y)
+    tables = _write_codes_gradients((grad_x, grad_y), rows, options, False, grads)
     prefix = q.shape[2] - height * width
     grads = (F.pad(g, (0, 0, prefix, 0)) if prefix else g for g in grads)  # prefix tokens have no codes
     return tuple(_like(t, g) for t, g in zip((q, k, table_x, table_y), (*grads, *tables)))
@@ -127,8 +129,7 @@ register_attention(cpp_distance_attention, cpp_distance_attention_backward)
 
 # The merged operator keeps the codes for its backward pass.
 _MERGED = f'({MERGED_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
-_MERGED_BACKWARD = (
-    f'(Tensor grad, Tensor out, Tensor codes_x, Tensor codes_y, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}')
+_MERGED_BACKWARD = f'(Tensor grad, Tensor codes_x, Tensor codes_y, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 @torch.library.custom_op('timm_sape::cpp_sape2_attention', mutates_args=(), device_types='cpu', schema=_MERGED)
@@ -148,7 +149,7 @@ def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
 @torch.library.custom_op(
     'timm_sape::cpp_sape2_attention_backward', mutates_args=(), device_types='cpu', schema=_MERGED_BACKWARD)
 def cpp_sape2_attention_backward(
-        grad, out, codes_x, codes_y, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
+        grad, codes_x, codes_y, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
 ):
     *factors, scale = factors
     rows = _rows(grad, q, k, v)
@@ -160,7 +161,7 @@ def cpp_sape2_attention_backward(
         _like(t, g) for t, g in zip((q, k, v, table_x, table_y, bias_scale), (*grads, *tables, grad_scale)))
 
 
-register_merged(cpp_sape2_attention_forward, cpp_sape2_attention_backward)
+register_merged(cpp_sape2_attention_forward, cpp_sape2_attention_backward, needs_output=False)
 
 
 def cpp_sape2_attention(*args) -> torch.Tensor:

@@ -42,21 +42,22 @@ def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Te
 
 def empty_out(v: torch.Tensor) -> torch.Tensor:
     """`[B, h, N, d]` in the order of memory in which models merge the heads, so that they need not copy it."""
-    batch, num_heads, num_tokens, head_dim = v.shape
-    return v.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
+    # no transposed tensor: autograd forbids to change the output of an operator in place if it is a view
+    return torch.empty_permuted(v.shape, (0, 2, 1, 3), dtype=v.dtype, device=v.device)
 
 
-def register_gradients(forward: Callable, backward: Callable, reference: Callable) -> None:
+def register_gradients(forward: Callable, backward: Callable, reference: Callable, needs_output: bool) -> None:
     """Register shapes of gradients and autograd of two operators for attention: the forward and the backward pass.
 
     Both get six tensors, the first of them q, k and v, and then what has no gradient. The forward pass returns the
-    output, alone or followed by what the backward pass needs. The backward pass gets the gradient of the output, then
-    all that the forward pass returned unless that is the output alone, then the arguments.
+    output, alone or followed by what the backward pass needs. The backward pass gets the gradient of the output, the
+    output if it needs that, what else the forward pass returned, and the arguments.
 
     Args:
         forward: The operator.
         backward: That of its gradients.
         reference: Computes the output from what has no gradient and the six tensors.
+        needs_output: Whether the backward pass gets the output.
     """
     @backward.register_fake
     def _(*args):
@@ -64,11 +65,11 @@ def register_gradients(forward: Callable, backward: Callable, reference: Callabl
         return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
 
     def setup_context(ctx, inputs, output) -> None:
-        results = () if isinstance(output, torch.Tensor) else output
+        out, *others = (output,) if isinstance(output, torch.Tensor) else output
         ctx.args = inputs[6:]
-        ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)  # else zeros are made for each of these
-        ctx.save_for_backward(*results, *inputs[:6])
+        ctx.save_for_backward(*([out] if needs_output else []), *others, *inputs[:6])
 
     def formula(ctx, grad, *_):
         if grad is None:  # nothing that was made of the output has a gradient
@@ -91,7 +92,7 @@ def register_attention(forward: Callable, backward: Callable) -> None:
     def _(q, k, v, codes_x, codes_y, bias_scale, scale):
         return empty_out(v)
 
-    register_gradients(forward, backward, distance_attention)
+    register_gradients(forward, backward, distance_attention, needs_output=False)
     register_flops(forward, backward)
 
 

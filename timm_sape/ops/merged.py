@@ -1,4 +1,4 @@
-"""What the operators for codes and attention in one, in C++ and Triton, share: arguments, autograd, FLOP counts.
+"""What the operators that compute codes and attention together, in C++ and Triton, share: arguments, autograd, FLOPs.
 
 They are for codes and attention of the same q and k. As one operator they take less time between the kernels, and the
 kernels add what q and k get through the codes to their gradients from attention.
@@ -21,12 +21,12 @@ MERGED_ARGUMENTS = (
     'float[] factors')
 
 
-def register_merged(forward: Callable, backward: Callable) -> None:
+def register_merged(forward: Callable, backward: Callable, needs_output: bool) -> None:
     """Register shapes of gradients, autograd and FLOP counts of two operators: the forward and the backward pass.
 
     They are as `register_gradients` wants them. Their last arguments are `MERGED_ARGUMENTS`.
     """
-    register_gradients(forward, backward, _reference)
+    register_gradients(forward, backward, _reference, needs_output)
 
     @register_flop_formula(forward._opoverload.overloadpacket)
     def _(*args, out_shape=None, **kwargs) -> int:

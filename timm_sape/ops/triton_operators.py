@@ -82,7 +82,8 @@ def triton_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, cod
     return *grads_of_tokens, *grads, grad_scale
 
 
-register_gradients(triton_distance_attention_forward, triton_distance_attention_backward, distance_attention)
+register_gradients(
+    triton_distance_attention_forward, triton_distance_attention_backward, distance_attention, needs_output=True)
 register_flops(triton_distance_attention_forward, triton_distance_attention_backward)
 
 
@@ -145,7 +146,7 @@ def triton_sape2_attention_backward(
     return grad_q, grad_k, grad_v, *grads_of_tables, grad_scale
 
 
-register_merged(triton_sape2_attention_forward, triton_sape2_attention_backward)
+register_merged(triton_sape2_attention_forward, triton_sape2_attention_backward, needs_output=True)
 
 
 def triton_sape2_attention(*args) -> torch.Tensor:
