@@ -5,6 +5,7 @@ import json
 import os
 import re
 import warnings
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -1229,6 +1230,51 @@ def test_files_of_the_other_host(pos_enc, tmp_path):
         timm.create_model('test_naflexvit_pos_enc', **kwargs, checkpoint_path=tmp_path / 'vit.pth')
     overlay['file'] = str(tmp_path / 'vit.pth')
     timm.create_model('test_naflexvit_pos_enc', **kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
+
+
+@pytest.mark.parametrize('host', ['vit', 'naflexvit'])
+@pytest.mark.parametrize('trained, named, shown', [
+    ({'pos_enc_kwargs': {'rope2d': {'resolution': 'rescale'}}},
+     {'pos_enc_kwargs': {'rope2d': {'resolution': 'extrapolate'}}}, "'rope2d': {'resolution': 'rescale'}"),
+    ({'logit_scaling': 'log'}, None, "logit_scaling='log'")])
+def test_a_rule_for_other_sizes_is_not_lost_in_silence(host, trained, named, shown, tmp_path):
+    """A file that says it was trained with a rule is loaded into a model with another one: by name, or with a warning.
+
+    A saved folder builds the model with its rule; another one that is named there needs no warning either.
+    """
+    kwargs = dict(pos_enc='ape+rope2d', img_size=32, patch_size=8, num_classes=3)
+    model = timm.create_model(f'test_{host}_pos_enc', **kwargs, **trained)
+    torch.save(model.state_dict(), tmp_path / 'x.pth')
+    overlay = dict(file=str(tmp_path / 'x.pth'), num_classes=3)
+
+    def warnings_of(name, **given):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            timm.create_model(name, **given, pretrained=True)
+        return [str(w.message) for w in caught if 'was trained with' in str(w.message)]
+
+    load = partial(warnings_of, f'test_{host}_pos_enc', **kwargs, pretrained_cfg_overlay=overlay)
+    warning, = load()
+    assert shown in warning
+    assert not load(**trained) and (named is None or not load(**named))
+    timm_sape.hub.save(model, tmp_path / 'folder')
+    for given in ({}, named or {'logit_scaling': 'constant'}):
+        assert not warnings_of(f'local-dir:{tmp_path / "folder"}', **given)
+
+
+def test_resized_table_of_naflexvit(tmp_path):
+    """It runs at any size, so nothing else would tell that the size of the training was forgotten."""
+    for host in ('vit', 'naflexvit'):
+        model = timm.create_model(f'test_{host}_ape', img_size=(32, 48), patch_size=4)
+        torch.save(model.state_dict(), tmp_path / 'x.pth')
+        kwargs = dict(
+            patch_size=4, pretrained=True,
+            pretrained_cfg_overlay=dict(file=str(tmp_path / 'x.pth'), input_size=(3, 32, 48)))
+        with pytest.warns(UserWarning, match='for 8x12 patches. It is resized to 56x56,.* 32x48 pixels'):
+            timm.create_model('test_naflexvit_ape', **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            timm.create_model('test_naflexvit_ape', img_size=(32, 48), **kwargs)
 
 
 @pytest.mark.parametrize('pos_enc', ['rope2d', 'nope', 'sincos2d'])

@@ -4,11 +4,13 @@ import timm
 import torch
 import torch.nn as nn
 from timm.models import load_checkpoint
+from timm.models.vision_transformer import Block
 from torch.nn.utils import prune
 
 import timm_sape
 from timm_sape.analysis import position_shap
 from timm_sape.analysis.gallery import gallery_panels
+from timm_sape.attention import adopt_blocks
 from timm_sape.checkpoints import unwrap
 from timm_sape.cli import main
 from timm_sape.lab import bench_naflex, bench_sape2
@@ -233,3 +235,13 @@ def test_layers_that_share_a_table_are_not_saved(tmp_path):
         timm_sape.hub.save(model, tmp_path / 'model')
     second.table = nn.Parameter(first.table.detach().clone())
     timm_sape.hub.save(model, tmp_path / 'model')
+
+
+def test_blocks_that_no_class_is_known_for():
+    class OtherBlock(Block):
+        pass
+
+    blocks = [Block(16, 2), OtherBlock(16, 2)]
+    with pytest.raises(ValueError, match='No class with encodings is known for OtherBlock.*add it to HOSTS'):
+        adopt_blocks(blocks)
+    assert type(blocks[0]) is Block  # nothing was changed

@@ -193,7 +193,17 @@ def unknown_blocks(blocks: Iterable[nn.Module]) -> List[str]:
 
 
 def adopt_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Make blocks that timm has built hosts of encodings: modules stay timm's and get our classes, as FSDP does it."""
+    """Make blocks that timm has built hosts of encodings: modules stay timm's and get our classes, as FSDP does it.
+
+    Raises:
+        ValueError: If `HOSTS` has no class for a block or its attention layer.
+    """
+    blocks = list(blocks)
+    unknown = unknown_blocks(blocks)
+    if unknown:
+        raise ValueError(
+            f'No class with encodings is known for {", ".join(unknown)}. Write one, as PosEncBlock and PosEncAttention '
+            'are for Block and Attention, and add it to HOSTS in timm_sape/attention.py.')
     for block in blocks:
         for module in (block, block.attn):
             module.__class__ = HOSTS[type(module)]

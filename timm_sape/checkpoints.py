@@ -90,13 +90,9 @@ def filter_state_dict(
         if grid is not None:
             encoding.adapt(grid, state_dict, path)
             state_dict.setdefault(path + GRID, encoding.get_extra_state())
-    for path, encoding in model.position_encodings().items():
-        if isinstance(encoding, CoordinateEncoding) and encoding.saved_grid_size() is None:
-            state_dict.pop(path + GRID, None)  # saved with 'rescale', and now coordinates extrapolate
+    _drop_other_rules(state_dict, model)
     if model.global_pool == '' and model.attn_pool is None:  # features without a pool, as timm gives them
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith('attn_pool.')}
-    if model.logit_scaling == 'constant':
-        state_dict.pop(LOGIT_SCALING + GRID, None)
 
     # timm will adapt the heads to the number of classes, and the kernel of a plain ViT to the number of channels.
     heads = module_names(model.pretrained_cfg['classifier'])
@@ -111,6 +107,27 @@ def filter_state_dict(
             f'{_hint_of_channels(state_dict, model)}')
     warn_of_lost_head(state_dict, model)
     return state_dict
+
+
+def _drop_other_rules(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Remove what a checkpoint says of rules for other sizes that the model does not have.
+
+    Warn unless they were changed by name: in `pos_enc_kwargs`, or from the `logit_scaling` of a saved config.
+    """
+    for path, encoding in model.position_encodings().items():
+        if not isinstance(encoding, CoordinateEncoding) or encoding.saved_grid_size() is not None:
+            continue
+        name = path.rpartition('.')[2]
+        if state_dict.pop(path + GRID, None) is not None and 'resolution' not in model.pos_enc_kwargs.get(name, {}):
+            warnings.warn(
+                f"The checkpoint was trained with pos_enc_kwargs={{{name!r}: {{'resolution': 'rescale'}}}}. Without "
+                'them the model is another at all sizes but the trained one. If you want its rule, name it: '
+                f"pos_enc_kwargs={{{name!r}: {{'resolution': 'extrapolate'}}}}.")
+    if model.logit_scaling == 'constant' and state_dict.pop(LOGIT_SCALING + GRID, None) is not None and (
+            model.pretrained_model_args.get('logit_scaling') is None):
+        warnings.warn(
+            "The checkpoint was trained with logit_scaling='log'. Without it the model is another at all sizes but the "
+            'trained one.')
 
 
 def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
@@ -355,7 +372,9 @@ def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
     if is_naflex and 'patch_embed.proj.weight' in state_dict:
         raise ValueError(
             'The checkpoint is one of a plain ViT, the model is a NaFlexVit, whose entries have other names. It is '
-            f'converted by {PRETRAINED_PATHS}.')
+            'converted by timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., '
+            'num_classes=N)), or by train.py --pretrained-path. Give the arguments of its training, img_size and '
+            'patch_size too.')
     if not is_naflex and 'embeds.proj.weight' in state_dict:
         raise ValueError(
             'The checkpoint is one of a NaFlexVit, the model is a plain ViT, whose entries have other names. Create '

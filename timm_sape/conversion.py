@@ -1,5 +1,6 @@
 """Conversion of checkpoints: of timm's rotary ViTs and ViTs with relative position, and from one host to another."""
 import math
+import warnings
 from typing import Any, Collection, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -92,6 +93,11 @@ def convert_to_naflex(
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
+        size = 'x'.join(str(length * patch) for length, patch in zip(old, model.patch_size))
+        warnings.warn(
+            f"The checkpoint's table is for {_spell([old])} patches. It is resized to {_spell([new])}, as the model "
+            f'has it, and from there to the grid of each image. To keep it as it is, give the model the img_size of '
+            f'its training: {size} pixels with its patches.')
         table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out

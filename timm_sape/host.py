@@ -2,6 +2,9 @@
 
 A host is a subclass of `PosEncModel` and of one of timm's models. It says where its blocks and its grid are, and has
 an `embed` that calls `self.encodings` between the patch embedding and the blocks.
+
+timm's class must have what timm's ViT has: `blocks`, `embed_dim`, `in_chans`, `num_classes`, `num_prefix_tokens`,
+`global_pool`, `attn_pool`, `patch_drop`, `head`, `no_weight_decay`, `group_matcher`, `reset_classifier`.
 """
 import warnings
 from copy import deepcopy
