@@ -1270,7 +1270,7 @@ def test_resized_table_of_naflexvit(tmp_path):
         kwargs = dict(
             patch_size=4, pretrained=True,
             pretrained_cfg_overlay=dict(file=str(tmp_path / 'x.pth'), input_size=(3, 32, 48)))
-        with pytest.warns(UserWarning, match='for 8x12 patches. It is resized to 56x56,.* 32x48 pixels'):
+        with pytest.warns(UserWarning, match=r'for 8x12 patches. It is resized to 56x56,.* img_size=\(32, 48\)'):
             timm.create_model('test_naflexvit_ape', **kwargs)
         with warnings.catch_warnings():
             warnings.simplefilter('error')

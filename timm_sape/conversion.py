@@ -93,11 +93,11 @@ def convert_to_naflex(
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
-        size = 'x'.join(str(length * patch) for length, patch in zip(old, model.patch_size))
+        height, width = (length * patch for length, patch in zip(old, model.patch_size))
         warnings.warn(
-            f"The checkpoint's table is for {_spell([old])} patches. It is resized to {_spell([new])}, as the model "
-            f'has it, and from there to the grid of each image. To keep it as it is, give the model the img_size of '
-            f'its training: {size} pixels with its patches.')
+            f"The checkpoint's table is for {_spell([old])} patches. It is resized to {_spell([new])}, the model's "
+            'own, and from there to the grid of each image. To keep it as it is, create the model with '
+            f'img_size={height if height == width else (height, width)}.')
         table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out

@@ -1,8 +1,7 @@
 """SaPE2's codes and attention by Triton kernels, as operators. Triton is imported when one of them runs.
 
 `axis_codes_triton` and `distance_attention_triton` are for what needs one of the two. `sape2_attention_triton` is both,
-on the same q and k. As one operator they take less time between the kernels, codes are prepared once and kept for the
-backward pass, and the kernels add what q and k get through the codes to their gradients from attention.
+see `merged`. It prepares the codes once and keeps them for the backward pass.
 """
 from typing import Tuple
 
