@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 import torch
 import torch.nn as nn
 
-from .conversion import GRID, GridSize, declared_grid, saved_grids, trained_kernel
+from .conversion import GRID, GridSize, declared_grid, saved_grids, short_size, trained_kernel
 from .encodings import (
     CoordinateEncoding,
     ReferenceGridEncoding,
@@ -45,9 +45,9 @@ __all__ = [
 
 STEMS = 'patch_embed.proj.weight', 'embeds.proj.weight'  # of the plain ViT and of NaFlexVit
 # num_classes is that of the file: timm drops a head whose number of classes is not the declared one.
-PRETRAINED_PATHS = (
-    'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N)), '
-    "'local-dir:', 'hf-hub:', or train.py --pretrained-path")
+PRETRAINED_CALL = (
+    'timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., num_classes=N))')
+PRETRAINED_PATHS = f"{PRETRAINED_CALL}, 'local-dir:', 'hf-hub:', or train.py --pretrained-path"
 CONVERT_FOREIGN = (
     'Load them into the model of timm that they are for, and graft that, or save its state_dict() to a file for this '
     'model.')
@@ -372,9 +372,8 @@ def refuse_other_host(state_dict: Mapping[str, Any], model: nn.Module) -> None:
     if is_naflex and 'patch_embed.proj.weight' in state_dict:
         raise ValueError(
             'The checkpoint is one of a plain ViT, the model is a NaFlexVit, whose entries have other names. It is '
-            'converted by timm.create_model(..., pretrained=True, num_classes=N, pretrained_cfg_overlay=dict(file=..., '
-            'num_classes=N)), or by train.py --pretrained-path. Give the arguments of its training, img_size and '
-            'patch_size too.')
+            f'converted by {PRETRAINED_CALL}, or by train.py --pretrained-path. Give the arguments of its training, '
+            'img_size and patch_size too.')
     if not is_naflex and 'embeds.proj.weight' in state_dict:
         raise ValueError(
             'The checkpoint is one of a NaFlexVit, the model is a plain ViT, whose entries have other names. Create '
@@ -400,12 +399,12 @@ def _differing_arguments(state_dict: Mapping[str, Any], model: nn.Module) -> Dic
     found['class_token'], own['class_token'] = bool(found['class_token']), bool(own['class_token'])
     kernel = _kernel_size(shape('embeds.proj.weight') or shape('patch_embed.proj.weight'), model.in_chans)
     if kernel is not None:
-        found['patch_size'], own['patch_size'] = _short(kernel), _short(model.kernel_size)
+        found['patch_size'], own['patch_size'] = short_size(kernel), short_size(model.kernel_size)
         grid = _grid_of_entries(entries, num_prefix_tokens, getattr(model, 'no_embed_class', True))
         if grid is not None:
             strides = [s // k * n for s, k, n in zip(model.patch_size, model.kernel_size, kernel)]
-            found['img_size'] = _short([size * stride for size, stride in zip(grid, strides)])
-            own['img_size'] = _short([size * stride for size, stride in zip(model.grid_size, model.patch_size)])
+            found['img_size'] = short_size([size * stride for size, stride in zip(grid, strides)])
+            own['img_size'] = short_size([size * stride for size, stride in zip(model.grid_size, model.patch_size)])
     width = shape(f'{prefix}cls_token') or shape('norm.weight')
     if width:
         found['embed_dim'], own['embed_dim'] = width[-1], model.embed_dim
@@ -475,11 +474,6 @@ def _kernel_size(weight: Sequence[int], in_chans: int) -> Optional[Tuple[int, in
         return None
     side = math.isqrt(weight[1] // in_chans)
     return (side, side) if side ** 2 * in_chans == weight[1] else None
-
-
-def _short(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
-    """One number for both sides, where they are equal."""
-    return size[0] if len(set(size)) == 1 else tuple(size)
 
 
 def with_saved_keywords(kwargs: Dict[str, Any]) -> Dict[str, Any]:

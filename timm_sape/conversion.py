@@ -24,6 +24,7 @@ __all__ = [
     'from_timm',
     'grid_of_table',
     'saved_grids',
+    'short_size',
     'trained_kernel',
 ]
 
@@ -93,11 +94,11 @@ def convert_to_naflex(
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
-        height, width = (length * patch for length, patch in zip(old, model.patch_size))
+        size = short_size([length * patch for length, patch in zip(old, model.patch_size)])
         warnings.warn(
             f"The checkpoint's table is for {_spell([old])} patches. It is resized to {_spell([new])}, the model's "
             'own, and from there to the grid of each image. To keep it as it is, create the model with '
-            f'img_size={height if height == width else (height, width)}.')
+            f'img_size={size}.')
         table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
@@ -235,6 +236,11 @@ def saved_grids(entries: Mapping[str, Any]) -> Dict[str, GridSize]:
         key.removesuffix(GRID): tuple(map(round, value.tolist())) for key, value in entries.items()
         if key.endswith(GRID) and isinstance(value, torch.Tensor) and value.shape == (2,) and not value.is_meta
         and not value.is_complex() and value.isfinite().all()}
+
+
+def short_size(size: Sequence[int]) -> Union[int, Tuple[int, ...]]:
+    """One number for both sides, where they are equal."""
+    return size[0] if len(set(size)) == 1 else tuple(size)
 
 
 def _spell(grids: Iterable[GridSize]) -> str:

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 
 from .codes import CODES, CODES_BACKWARD, empty_codes, patches_of, register_codes
 from .cpp_build import find_cpp
-from .distances import ATTENTION, ATTENTION_BACKWARD, ATTENTION_GRADIENTS, empty_out, register_attention
+from .distances import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ATTENTION_GRADIENTS,
+    empty_gradients,
+    empty_out,
+    register_attention,
+)
 from .merged import MERGED_ARGUMENTS, register_merged
 from .precision import wide
 
@@ -35,11 +42,6 @@ def _rows(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 def _like(tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
     """What a kernel wrote for padded rows, in the shape and the dtype of the tensor."""
     return padded[..., :tensor.shape[-1]].to(tensor.dtype).contiguous()
-
-
-def _empty(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Memory for gradients."""
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
 
 
 def _write_codes_gradients(
@@ -80,7 +82,7 @@ def _attention_gradients(
 ) -> Tuple[torch.Tensor, ...]:
     """The gradients of q, k and v, of the codes and of the factor. `rows`: those of the output, q, k and v."""
     gain = bias_scale.to(codes[0].dtype).expand(rows[0].shape[1]).contiguous()
-    grads = _empty(*rows[1:], *codes)
+    grads = empty_gradients(*rows[1:], *codes)
     grad_gain = gain.new_empty(rows[0].shape[:2])
     _kernels().attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
     grad_gain = grad_gain.sum(0)
@@ -103,7 +105,7 @@ def cpp_axis_codes_backward(
         grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
 ):
     rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
-    grads, options = _empty(*rows[:2]), (height, width, mode, gate_scale, shrink_x, shrink_y)
+    grads, options = empty_gradients(*rows[:2]), (height, width, mode, gate_scale, shrink_x, shrink_y)
     tables = _write_codes_gradients((grad_x, grad_y), rows, options, False, grads)
     prefix = q.shape[2] - height * width
     grads = (F.pad(g, (0, 0, prefix, 0)) if prefix else g for g in grads)  # prefix tokens have no codes

@@ -1,6 +1,6 @@
 """What the operators for attention with distances, in PyTorch, C++ and Triton, share: autograd and FLOP counts."""
 from functools import partial
-from typing import Callable
+from typing import Callable, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ __all__ = [
     'ATTENTION_GRADIENTS',
     'attention_flops',
     'distance_attention',
+    'empty_gradients',
     'empty_out',
     'register_attention',
     'register_flops',
@@ -46,6 +47,11 @@ def empty_out(v: torch.Tensor) -> torch.Tensor:
     return torch.empty_permuted(v.shape, (0, 2, 1, 3), dtype=v.dtype, device=v.device)
 
 
+def empty_gradients(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    """Memory for the gradients of tensors."""
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+
+
 def register_gradients(forward: Callable, backward: Callable, reference: Callable, needs_output: bool) -> None:
     """Register shapes of gradients and autograd of two operators for attention: the forward and the backward pass.
 
@@ -61,8 +67,7 @@ def register_gradients(forward: Callable, backward: Callable, reference: Callabl
     """
     @backward.register_fake
     def _(*args):
-        tensors = [t for t in args if isinstance(t, torch.Tensor)][-6:]
-        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
+        return empty_gradients(*[t for t in args if isinstance(t, torch.Tensor)][-6:])
 
     def setup_context(ctx, inputs, output) -> None:
         out, *others = (output,) if isinstance(output, torch.Tensor) else output

@@ -3,8 +3,6 @@
 `axis_codes_triton` and `distance_attention_triton` are for what needs one of the two. `sape2_attention_triton` is both,
 see `merged`. It prepares the codes once and keeps them for the backward pass.
 """
-from typing import Tuple
-
 import torch
 
 from .codes import CODES, CODES_BACKWARD, empty_codes, register_codes
@@ -12,6 +10,7 @@ from .distances import (
     ATTENTION_ARGUMENTS,
     ATTENTION_GRADIENTS,
     distance_attention,
+    empty_gradients,
     empty_out,
     register_flops,
     register_gradients,
@@ -27,11 +26,6 @@ _ATTENTION = f'({ATTENTION_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
 _ATTENTION_BACKWARD = f'(Tensor grad, {_OUTPUT}, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
-def _like(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    """Memory for gradients."""
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
-
-
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=(), schema=CODES)
 @without_autocast
 def triton_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
@@ -45,7 +39,7 @@ def triton_axis_codes_backward(
         grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
 ):
     from .triton_codes import gradients_of
-    grads = _like(q, k)
+    grads = empty_gradients(q, k)
     grads_of_tables = gradients_of(
         grad_x, grad_y, *grads, False, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y)
     return *grads, *grads_of_tables
@@ -75,7 +69,7 @@ def triton_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, cod
     from .triton_distances import attention_backward
     from .triton_prepare import PreparedCodes
     prepared = PreparedCodes.of(codes_x, codes_y, q.shape[2], q.dtype)
-    grads = _like(codes_x, codes_y)
+    grads = empty_gradients(codes_x, codes_y)
     *grads_of_tokens, grad_scale = attention_backward(
         grad, out, row_max, row_sum, q, k, v, prepared, *grads, bias_scale, scale)
     return *grads_of_tokens, *grads, grad_scale
