@@ -140,92 +140,91 @@ def results():
 
 
 def choosing():
-    """Three sentences that answer, and a row for each reader, with what was measured for the advice."""
+    """A row for each reader, then what the advice rests on, a comparison a row."""
     six, five, of_lape = (
         read_csv(RESULTS / 'cpu_cifar10' / name) for name in ('pairs.csv', 'reference/reference.csv', 'lape.csv'))
     assert {row['lr'] for row in five if row['model'] in ('APE', 'RoPE-2D', 'SaPE2(K)+APE')} == {'0.0015'}
     eleven = six + five  # of these three models all have the recipe's learning rate
+    three, four, long_lape = (read_csv(RESULTS / 'cpu_long' / f'long{end}.csv') for end in ('', '_seeds', '_lape'))
     grafts = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
-    on_gpu = gpu_step_rows()
-    rope_gpu, sape2_gpu = (
-        [f'{float(on_gpu[key][how]["to_ape"]):.2f}' for how in ('compiled', 'graph')]
-        for key in (('vit_small_rope2d', ''), ('vit_small_sape2_k_ape', 'triton')))
-    steps, on_xeon = (
-        {row['pos_enc']: f'{float(row["step_ratio"]):.2f}' for row in read_csv(RESULTS / name)
-         if row['setting'] == '224/16'}
-        for name in ('cost_cpu.csv', 'cost_compositions.csv'))
-    rope, sape2 = (
-        beside(values_of(eleven, name), values_of(eleven, 'APE'))[1] for name in ('RoPE-2D', 'SaPE2(K)+APE'))
-    more_heads = beside(*(values_of(five, f'{name}, 4 heads') for name in ('RoPE-2D', 'APE')))[1]
-    lape, lape_4 = (
-        beside(*(values_of(of_lape, f'{name}{heads}') for name in ('LaPE', 'RoPE-2D')))[1]
-        for heads in ('', ', 4 heads'))
-    long = read_csv(RESULTS / 'cpu_long' / 'long_lape.csv')
-    lape_long = beside(*(values_of(long, f'{name}, 4 heads') for name in ('LaPE', 'RoPE-2D')))[1]
-    half = beside(*(values_of(six, f'{name}, rate .00075') for name in ('SaPE2(K)+APE', 'APE')))[1]
-    at_64 = {name: kept(name, '64') for name in ('APE', 'RoPE-2D', 'RoPE-2D mixed', 'sincos2d')}
-    rope_kept, mixed_kept = (
-        difference(subtract(at_64[name], at_64['APE']), 1) for name in ('RoPE-2D', 'RoPE-2D mixed'))
-    compared = len({row['base'] for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')}) - 1
-    shown = [name for name in at_64 if corrected_cells(at_64[name], at_64['APE'], compared)['shown'] == 'yes']
-    assert shown == ['RoPE-2D mixed']
-    grafted = beside(values_of(grafts, 'rope2d'), values_of(grafts, 'none'))[1]
+    at_64 = {name: kept(name, '64') for name in ('APE', 'RoPE-2D', 'RoPE-2D mixed')}
+    others = {row['base'] for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')} - {'APE'}
     two_heads = {row['model'] for row in five if not row['model'].endswith('4 heads')}
     means = {name: mean(values_of(five, name).values()) for name in two_heads}
-    assert max(means, key=means.get) == 'LaPE' and lape.split('[')[1].startswith('-')
-    answer = (
-        f'Trained from scratch for ten epochs, `rope2d` is ahead of `ape`, {rope} points of top-1 (eleven seeds). '
-        '`lape` has the highest mean of the rows with two heads below. With six new seeds it is not shown to be ahead '
-        'of `rope2d`. After [40 epochs](../results/README.md#does-the-order-hold-in-a-longer-training), with four '
-        'heads, neither is shown to be ahead of `ape`. After ten epochs, tested at twice the trained '
-        f'size, `rope2d` keeps more of its accuracy above chance than `ape`, {rope_kept} percentage points (five '
-        'seeds, each with a rule chosen on held-out images; a single comparison). SaPE2 is not shown to improve `ape`: '
-        f'`ape+sape2_k` minus `ape` is {sape2} (eleven seeds), and {half} at half the learning rate (six seeds).')
-    return textwrap.fill(answer, 120, break_long_words=False, break_on_hyphens=False) + '\n\n' + table([
-        'you want to', 'take', 'measured'], [
+    assert max(means, key=means.get) == 'LaPE'
+    rows = [
+        ['top-1 after ten epochs', '`rope2d`, `ape`', *comparison(eleven, 'RoPE-2D', 'APE')],
+        ['', '`rope2d`, `ape`; four heads', *comparison(five, 'RoPE-2D, 4 heads', 'APE, 4 heads')],
+        ['', '`lape`, `rope2d`', *comparison(of_lape, 'LaPE', 'RoPE-2D')],
+        ['', '`lape`, `rope2d`; four heads', *comparison(of_lape, 'LaPE, 4 heads', 'RoPE-2D, 4 heads')],
+        ['', '`ape+sape2_k`, `ape`', *comparison(eleven, 'SaPE2(K)+APE', 'APE')],
+        ['', '`ape+sape2_k`, `ape`; half the learning rate',
+         *comparison(six, 'SaPE2(K)+APE, rate .00075', 'APE, rate .00075')],
+        ['top-1 after 40 epochs', '`rope2d`, `ape`; four heads',
+         *comparison(three + four, 'RoPE-2D, 4 heads', 'APE, 4 heads')],
+        ['', '`lape`, `ape`; four heads', *comparison(long_lape, 'LaPE, 4 heads', 'APE, 4 heads')],
+        ['', '`lape`, `rope2d`; four heads', *comparison(long_lape, 'LaPE, 4 heads', 'RoPE-2D, 4 heads')],
+        ['accuracy kept at twice the size', '`rope2d`, `ape`', *difference_cells(at_64['RoPE-2D'], at_64['APE'], 1)],
+        ['', '`rope2d_mixed`, `ape`', *difference_cells(at_64['RoPE-2D mixed'], at_64['APE'], 1)],
+        ['top-1 after fine-tuning', '`rope2d` grafted, nothing grafted', *comparison(grafts, 'rope2d', 'none')],
+        *dense(),
+    ]
+    corrected = [corrected_cells(at_64[name], at_64['APE'], len(others))['shown'] for name in list(at_64)[1:]]
+    assert corrected == ['no', 'yes']
+    advice = [
         ['train a small model from scratch', '`rope2d` or `lape`',
-         f'top-1 minus that of `ape`, eleven seeds: `rope2d` {rope}; with four heads, five seeds: {more_heads}. `lape` '
-         f'minus `rope2d`, six seeds: {lape}; with four heads: {lape_4}; after 40 epochs, four seeds: {lape_long}. For '
-         'other sizes `rope2d` has more rules'],
+         'after ten epochs `rope2d` is ahead of `ape`; after 40, neither is shown to be. `lape` has the highest mean '
+         'of the models with two heads, `rope2d` has more rules for other sizes'],
         ['test at twice the trained size',
          '`rope2d` or `rope2d_mixed`, with a [rule](resolutions.md#rules) chosen on held-out images '
          '(`timm-sape adapt`)',
-         'accuracy above chance that is kept, each by a rule chosen on held-out images, minus that of `ape`, five '
-         f'seeds: `rope2d` {rope_kept}, `rope2d_mixed` {mixed_kept}. Corrected for the {compared} models that were '
-         'compared with `ape`, it is [shown](../results/details.md#how-much-accuracy-is-kept-at-two-to-four-times-the-'
-         f'trained-size) for `rope2d_mixed` alone. Rules chosen, with the number of seeds: `rope2d`: '
-         f'{rules_at("RoPE-2D", "64")}; `rope2d_mixed`: {rules_at("RoPE-2D mixed", "64")}'],
-        ['start from a pretrained backbone', "the backbone's own encoding",
-         f'top-1 with `rope2d` grafted and fine-tuned, minus that without, of one small backbone: {grafted}; no gain '
-         'is shown'],
-        ['segment by maps of features', '`ape`',
-         f'mIoU of a linear map on frozen features at the trained size, minus that of `ape`: {dense()}; at twice '
-         'that size it is shown for none'],
-        ['add no cost', '`ape`, `sincos2d`',
-         f'a training step over that of `ape`: on an AMD EPYC `sincos2d` {steps["sincos2d"]}, `rope2d` '
-         f'{steps["rope2d"]}, `sape2_k` {steps["sape2_k"]}, and a second `ape` {steps["ape"]}, which is the noise; on '
-         f'an Intel Xeon `rope2d` {on_xeon["rope2d"]}, `sape2_k` {on_xeon["sape2_k"]}, `ape` {on_xeon["ape"]}; on an '
-         f'[H200](cost.md#sape2-on-a-gpu), with `torch.compile`, `rope2d` {rope_gpu[0]} and `ape+sape2_k` '
-         f'{sape2_gpu[0]}; as a CUDA graph {rope_gpu[1]} and {sape2_gpu[1]}'],
-    ])
+         'they keep more of their accuracy than `ape`'],
+        ['start from a pretrained backbone', "the backbone's own encoding", 'no gain of a graft is shown'],
+        ['segment by maps of features', '`ape`', '`rope2d` and `rope2d_mixed` are behind it'],
+        ['study SaPE2', '`ape+sape2_k`, at half the learning rate of `ape`',
+         'at the same rate it is behind `ape`. It is not shown to improve `ape` at either'],
+        ['add no cost', '`ape`, `sincos2d`', 'a training step takes as long as without position ([cost](cost.md))'],
+    ]
+    return table(['you want to', 'take', 'because'], advice) + '\n\n' + textwrap.fill(
+        'This is what the advice rests on. A difference is the first model minus the second, in percentage points, '
+        'with its 95 % interval if runs of one seed are taken for pairs; `not paired` treats all runs as independent. '
+        '**A difference is shown if both intervals exclude 0.**', 120) + '\n\n' + table(
+        ['measured', 'compared', 'difference', 'not paired', 'seeds', 'shown'], rows) + '\n\n' + textwrap.fill(
+        f'Accuracy kept: accuracy above chance (10 %) at the other size, in percent of that at the trained size, each '
+        f'seed by a rule chosen on held-out images. If the intervals are corrected for the {len(others)} models that '
+        'were compared with `ape`, it is [shown](../results/details.md#how-much-accuracy-is-kept-at-two-to-four-times-'
+        f'the-trained-size) for `rope2d_mixed` alone. The rules, with their number of seeds: `rope2d` '
+        f'{rules_at("RoPE-2D", "64")}; `rope2d_mixed` {rules_at("RoPE-2D mixed", "64")}. Maps: mean intersection over '
+        'union of a linear map on frozen features, at the trained size, with intervals corrected for all models and '
+        'sizes; at twice that size no difference is shown.', 120, break_long_words=False, break_on_hyphens=False)
+
+
+def comparison(rows, model, base):
+    """Cells of a comparison of two models' top-1: with pairs, not paired, seeds, shown."""
+    return difference_cells(values_of(rows, model), values_of(rows, base))
+
+
+def difference_cells(values, base, digits=2):
+    low, high = unpaired_interval(list(values.values()), list(base.values()))
+    return [
+        difference(subtract(values, base), digits), f'[{low:+.{digits}f}, {high:+.{digits}f}]', len(values),
+        corrected_cells(values, base, 1)['shown']]
 
 
 def dense():
-    """How far models are behind APE in segmentation at their own size, in words, and for which that is shown.
-
-    At twice that size it is shown for none.
-    """
+    """Rows for segmentation by models at their own size. At twice that size no difference is shown."""
     text = (RESULTS / 'cpu_cifar10' / 'reference' / 'segmentation.md').read_text(encoding='utf-8')
-    table = rows_of_table(text.split('\n\n')[1])
-    found = {row['model']: row for row in table if row['size'] == '32 px'}
-    assert 'yes' not in {row['shown'] for row in table if row['size'] == '64 px'}
-    rows = {name: found[model] for model, name in (
-        ('none', '`nope`'), ('sincos2d', '`sincos2d`'), ('RoPE-2D', '`rope2d`'), ('RoPE-2D mixed', '`rope2d_mixed`'),
-        ('SaPE2(K)+APE', '`ape+sape2_k`'))}
-    differences = (f'{name} {row["difference"]} {row["corrected, pairs"]}' for name, row in rows.items())
-    *others, last = (name for name, row in rows.items() if row['shown'] == 'yes')
-    shown = f'{", ".join(others)} and {last}' if others else last
-    return f'{", ".join(differences)}. It is shown for {shown}'
+    found = rows_of_table(text.split('\n\n')[1])
+    assert 'yes' not in {row['shown'] for row in found if row['size'] == '64 px'}
+    cells = {
+        row['model']: [f'{row["difference"]} {row["corrected, pairs"]}', row['corrected, not paired'], row['seeds'],
+                       row['shown']]
+        for row in found if row['size'] == '32 px'}
+    names = {'RoPE-2D': 'rope2d', 'RoPE-2D mixed': 'rope2d_mixed', 'none': 'nope', 'SaPE2(K)+APE': 'ape+sape2_k',
+             'sincos2d': 'sincos2d'}
+    return [
+        ['' if i else 'segmentation by maps', f'`{name}`, `ape`', *cells[model]]
+        for i, (model, name) in enumerate(names.items())]
 
 
 def tested_at(model, size):
