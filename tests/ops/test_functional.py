@@ -366,6 +366,8 @@ WRONG_ATTENTION = {
     'mask of three dimensions': (
         dict(attn_mask=torch.ones(HEADS, N, N)), r'attn_mask \[2, 8, 8\] does not say whether .*attn_mask\[:, None\]'),
     'negative dropout': (dict(dropout_p=-0.1), 'dropout_p must be between 0 and 1, got -0.1'),
+    'dropout above 1': (dict(dropout_p=1.5), 'dropout_p must be between 0 and 1, got 1.5'),
+    'scale as text': (dict(scale='one'), r"scale must be a number, or None for 1/sqrt\(d\), got 'one'"),
     'bias scale per head and token': (
         dict(bias_scale=torch.ones(HEADS, N)), r'bias_scale must be .* one value per head \[2\], got \[2, 8\]'),
 }
