@@ -1,5 +1,6 @@
 """NaFlexVitPosEnc as a timm model: saving, loading, training, intermediates, and what it refuses."""
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -426,6 +427,30 @@ def test_blocks_one_by_one():
         model.blocks[0](x, is_causal=True, position=position)
     with pytest.raises(ValueError, match='model.embed'):
         model.blocks[0](x)
+
+
+@pytest.mark.parametrize('given', ['images', 'kept patches', 'images of several sizes'])
+def test_position_moves_as_a_whole(given):
+    """Libraries that spread a model over devices move all that is in a position, and nothing else about it changes."""
+    model = small('rope2d+lape+cpb', logit_scaling='log')
+    images = torch.randn(2, 3, 48, 32)
+    kept = {'keep_indices': torch.tensor([[1, 0], [23, 4]])} if given == 'kept patches' else {}
+    sizes = given == 'images of several sizes'
+    position = model.embed(batch(pictures(SIZES, torch.float32)) if sizes else images, **kept)[1]
+
+    def leaves(value):
+        if dataclasses.is_dataclass(value):
+            return [x for field in dataclasses.fields(value) for x in leaves(getattr(value, field.name))]
+        return [x for item in value for x in leaves(item)] if isinstance(value, (tuple, list)) else [value]
+
+    moved = position.to('meta')
+    assert type(moved) is type(position)
+    pairs = list(zip(leaves(position), leaves(moved), strict=True))
+    tensors = [new for old, new in pairs if isinstance(old, torch.Tensor)]
+    assert tensors and all(tensor.is_meta for tensor in tensors)
+    devices = [new for old, new in pairs if isinstance(old, torch.device)]
+    assert devices and all(device.type == 'meta' for device in devices)
+    assert all(new == old for old, new in pairs if not isinstance(old, (torch.Tensor, torch.device)))
 
 
 def test_variable_patch_size():
