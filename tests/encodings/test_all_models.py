@@ -34,6 +34,24 @@ def test_order_of_kept_patches(name):
         assert_near(model(x), expected, 1e-10)
 
 
+@pytest.mark.parametrize('name', timm_sape.list_encodings())
+def test_conversions_reach_everything(name):
+    """In half precision, parameters are converted, and tables and other buffers keep all their digits.
+
+    All but FIRE's largest distance, which is rounded like the weight that it is multiplied with.
+    """
+    pos_enc = name if name in ALONE else f'ape+{name}'
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=(24, 40), patch_size=8)
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    model.bfloat16()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(
+        torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers() if not key.endswith('.threshold'))
+    model.double()
+    assert all(t.dtype == torch.float64 for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+    assert all(t.is_meta for t in (*model.to('meta').parameters(), *model.buffers()))
+
+
 def test_same_backbone():
     """Siblings of one seed start from one backbone: they differ in their encodings alone."""
     plain = make_model('nope').state_dict()
