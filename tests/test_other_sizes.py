@@ -83,6 +83,20 @@ def test_models_without_a_factor_ask_for_none(monkeypatch):
         Maker('ape', GRID, dynamic_img_size=True, logit_scaling='log')()(images(OTHER))
 
 
+def test_tables_that_layers_share_are_resized():
+    def make():
+        model = Maker('rpb', GRID)()
+        model.blocks[1].load_state_dict(model.blocks[0].state_dict())
+        return model
+
+    model, expected = make(), make()
+    first, second = (block.attn.encodings['rpb'] for block in model.blocks)
+    second.table = first.table
+    for resized in (model, expected):
+        resized.set_input_size((OTHER[0] * PATCH, OTHER[1] * PATCH))
+    torch.testing.assert_close(model(images(OTHER)), expected(images(OTHER)))
+
+
 # --- the factor ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('pos_enc', ['nope', 'ape', 'rope2d', 'sape2_k', 'irpe_qkv', 'pape'])
