@@ -83,9 +83,13 @@ def test_attention_is_what_the_layer_computes(pos_enc):
     ('vit_small_patch16_dinov3', {}),
 ])
 def test_attention_of_stock_models(name, kwargs):
+    torch.manual_seed(0)
     model = timm.create_model(name, **{'img_size': 64, 'depth': 2} | kwargs).eval()
     for block in model.blocks:
         block.attn.fused_attn = False
+    with torch.no_grad():  # or biases are zero
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     x = torch.randn(1, 3, *model.patch_embed.img_size)
     maps = position_maps(model, x, layers=[-1])
     (expected,), _ = output_of(model.blocks[-1].attn.attn_drop, model, x)
