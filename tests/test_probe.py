@@ -142,6 +142,21 @@ def test_what_moves_nothing_is_left_out():
         'image in a batch', 'image shifted by half a patch', 'image mirrored', 'image twice as large'}
 
 
+def test_moves_without_a_theorem():
+    """Their changes are those of the logits of an image that is moved by hand."""
+    model, x = build('rope2d').double().eval(), picture().double()
+    rows = by_name(probe(model, x))
+    shifted = torch.cat([x[..., -4:], x[..., :-4]], dim=-1)
+    mirrored = x[..., torch.arange(39, -1, -1)]
+    resized = timm.create_model('test_vit_rope2d', img_size=(64, 80), patch_size=8, num_classes=10).double().eval()
+    resized.load_state_dict(model.state_dict())
+    for what, moved, other in (
+            ('image shifted by half a patch', shifted, model), ('image mirrored', mirrored, model),
+            ('image twice as large', F.interpolate(x, (64, 80), mode='bilinear'), resized)):
+        before, after = model(x), other(moved)
+        assert rows[what, 'class logits'].change == pytest.approx(((after - before).norm() / before.norm()).item())
+
+
 def test_masked_logits_that_move():
     rows = by_name(probe(build('lookhere'), picture()))
     assert rows['patches permuted', 'first layer, attention logits'].change == math.inf
