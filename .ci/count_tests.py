@@ -11,7 +11,7 @@ counts, alone = Counter(), Counter()
 collected = subprocess.run(
     [sys.executable, '-m', 'pytest', '--collect-only', '-q', 'tests'], capture_output=True, text=True, check=True)
 for line in collected.stdout.splitlines():
-    match = re.match(r'tests/[\w/]+\.py::test_(\w+)(?:\[(.*)\])?$', line)
+    match = re.match(r'tests/[\w/]+\.py::(?:\w+::)?test_(\w+)(?:\[(.*)\])?$', line)
     if not match:
         continue
     function, parameters = match[1], match[2] or ''

@@ -1,4 +1,4 @@
-"""Checks of single encodings in whole models, with 5 prefix tokens on 3 x 5 patches."""
+"""Tests and checks of single encodings in whole models, with 5 prefix tokens on 3 x 5 patches."""
 import copy
 
 import pytest
@@ -220,3 +220,60 @@ def check_weights_of_vit_relpos(name, rel_pos_type, keywords, class_token, share
     other = timm.create_model('test_vit_nope', no_embed_class=True, **same).eval()
     other.load_state_dict({k: v for k, v in state.items() if 'encodings' not in k})
     assert (other(x) - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+# --- classes to derive tests from -------------------------------------------------------------------------------------
+
+class EncodingTests:
+    """What every encoding must pass. pytest does not collect this class, but those that are derived from it.
+
+    Attributes:
+        name: The name of the encoding.
+        model_keywords: Its keywords in whole models.
+        compositions: What to put its name into in whole models.
+        least: How much the output of a model must change without the encoding.
+        mutants: Ways to break the package that the comparison with the equations must notice, by name.
+    """
+    name: str
+    model_keywords = {}
+    compositions = ['{}', 'ape+{}']
+    least = 1e-3
+
+    def pytest_generate_tests(self, metafunc):
+        """pytest calls this for each test: parameters whose values depend on the class."""
+        for parameter in ('composition', 'mutant'):
+            if parameter in metafunc.fixturenames:
+                metafunc.parametrize(parameter, getattr(self, f'{parameter}s'))
+
+    def test_model(self, composition):
+        check_model(self.name, composition, self.model_keywords, self.least)
+
+    def test_neutral_start(self):
+        check_neutral_start(self.name, self.model_keywords)
+
+    def test_masks(self):
+        check_masks(self.name, self.model_keywords)
+
+    def test_unknown_keyword(self):
+        with pytest.raises(ValueError, match=f"'{self.name}' has no keyword 'scale'"):
+            timm_sape.create_encoding(self.name, dim=48, num_heads=4, grid_size=(3, 5), scale=1)
+
+    def test_registered_from_its_file(self):
+        assert timm_sape.get_encoding(self.name).__module__ == f'timm_sape.encodings.{self.name}'
+
+
+class FixedTests:
+    """For an encoding without parameters. A subclass has a method `check_initial_values(layer, encoding)`."""
+
+    def test_initial_values(self):
+        check_fixed(self.name, self.check_initial_values)
+
+
+class LearnedTests:
+    """For an encoding with parameters."""
+
+    def test_number_of_parameters(self):
+        check_number_of_parameters(self.name)
+
+    def test_learns(self):
+        check_learns(self.name, self.model_keywords)

@@ -6,71 +6,32 @@ import pytest
 import torch
 from timm.layers import RotaryEmbeddingDinoV3
 
-import reference_rope_dinov3 as reference
-import rotation_checks
-import timm_sape
-from harness import assert_near, attend, catches, compare, create, make_grid, make_qkv, where
+import reference_rope_dinov3
+from harness import assert_near, attend, compare, create, make_grid, make_qkv, where
 from loops import attention
-from model_checks import (
-    build,
-    check_fixed,
-    check_masks,
-    check_model,
-    check_neutral_start,
-    images,
-)
-from rotation_checks import CASES, IMAGES, SIZES
+from model_checks import build, images
+from rotation_checks import CASES, SIZES, FixedTableTests
 from timm_sape import Grid, position
-from timm_sape.encodings import base, rope_dinov3
+from timm_sape.encodings import base
 
 
-def check(*case, **keywords):
-    rotation_checks.check('rope_dinov3', reference.rotate, *case, **keywords)
+class TestRopeDinov3(FixedTableTests):
+    name = 'rope_dinov3'
+    reference = reference_rope_dinov3
+    rotate_half = True
 
+    @pytest.mark.parametrize('keywords', [{'base': 30.0}, {'normalize': 'max'}, {'normalize': 'min'}], ids=str)
+    def test_keywords(self, keywords):
+        self.check(*CASES['3x5, 6 kept'], **keywords)
+        self.check((2, 4), 0, None, **keywords)
 
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('case', CASES)
-def test_equations(case):
-    check(*CASES[case])
-
-
-@pytest.mark.parametrize('keywords', [{'base': 30.0}, {'normalize': 'max'}, {'normalize': 'min'}], ids=str)
-def test_keywords(keywords):
-    check(*CASES['3x5, 6 kept'], **keywords)
-    check((2, 4), 0, None, **keywords)
-
-
-def test_another_grid():
-    """On a grid that it was not made for, the angles are those of the reference, which knows one grid only."""
-    check((2, 4), 1, made_for=(3, 5))
-    check((3, 5), 0, 7, made_for=(4, 4))
-
-
-def test_gate():
-    """The gate multiplies the angles, not their sines."""
-    rotation_checks.check('auto_rope_dinov3', reference.rotate, *CASES['3x5, 6 kept'], init=0.7)
-
-
-@pytest.mark.parametrize('grid_size, num_keep', [((3, 5), None), ((6, 2), None), ((3, 5), 6), ((6, 2), 5)])
-def test_rotation_table(grid_size, num_keep):
-    rotation_checks.check_table('rope_dinov3', reference.rotate, grid_size, num_keep)
-
-
-MUTANTS = {  # case, (owner, attribute, replacement)
-    'x and y swapped': ('4x4', rotation_checks.AXES_SWAPPED),
-    'turned back': ('3x5', rotation_checks.TURNED_BACK),
-    'other layout': ('3x5', rotation_checks.OTHER_LAYOUT),
-    'rows of kept patches in raster order': ('3x5, 6 kept', rotation_checks.ROWS_IN_RASTER_ORDER),
-    'first rows for kept patches': ('3x5, 6 kept', rotation_checks.FIRST_ROWS),
-}
-
-
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    case, patch = MUTANTS[mutant]
-    catches(lambda: check(*CASES[case]), monkeypatch, *patch)
+    def test_timms_layer_in_place_of_ours(self, monkeypatch):
+        """The comparison notices that timm's layer rounds to float32 even in a float64 model."""
+        layer = RotaryEmbeddingDinoV3(SIZES['head_dim'], dtype=torch.float64)
+        monkeypatch.setattr(
+            base.FixedRotaryEncoding, 'rotation_of_grid', lambda self, grid: layer.get_embed(list(grid.size)))
+        with pytest.raises(AssertionError, match='off by'):
+            self.check(*CASES['3x5'])
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
@@ -90,15 +51,6 @@ def test_same_as_timm(dtype, normalize):
             assert actual.dtype == expected.dtype == dtype
             # timm's coordinates are float32 in any case; over min(H, W), angles go up to 60
             assert_near(actual, expected, 3e-5 if normalize == 'min' else 3e-6)
-
-
-def test_timms_layer_in_place_of_ours(monkeypatch):
-    """The comparison notices that timm's layer rounds to float32 even in a float64 model."""
-    layer = RotaryEmbeddingDinoV3(SIZES['head_dim'], dtype=torch.float64)
-    monkeypatch.setattr(
-        base.FixedRotaryEncoding, 'rotation_of_grid', lambda self, grid: layer.get_embed(list(grid.size)))
-    with pytest.raises(AssertionError, match='off by'):
-        check(*CASES['3x5'])
 
 
 # --- augmentation ----------------------------------------------------------------------------------------------------
@@ -145,7 +97,7 @@ def test_augmentation_equations():
     rescale = torch.empty(1, dtype=torch.float64).uniform_(-math.log(2), math.log(2)).exp()
     drawn = {'shift': shift.tolist(), 'jitter': jitter.tolist(), 'rescale': rescale.item()}
     gate = 100 * encoding.gate.weight[0]
-    q_turned, k_turned = (reference.rotate(x, grid.size, gate=gate, **where(grid), **drawn) for x in (q, k))
+    q_turned, k_turned = (reference_rope_dinov3.rotate(x, grid.size, gate=gate, **where(grid), **drawn) for x in (q, k))
     inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
     compare(actual, attention(q_turned, k_turned, v), inputs)
 
@@ -172,70 +124,9 @@ def test_augmentation_in_a_model(monkeypatch):
     assert torch.equal(model.eval()(images()), expected)
 
 
-# --- properties ------------------------------------------------------------------------------------------------------
-
-def test_norms():
-    rotation_checks.check_norms('rope_dinov3', rotate_half=True)
-
-
-def test_translation():
-    rotation_checks.check_translation('rope_dinov3')
-    assert timm_sape.get_encoding('rope_dinov3').relative
-
-
-def test_directions():
-    rotation_checks.check_directions('rope_dinov3')
-
-
-def test_images_apart():
-    rotation_checks.check_images_apart('rope_dinov3')
-
-
-def test_other_grid():
-    rotation_checks.check_other_grid('rope_dinov3', reference.rotate)
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('image', IMAGES)
-def test_float32(image):
-    rotation_checks.check_float32('rope_dinov3', image)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half(dtype):
-    rotation_checks.check_half('rope_dinov3', dtype)
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-def test_initial_values():
-    def check_encoding(layer, encoding):
-        angle = reference.angle(8, (3, 5))
-        expected = torch.tensor([
-            [angle(0, t, y, x) for t in range(4)] for y in range(3) for x in range(5)], dtype=torch.float64)
-        assert_near(encoding.angles(Grid(3, 5)), expected, 1e-6)
-
-    check_fixed('rope_dinov3', check_encoding)
-
-
-@pytest.mark.parametrize('composition', ['{}', 'ape+{}'])
-def test_model(composition):
-    check_model('rope_dinov3', composition)
-
-
-def test_neutral_start():
-    check_neutral_start('rope_dinov3')
-
-
-def test_masks():
-    check_masks('rope_dinov3')
-
-
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, message', [
-    ({'dim': 12}, "'rope_dinov3' needs a head dim that is a multiple of 4, got 6"),
     *[({'base': base}, "'rope_dinov3' needs base to be a positive number, got") for base in (
         0, -1.0, float('nan'), float('inf'), '100', True, None, [100])],
     *[({'normalize': normalize}, "'rope_dinov3': normalize must be 'separate', 'max' or 'min', got")
@@ -243,13 +134,8 @@ def test_masks():
     *[({key: value}, f"'rope_dinov3' needs {key} to be a number of at least {least}, or None")
       for key, least, values in (('shift', 0, (-0.1,)), ('jitter', 1, (0.9, 0)), ('rescale', 1, (0.5, -2)))
       for value in (*values, float('nan'), float('inf'), True, '2', [2])],
-    ({'heads': 4, 'scale': 1}, "'rope_dinov3' has no keyword 'scale'"),
     ({'resolution': 'rescale'}, "'rope_dinov3' has no keyword 'resolution'"),
 ])
 def test_wrong_input(keywords, message):
     with pytest.raises(ValueError, match=message):
         create('rope_dinov3', **{'dim': 24, 'heads': 2, **keywords})
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('rope_dinov3').__module__ == rope_dinov3.__name__
