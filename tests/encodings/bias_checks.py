@@ -1,7 +1,9 @@
-"""Checks that the tests of biases on the logits share, first of fixed biases, then of learned ones."""
+"""Tests and checks that biases on the logits share, first fixed biases, then learned ones."""
 import copy
 import itertools
+from types import ModuleType
 
+import pytest
 import torch
 
 import timm_sape
@@ -9,6 +11,8 @@ from harness import (
     assert_near,
     assert_offsets_alone,
     attend,
+    catches,
+    check_rescaling,
     compare,
     create,
     gradients,
@@ -18,6 +22,7 @@ from harness import (
     where,
 )
 from loops import attention
+from model_checks import EncodingTests, FixedTests, LearnedTests, check_trained_grid_is_saved
 from timm_sape import Grid
 from timm_sape.encodings.base import OffsetBiasEncoding, between_patches
 
@@ -57,48 +62,6 @@ CASES = {  # grid, prefix tokens, kept patches
 }
 
 
-def check_fixed_bias(
-        name, reference, grid_size, num_prefix_tokens=0, num_keep=None, *, trained_on=None, made_for=None, init=None,
-        **keywords):
-    """The bias, and attention with every gradient, in float64.
-
-    Args:
-        reference: The function `bias` of its reference.
-        trained_on: The trained grid. Positions are rescaled to it.
-        made_for: The encoding's own grid, if it is a different one.
-        init: Initial value of the gate.
-        keywords: For the encoding and for the reference.
-    """
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep, batch=2)
-    given = {} if trained_on is None else {'ref_grid_size': trained_on}
-    mode = {'resolution': 'rescale'} if given else {}
-    gate = {} if init is None else {'init': init}
-    encoding = create(
-        name, made_for or grid_size, num_prefix_tokens, random=False,
-        **FIXED_SIZES, **given, **mode, **gate, **keywords)
-    q, k, v = make_qkv(grid, **FIXED_SIZES)
-    inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
-    w = 1 if encoding.gate is None else 100 * encoding.gate.weight[0]
-    bias = w * reference(FIXED_SIZES['heads'], grid.size, **given, **where(grid), **keywords)
-    assert_near(bias_of(encoding, grid), bias, 1e-14)
-    if grid_size == (1, 1) and num_prefix_tokens == 0:  # attention has nothing to choose from
-        inputs = {'v': v}
-    compare(attend(encoding, q, k, v, grid), attention(q, k, v, bias=bias), inputs)
-
-
-def check_number_of_heads(name, reference, num_heads, **keywords):
-    encoding = create(name, (3, 4), heads=num_heads, head_dim=1, random=False, **keywords)
-    assert_near(bias_of(encoding, Grid(3, 4)), reference(num_heads, (3, 4), **keywords), 1e-14)
-
-
-def check_translation(name):
-    """The logit between two patches does not change when both move by the same offset."""
-    for grid_size in ((4, 6), (1, 7), (7, 1)):
-        bias = bias_of(create(name, grid_size, random=False, **FIXED_SIZES), Grid(*grid_size))[0]
-        assert_offsets_alone(bias.unflatten(-1, grid_size).unflatten(-3, grid_size))
-    assert timm_sape.get_encoding(name).relative
-
-
 def check_decay(name, all_seen=True, **keywords):
     """In each of eight directions, every further step lowers the bias by the same amount, for heads that look there."""
     encoding = create(name, (7, 7), heads=12, head_dim=1, random=False, **keywords)
@@ -123,13 +86,108 @@ def unchanged_when_mirrored(name, axis, **keywords):
     return [torch.equal(a, b) for a, b in zip(bias, mirrored)]
 
 
-def check_small_buffers(name):
-    """The buffer has one number per offset, not one per pair of patches, and none of them is infinite."""
-    encoding = create(name, (32, 32), 1, heads=12, head_dim=1, dtype=torch.float32)
-    assert [list(buffer.shape) for buffer in encoding.buffers()] == [[12, 63, 63]]
-    assert encoding.table.isfinite().all()
-    assert encoding(torch.zeros(1), grid=Grid(4, 4, 1), hook='position_bias').shape == (12, 17, 17)
-    assert create(name, (32, 32), **FIXED_SIZES).half().table.dtype == torch.float32
+class FixedBiasTests(FixedTests, EncodingTests):
+    """What every bias without parameters must pass, with a keyword `resolution`.
+
+    Attributes:
+        reference: The module of its reference, with a function `bias`.
+        variants: Keywords other than the default ones.
+        head_counts: Numbers of heads that it can have.
+    """
+    reference: ModuleType
+    head_counts = [1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
+    PARAMETERS = [*EncodingTests.PARAMETERS, 'variant', 'head_count']
+
+    def check(
+            self, grid_size, num_prefix_tokens=0, num_keep=None, *, trained_on=None, made_for=None, init=None,
+            **keywords):
+        """The bias, and attention with every gradient, in float64.
+
+        Args:
+            trained_on: The trained grid. Positions are rescaled to it.
+            made_for: The encoding's own grid, if it is a different one.
+            init: Initial value of a gate.
+            keywords: For the encoding and for the reference.
+        """
+        grid = make_grid(grid_size, num_prefix_tokens, num_keep, batch=2)
+        given = {} if trained_on is None else {'ref_grid_size': trained_on}
+        mode = {'resolution': 'rescale'} if given else {}
+        name, gate = (self.name, {}) if init is None else (f'auto_{self.name}', {'init': init})
+        encoding = create(
+            name, made_for or grid_size, num_prefix_tokens, random=False,
+            **FIXED_SIZES, **given, **mode, **gate, **keywords)
+        q, k, v = make_qkv(grid, **FIXED_SIZES)
+        inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
+        w = 1 if encoding.gate is None else 100 * encoding.gate.weight[0]
+        bias = w * self.reference.bias(FIXED_SIZES['heads'], grid.size, **given, **where(grid), **keywords)
+        assert_near(bias_of(encoding, grid), bias, 1e-14)
+        if grid_size == (1, 1) and num_prefix_tokens == 0:  # attention has nothing to choose from
+            inputs = {'v': v}
+        compare(attend(encoding, q, k, v, grid), attention(q, k, v, bias=bias), inputs)
+
+    # --- equations
+
+    @pytest.mark.parametrize('case', CASES)
+    def test_equations(self, case):
+        self.check(*CASES[case])
+
+    def test_keywords(self, variant):
+        self.check(*CASES['3x5, 6 kept'], **variant)
+        self.check((2, 4), 0, None, **variant)
+
+    def test_another_grid(self):
+        """On a grid that it was not made for, the bias is that of the reference, which knows one grid only."""
+        self.check((2, 4), 1, None, made_for=(3, 5))
+        self.check((3, 5), 0, 7, made_for=(4, 4))
+
+    def test_rescaled(self):
+        """Positions are rescaled to the trained grid, whatever grid the encoding is made for."""
+        self.check((3, 5), 1, None, trained_on=(6, 2))
+        self.check((2, 4), 0, 5, trained_on=(3, 3), made_for=(1, 2))
+        check_rescaling(self.name, 'position_bias', **FIXED_SIZES)
+
+    def test_number_of_heads(self, head_count):
+        for keywords in ({}, *self.variants):
+            encoding = create(self.name, (3, 4), heads=head_count, head_dim=1, random=False, **keywords)
+            assert_near(bias_of(encoding, Grid(3, 4)), self.reference.bias(head_count, (3, 4), **keywords), 1e-14)
+
+    def test_mutants_are_caught(self, mutant, monkeypatch):
+        """If the package is broken like this, the comparison with the equations fails."""
+        case, patch = self.mutants[mutant]
+        catches(lambda: self.check(*CASES[case]), monkeypatch, *patch)
+
+    # --- properties
+
+    def test_translation(self):
+        """The logit between two patches does not change when both move by the same offset."""
+        for grid_size in ((4, 6), (1, 7), (7, 1)):
+            bias = bias_of(create(self.name, grid_size, random=False, **FIXED_SIZES), Grid(*grid_size))[0]
+            assert_offsets_alone(bias.unflatten(-1, grid_size).unflatten(-3, grid_size))
+        assert timm_sape.get_encoding(self.name).relative
+
+    def test_small_buffers(self):
+        """The buffer has one number per offset, not one per pair of patches, and none of them is infinite."""
+        encoding = create(self.name, (32, 32), 1, heads=12, head_dim=1, dtype=torch.float32)
+        assert [list(buffer.shape) for buffer in encoding.buffers()] == [[12, 63, 63]]
+        assert encoding.table.isfinite().all()
+        assert encoding(torch.zeros(1), grid=Grid(4, 4, 1), hook='position_bias').shape == (12, 17, 17)
+        assert create(self.name, (32, 32), **FIXED_SIZES).half().table.dtype == torch.float32
+
+    # --- models
+
+    def check_initial_values(self, layer, encoding):
+        expected = self.reference.bias(4, (3, 5), num_prefix_tokens=5)
+        assert_near(bias_of(encoding, Grid(3, 5, 5)), expected, 1e-6)
+
+    def test_trained_grid_is_saved(self):
+        check_trained_grid_is_saved(self.name)
+
+    # --- keywords
+
+    def test_wrong_resolution(self):
+        message = f"'{self.name}': resolution must be 'extrapolate', 'rescale' or 'slopes', got 'resize'"
+        with pytest.raises(ValueError, match=message):
+            create(self.name, heads=4, resolution='resize')
 
 
 # --- learned biases --------------------------------------------------------------------------------------------------
@@ -138,24 +196,10 @@ SIZES = {'heads': 2, 'head_dim': 3}
 GRIDS = [  # grid, prefix tokens
     ((3, 5), 0), ((1, 7), 1), ((7, 1), 5), ((4, 4), 1), ((1, 1), 0), ((3, 5), 5)]
 OTHER_GRIDS = [  # grid, own grid
-    ((4, 6), (3, 5)), ((2, 3), (3, 5)), ((5, 3), (3, 5)), ((1, 1), (3, 5)), ((4, 3), (1, 7)), ((3, 2), (4, 1))]
+    ((4, 6), (3, 5)), ((2, 3), (3, 5)), ((5, 3), (3, 5)), ((1, 1), (3, 5)), ((4, 3), (1, 7)), ((3, 2), (4, 1)),
+    ((4, 3), (3, 5))]
 KEPT = [  # grid, prefix tokens, kept patches
     ((3, 5), 1, 8), ((7, 1), 0, 3), ((1, 7), 5, 4), ((4, 4), 0, 16), ((3, 3), 2, 2)]
-
-
-def check_attention(encoding, reference, grid):
-    """Attention with the bias, and every gradient, in float64.
-
-    Args:
-        encoding: The encoding.
-        reference: Called with q and the tokens, returns the bias.
-        grid: The grid.
-    """
-    q, k, v = make_qkv(grid, **SIZES)
-    x = make_tokens(grid, dim=SIZES['heads'] * SIZES['head_dim'], batch=len(q))
-    inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
-    expected = attention(q, k, v, scale=SCALE, bias=reference(q, x))
-    compare(attend(encoding, q, k, v, grid, scale=SCALE, x=x), expected, inputs)
 
 
 def check_float32(name, sizes=SIZES, **keywords):
@@ -264,6 +308,135 @@ def check_other_grid(name, knows_trained_grid=False, **keywords):
         assert state['_extra_state'].tolist() == [3, 5]
         other = create(name, (4, 7), 1, **SIZES, **keywords)
         assert (bias_of(other, grid, inputs) - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+def check_layers_are_called(name):
+    """Hooks on the layers of the MLP fire, so a library may wrap or replace them."""
+    encoding = create(name, **SIZES)
+    called = []
+    for layer in ('fc1', 'fc2'):
+        encoding.mlp.get_submodule(layer).register_forward_hook(lambda *args, layer=layer: called.append(layer))
+    bias_of(encoding, Grid(3, 5))
+    assert called == ['fc1', 'fc2']
+
+
+class LearnedBiasTests(LearnedTests, EncodingTests):
+    """What every bias with parameters must pass, if it depends on offsets.
+
+    A subclass has a method `expected_bias(encoding, q, x, grid)`, which calls the reference.
+
+    Attributes:
+        variants: Keywords that change the equations, one dictionary for each kind.
+        keywords: Keywords that make the loops of the reference quick.
+    """
+    variants = [{}]
+    keywords = {}
+    compositions = ['{}', 'ape+{}', 'rope2d+{}']
+    least = 5e-3
+    PARAMETERS = [*EncodingTests.PARAMETERS, 'variant']
+
+    def new(self, grid_size, num_prefix_tokens=0, **keywords):
+        return create(self.name, grid_size, num_prefix_tokens, **SIZES, **{**self.keywords, **keywords})
+
+    def check(self, grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, **keywords):
+        """The bias and every gradient in float64, of an encoding made for `own_size`."""
+        grid = make_grid(grid_size, num_prefix_tokens, num_keep)
+        encoding = self.new(own_size or grid_size, num_prefix_tokens, **keywords)
+        q, k, x = make_inputs(grid, **SIZES)
+        inputs = {'q': q, 'k': k, 'x': x, **dict(encoding.named_parameters())}
+        compare(bias_of(encoding, grid, (q, k, x)), self.expected_bias(encoding, q, x, grid), inputs)
+
+    # --- equations
+
+    @pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
+    def test_equations(self, grid_size, num_prefix_tokens, variant):
+        self.check(grid_size, num_prefix_tokens, **variant)
+
+    @pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
+    def test_kept_patches(self, grid_size, num_prefix_tokens, num_keep, variant):
+        """On a grid other than the encoding's own."""
+        self.check(grid_size, num_prefix_tokens, num_keep, (3, 5), **variant)
+
+    @pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
+    def test_another_grid(self, grid_size, own_size, variant):
+        self.check(grid_size, 1, None, own_size, **variant)
+
+    def test_attention(self, variant):
+        """Attention with the bias, and every gradient, in float64."""
+        encoding, grid = self.new((4, 4), 1, **variant), make_grid((3, 5), 1, 8)
+        q, k, v = make_qkv(grid, **SIZES)
+        x = make_tokens(grid, dim=SIZES['heads'] * SIZES['head_dim'], batch=len(q))
+        inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
+        expected = attention(q, k, v, scale=SCALE, bias=self.expected_bias(encoding, q, x, grid))
+        compare(attend(encoding, q, k, v, grid, scale=SCALE, x=x), expected, inputs)
+
+    def test_mutants_are_caught(self, mutant, monkeypatch):
+        """If the package is broken like this, the comparison with the equations fails."""
+        case, patch = self.mutants[mutant]
+        catches(lambda: self.check(*case), monkeypatch, *patch)
+
+    # --- properties
+
+    def test_bias_moves_with_kept_patches(self, variant):
+        check_order_of_kept_patches(self.name, **variant)
+
+    def knows_trained_grid(self, variant):
+        return 'resolution' in variant
+
+    def test_other_grid(self, variant):
+        check_other_grid(self.name, self.knows_trained_grid(variant), **variant)
+
+    # --- precision
+
+    def test_float32(self, variant):
+        check_float32(self.name, **variant)
+
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    def test_half(self, dtype, variant):
+        check_half(self.name, dtype, **variant)
+
+
+class ParabolaTests(LearnedBiasTests):
+    """A bias by parabolas, computed by more channels of q and k, with a keyword `resolution`."""
+
+    def test_mutants_are_caught(self, mutant, monkeypatch):
+        """If the package is broken like this, the comparison with the equations fails."""
+        case, patch = self.mutants[mutant]
+        catches(lambda: self.check(*case, resolution='rescale'), monkeypatch, *patch)
+
+    def test_number_of_channels(self):
+        """In float64, where no sum has to be split into parts."""
+        for case in (((3, 5), 1), ((3, 5), 1, 8), ((1, 1), 0)):
+            grid = make_grid(*case)
+            q, k, x = make_inputs(grid, **SIZES)
+            a, b = self.new((3, 5), grid.num_prefix_tokens)(q, k, x, grid=grid, scale=SCALE, hook='channels')
+            assert a.shape == b.shape == (*q.shape[:3], 6) and a.dtype == b.dtype == q.dtype
+
+    def test_gate(self):
+        """This encoding applies its gate itself: a gate of w multiplies the bias by w."""
+        grid = make_grid((3, 5), 1)
+        encoding, gated = (create(name, (3, 5), 1, **SIZES) for name in (self.name, f'auto_{self.name}'))
+        gated.load_state_dict({**encoding.state_dict(), 'gate.weight': torch.tensor([-0.005])})
+        inputs = make_inputs(grid, **SIZES)
+        assert_near(bias_of(gated, grid, inputs), -0.5 * bias_of(encoding, grid, inputs), 1e-7)
+
+    def test_trained_grid_is_saved(self):
+        check_trained_grid_is_saved(self.name)
+
+    def test_wrong_resolution(self):
+        message = f"'{self.name}': resolution must be 'extrapolate' or 'rescale', got 'resize'"
+        with pytest.raises(ValueError, match=message):
+            create(self.name, **SIZES, resolution='resize')
+
+
+class DirectedTests:
+    """For a bias that tells left from right. A subclass has a method `mirror(encoding)`, which swaps them."""
+
+    def test_offsets_alone(self, variant):
+        check_offsets_alone(self.name, **variant)
+
+    def test_mirrored(self):
+        check_mirrored(self.name, self.mirror)
 
 
 # --- what must be noticed --------------------------------------------------------------------------------------------

@@ -229,30 +229,34 @@ class EncodingTests:
 
     Attributes:
         name: The name of the encoding.
-        model_keywords: Its keywords in whole models.
+        model_variants: Its keywords in whole models.
         compositions: What to put its name into in whole models.
         least: How much the output of a model must change without the encoding.
         mutants: Ways to break the package that the comparison with the equations must notice, by name.
     """
     name: str
-    model_keywords = {}
+    model_variants = [{}]
     compositions = ['{}', 'ape+{}']
     least = 1e-3
 
+    #: Parameters of tests whose values are those of the class: `mutants` has those of `mutant`, and so on.
+    PARAMETERS = ['model_variant', 'composition', 'mutant']
+
     def pytest_generate_tests(self, metafunc):
-        """pytest calls this for each test: parameters whose values depend on the class."""
-        for parameter in ('composition', 'mutant'):
+        """pytest calls this for each test."""
+        for parameter in self.PARAMETERS:
             if parameter in metafunc.fixturenames:
-                metafunc.parametrize(parameter, getattr(self, f'{parameter}s'))
+                metafunc.parametrize(
+                    parameter, getattr(self, f'{parameter}s'), ids=lambda value: str(value) if value else 'default')
 
-    def test_model(self, composition):
-        check_model(self.name, composition, self.model_keywords, self.least)
+    def test_model(self, model_variant, composition):
+        check_model(self.name, composition, model_variant, self.least)
 
-    def test_neutral_start(self):
-        check_neutral_start(self.name, self.model_keywords)
+    def test_neutral_start(self, model_variant):
+        check_neutral_start(self.name, model_variant)
 
-    def test_masks(self):
-        check_masks(self.name, self.model_keywords)
+    def test_masks(self, model_variant):
+        check_masks(self.name, model_variant)
 
     def test_unknown_keyword(self):
         with pytest.raises(ValueError, match=f"'{self.name}' has no keyword 'scale'"):
@@ -275,5 +279,5 @@ class LearnedTests:
     def test_number_of_parameters(self):
         check_number_of_parameters(self.name)
 
-    def test_learns(self):
-        check_learns(self.name, self.model_keywords)
+    def test_learns(self, model_variant):
+        check_learns(self.name, model_variant)

@@ -26,7 +26,7 @@ class TestComrope(RelativeTests, BlockTests):
 
 class TestComropeAp(TestComrope):
     keywords = {'form': 'ap', 'block_size': 3}
-    model_keywords = {'form': 'ap', 'block_size': 4}
+    model_variants = [{'form': 'ap', 'block_size': 4}]
 
 
 @pytest.mark.parametrize('keywords', [

@@ -4,82 +4,72 @@ import torch
 from timm.layers import RelPosMlp
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-import bias_checks
-import reference_cpb as reference
-import timm_sape
-from bias_checks import GRIDS, KEPT, OTHER_GRIDS, SIZES, bias_of
-from harness import assert_near, catches, compare, create, make_grid, where
-from model_checks import (
-    check_masks,
-    check_model,
-    check_neutral_start,
-    check_number_of_parameters,
-    check_uniform,
-    check_weights_of_vit_relpos,
-    initial_model,
-    own_encodings,
+import reference_cpb
+from bias_checks import (
+    PAIRS_IN_RASTER_ORDER,
+    PREFIX_BEHIND,
+    SIZES,
+    DirectedTests,
+    LearnedBiasTests,
+    bias_of,
+    check_layers_are_called,
+    transposed,
 )
+from harness import assert_near, create, where
+from model_checks import check_uniform, check_weights_of_vit_relpos, initial_model, own_encodings
 from timm_sape import Grid
 from timm_sape.encodings import cpb
 
 MODES = ['swin', 'cr']
 
 
-def expected_bias(encoding, grid):
-    fc1, fc2 = encoding.mlp.fc1, encoding.mlp.fc2
-    parameters = fc1.weight, fc1.bias, fc2.weight, fc2.bias
-    return reference.bias(*parameters, grid.size, encoding.ref_grid_size, mode=encoding.mode, **where(grid))
+def by_timm(self, grid):
+    """timm's layer instead of ours, made for the grid and the prefix tokens as timm's models make it."""
+    layer = timm_mlp(self, grid.num_prefix_tokens)
+    layer.set_window_size(grid.size)
+    return layer.get_bias()[0]
 
 
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, mode='swin'):
-    """The bias and every gradient in float64, of an encoding made for `own_size`."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create('cpb', own_size or grid_size, num_prefix_tokens, **SIZES, hidden=4, mode=mode)
-    compare(bias_of(encoding, grid), expected_bias(encoding, grid), dict(encoding.named_parameters()))
+class TestCpb(DirectedTests, LearnedBiasTests):
+    name = 'cpb'
+    variants = [{'mode': mode} for mode in MODES]
+    keywords = {'hidden': 4}
+    model_variants = [{}, {'mode': 'cr', 'hidden': 8, 'drop': 0.125}]
+    mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        'p_j - p_i': (((3, 5), 0), (cpb, 'between_patches', transposed)),
+        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
+        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
+        'no sigmoid': (((3, 5), 0), (torch.Tensor, 'sigmoid', lambda self: self)),
+        'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
+    }
+
+    def expected_bias(self, encoding, q, x, grid):
+        fc1, fc2 = encoding.mlp.fc1, encoding.mlp.fc2
+        parameters = fc1.weight, fc1.bias, fc2.weight, fc2.bias
+        return reference_cpb.bias(*parameters, grid.size, encoding.ref_grid_size, mode=encoding.mode, **where(grid))
+
+    def mirror(self, encoding):
+        encoding.mlp.fc1.weight[:, 1].neg_()
+
+    def knows_trained_grid(self, variant):
+        return variant['mode'] == 'swin'
+
+    @pytest.mark.filterwarnings('ignore::UserWarning:timm')
+    @pytest.mark.parametrize('case, text', [
+        (((7, 1), 0), 'off by nan'),  # one column
+        (((1, 7), 1), 'off by nan'),
+        (((6, 6), 0, None, (4, 4)), 'off by'),  # another grid: normalised by that one
+    ])
+    def test_what_timm_does_otherwise(self, case, text, monkeypatch):
+        """With timm's layer instead of ours, the comparison with the equations fails."""
+        self.check(*case)
+        monkeypatch.setattr(cpb.ContinuousPositionBias, 'position_bias', by_timm)
+        with pytest.raises(AssertionError, match=text):
+            self.check(*case)
 
 
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
-def test_equations(grid_size, num_prefix_tokens, mode):
-    check(grid_size, num_prefix_tokens, mode=mode)
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
-def test_kept_patches(grid_size, num_prefix_tokens, num_keep, mode):
-    """On a grid other than the encoding's own."""
-    check(grid_size, num_prefix_tokens, num_keep, (3, 5), mode=mode)
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('grid_size, own_size', [*OTHER_GRIDS, ((4, 3), (3, 5))])
-def test_another_grid(grid_size, own_size, mode):
-    """The MLP is applied to the larger offsets, too."""
-    check(grid_size, 1, None, own_size, mode=mode)
-
-
-@pytest.mark.parametrize('mode', MODES)
-def test_attention(mode):
-    encoding, grid = create('cpb', (3, 5), 1, **SIZES, hidden=4, mode=mode), make_grid((3, 5), 1, 8)
-    bias_checks.check_attention(encoding, lambda q, x: expected_bias(encoding, grid), grid)
-
-
-MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
-    'p_j - p_i': (((3, 5), 0), (cpb, 'between_patches', bias_checks.transposed)),
-    'prefix behind': (((3, 5), 1), bias_checks.PREFIX_BEHIND),
-    'kept patches in raster order': (((3, 5), 1, 8), bias_checks.PAIRS_IN_RASTER_ORDER),
-    'no sigmoid': (((3, 5), 0), (torch.Tensor, 'sigmoid', lambda self: self)),
-    'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
-}
-
-
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    case, patch = MUTANTS[mutant]
-    catches(lambda: check(*case), monkeypatch, *patch)
+def test_layers_are_called():
+    check_layers_are_called('cpb')
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
@@ -120,27 +110,6 @@ def test_dropout_same_as_timm(mode):
     assert torch.equal(bias_of(plain.train(), grid), bias_of(plain.eval(), grid))
 
 
-def by_timm(self, grid):
-    """timm's layer instead of ours, made for the grid and the prefix tokens as timm's models make it."""
-    layer = timm_mlp(self, grid.num_prefix_tokens)
-    layer.set_window_size(grid.size)
-    return layer.get_bias()[0]
-
-
-@pytest.mark.filterwarnings('ignore::UserWarning:timm')
-@pytest.mark.parametrize('case, text', [
-    (((7, 1), 0), 'off by nan'),  # one column
-    (((1, 7), 1), 'off by nan'),
-    (((6, 6), 0, None, (4, 4)), 'off by'),  # another grid: normalised by that one
-])
-def test_what_timm_does_otherwise(case, text, monkeypatch):
-    """With timm's layer instead of ours, the comparison with the equations fails."""
-    check(*case)
-    monkeypatch.setattr(cpb.ContinuousPositionBias, 'position_bias', by_timm)
-    with pytest.raises(AssertionError, match=text):
-        check(*case)
-
-
 @pytest.mark.parametrize('shared', [False, True])
 @pytest.mark.parametrize('class_token', [False, True])
 @pytest.mark.parametrize('rel_pos_type', ['mlp', 'mlp_swin'])
@@ -148,49 +117,6 @@ def test_weights_of_vit_relpos(rel_pos_type, class_token, shared):
     mode = 'swin' if rel_pos_type == 'mlp_swin' else 'cr'  # to which the grid means nothing
     check_weights_of_vit_relpos(
         'cpb', rel_pos_type, {'mode': mode, 'hidden': 24}, class_token, shared, saves_grid=mode == 'swin')
-
-
-def test_layers_are_called():
-    """Hooks on the layers of the MLP fire, so a library may wrap or replace them."""
-    encoding = create('cpb', **SIZES)
-    called = []
-    for name in ('fc1', 'fc2'):
-        encoding.mlp.get_submodule(name).register_forward_hook(lambda *args, name=name: called.append(name))
-    bias_of(encoding, Grid(3, 5))
-    assert called == ['fc1', 'fc2']
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('mode', MODES)
-def test_float32(mode):
-    bias_checks.check_float32('cpb', mode=mode)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('mode', MODES)
-def test_half(mode, dtype):
-    bias_checks.check_half('cpb', dtype, mode=mode)
-
-
-# --- properties ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('mode', MODES)
-def test_offsets_alone(mode):
-    bias_checks.check_offsets_alone('cpb', mode=mode)
-
-
-def test_mirrored():
-    bias_checks.check_mirrored('cpb', lambda e: e.mlp.fc1.weight[:, 1].neg_())
-
-
-def test_bias_moves_with_kept_patches():
-    bias_checks.check_order_of_kept_patches('cpb')
-
-
-@pytest.mark.parametrize('mode', MODES)
-def test_other_grid(mode):
-    bias_checks.check_other_grid('cpb', knows_trained_grid=mode == 'swin', mode=mode)
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -218,30 +144,6 @@ def test_initial_values(mode, again):
         assert 4 < patches.min() < 8 < patches.max() < 12
 
 
-def test_number_of_parameters():
-    check_number_of_parameters('cpb')
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-KEYWORDS = [{}, {'mode': 'cr', 'hidden': 8, 'drop': 0.125}]
-
-
-@pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
-@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
-def test_model(keywords, composition):
-    check_model('cpb', composition, keywords, least=5e-3)
-
-
-@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
-def test_neutral_start(keywords):
-    check_neutral_start('cpb', keywords)
-
-
-def test_masks():
-    check_masks('cpb')
-
-
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, text', [
@@ -267,7 +169,3 @@ def test_weights_of_other_keywords_do_not_fit(other):
     state = create('cpb', **SIZES).state_dict()
     with pytest.raises(RuntimeError):
         create('cpb', **SIZES, **other).load_state_dict(state)
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('cpb').__module__ == cpb.__name__

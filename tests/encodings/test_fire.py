@@ -3,116 +3,64 @@ import pytest
 import timm
 import torch
 
-import bias_checks
-import reference_fire as reference
-import timm_sape
-from bias_checks import GRIDS, KEPT, OTHER_GRIDS, SIZES, bias_of
-from harness import assert_near, catches, compare, create, make_grid, where
-from model_checks import (
-    check_masks,
-    check_model,
-    check_neutral_start,
-    check_number_of_parameters,
-    check_uniform,
-    initial_model,
-    own_encodings,
+import reference_fire
+from bias_checks import (
+    PAIRS_IN_RASTER_ORDER,
+    PREFIX_BEHIND,
+    SIZES,
+    LearnedBiasTests,
+    bias_of,
+    check_layers_are_called,
 )
+from harness import assert_near, create, where
+from model_checks import check_uniform, initial_model, own_encodings
 from timm_sape import Grid
 from timm_sape.encodings import fire
 
 DISTANCES = ['euclidean', 'manhattan']
 
 
-def expected_bias(encoding, grid):
-    fc1, fc2 = encoding.mlp.fc1, encoding.mlp.fc2
-    parameters = encoding.log_scale, encoding.threshold, fc1.weight, fc1.bias, fc2.weight, fc2.bias
-    return reference.bias(*parameters, grid.size, distance=encoding.distance, **where(grid))
-
-
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, distance='euclidean', threshold=2.5):
-    """The bias and every gradient in float64, of an encoding made for `own_size`."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create('fire', own_size or grid_size, num_prefix_tokens, **SIZES, hidden=4, distance=distance)
-    with torch.no_grad():
-        encoding.log_scale.fill_(-0.7)
-        encoding.threshold.fill_(threshold)
-    compare(bias_of(encoding, grid), expected_bias(encoding, grid), dict(encoding.named_parameters()))
-
-
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('distance', DISTANCES)
-@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
-def test_equations(grid_size, num_prefix_tokens, distance):
-    check(grid_size, num_prefix_tokens, distance=distance)
-
-
-@pytest.mark.parametrize('threshold', [0.3, 50.0])
-def test_threshold(threshold):
-    """Below the largest distance it makes no difference, above it does."""
-    check((3, 5), 1, threshold=threshold)
-
-
-@pytest.mark.parametrize('distance', DISTANCES)
-@pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
-def test_kept_patches(grid_size, num_prefix_tokens, num_keep, distance):
-    """On a grid other than the encoding's own."""
-    check(grid_size, num_prefix_tokens, num_keep, (3, 5), distance=distance)
-
-
-@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
-def test_another_grid(grid_size, own_size):
-    """Distances are divided by the largest one of the image, not by that of the own grid."""
-    check(grid_size, 1, None, own_size)
-
-
-@pytest.mark.parametrize('distance', DISTANCES)
-def test_attention(distance):
-    encoding, grid = create('fire', (3, 5), 1, **SIZES, hidden=4, distance=distance), make_grid((3, 5), 1, 8)
-    bias_checks.check_attention(encoding, lambda q, x: expected_bias(encoding, grid), grid)
-
-
 def columns_only(self, dy, dx, distance=fire.FunctionalInterpolation._distance):
     return distance(self, 0 * dy, dx)
 
 
-MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
-    'prefix behind': (((3, 5), 1), bias_checks.PREFIX_BEHIND),
-    'kept patches in raster order': (((3, 5), 1, 8), bias_checks.PAIRS_IN_RASTER_ORDER),
-    'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
-    'threshold ignored': (((3, 5), 0, None, None, 'euclidean', 50.0), (torch, 'maximum', lambda a, b: b)),
-    'only the threshold': (((3, 5), 0), (torch, 'maximum', lambda a, b: a)),
-    'rows not counted': (((3, 5), 0), (fire.FunctionalInterpolation, '_distance', columns_only)),
-}
+class TestFire(LearnedBiasTests):
+    name = 'fire'
+    variants = [{'distance': distance} for distance in DISTANCES]
+    keywords = {'hidden': 4}
+    model_variants = [{}, {'distance': 'manhattan', 'hidden': 8, 'threshold': 3.0}]
+    mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
+        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
+        'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
+        'threshold ignored': (((3, 5), 0, None, None, 50.0), (torch, 'maximum', lambda a, b: b)),
+        'only the threshold': (((3, 5), 0), (torch, 'maximum', lambda a, b: a)),
+        'rows not counted': (((3, 5), 0), (fire.FunctionalInterpolation, '_distance', columns_only)),
+    }
 
+    def new(self, *args, threshold=2.5, **keywords):
+        encoding = super().new(*args, **keywords)
+        with torch.no_grad():
+            encoding.log_scale.fill_(-0.7)
+            encoding.threshold.fill_(threshold)
+        return encoding
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    case, patch = MUTANTS[mutant]
-    catches(lambda: check(*case), monkeypatch, *patch)
+    def check(self, grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, threshold=2.5, **keywords):
+        super().check(grid_size, num_prefix_tokens, num_keep, own_size, threshold=threshold, **keywords)
+
+    def expected_bias(self, encoding, q, x, grid):
+        fc1, fc2 = encoding.mlp.fc1, encoding.mlp.fc2
+        parameters = encoding.log_scale, encoding.threshold, fc1.weight, fc1.bias, fc2.weight, fc2.bias
+        return reference_fire.bias(*parameters, grid.size, distance=encoding.distance, **where(grid))
+
+    @pytest.mark.parametrize('threshold', [0.3, 50.0])
+    def test_threshold(self, threshold):
+        """Below the largest distance it makes no difference, above it does."""
+        self.check((3, 5), 1, threshold=threshold)
 
 
 def test_layers_are_called():
-    """Hooks on the layers of the MLP fire, so a library may wrap or replace them."""
-    encoding = create('fire', **SIZES)
-    called = []
-    for name in ('fc1', 'fc2'):
-        encoding.mlp.get_submodule(name).register_forward_hook(lambda *args, name=name: called.append(name))
-    bias_of(encoding, Grid(3, 5))
-    assert called == ['fc1', 'fc2']
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('distance', DISTANCES)
-def test_float32(distance):
-    bias_checks.check_float32('fire', distance=distance)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half(dtype):
-    bias_checks.check_half('fire', dtype)
+    check_layers_are_called('fire')
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -137,14 +85,6 @@ def test_larger_images_stay_in_the_trained_range():
     for size in ((7, 7), (14, 14), (40, 9), (3, 3)):
         bias_of(encoding, Grid(*size))
     assert seen[:3] == pytest.approx([1, 1, 1], abs=1e-5) and seen[3] < 0.7
-
-
-def test_bias_moves_with_kept_patches():
-    bias_checks.check_order_of_kept_patches('fire')
-
-
-def test_other_grid():
-    bias_checks.check_other_grid('fire')
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -173,30 +113,6 @@ def test_initial_values_after_a_change_of_size():
     assert model.blocks[0].attn.encodings['fire'].threshold.item() == pytest.approx(98 ** 0.5)
 
 
-def test_number_of_parameters():
-    check_number_of_parameters('fire')
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-KEYWORDS = [{}, {'distance': 'manhattan', 'hidden': 8, 'threshold': 3.0}]
-
-
-@pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
-@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
-def test_model(keywords, composition):
-    check_model('fire', composition, keywords, least=5e-3)
-
-
-@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
-def test_neutral_start(keywords):
-    check_neutral_start('fire', keywords)
-
-
-def test_masks():
-    check_masks('fire')
-
-
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, text', [
@@ -217,7 +133,3 @@ def test_weights_of_other_keywords_do_not_fit():
     state = create('fire', **SIZES).state_dict()
     with pytest.raises(RuntimeError):
         create('fire', **SIZES, hidden=7).load_state_dict(state)
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('fire').__module__ == fire.__name__

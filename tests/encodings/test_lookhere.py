@@ -2,88 +2,57 @@
 import pytest
 import torch
 
-import bias_checks
-import reference_lookhere as reference
+import reference_lookhere
 import timm_sape
-from bias_checks import CASES, FIXED_SIZES, bias_of, unchanged_when_mirrored
-from harness import assert_near, attend, catches, check_rescaling, create, make_grid, make_qkv
-from model_checks import (
-    build,
-    check_fixed,
-    check_masks,
-    check_model,
-    check_trained_grid_is_saved,
-    own_encodings,
+from bias_checks import (
+    FIXED_SIZES,
+    FROM_THE_OTHER,
+    PAIRS_IN_RASTER_ORDER,
+    PREFIX_BEHIND,
+    FixedBiasTests,
+    bias_of,
+    check_decay,
+    unchanged_when_mirrored,
 )
+from harness import assert_near, attend, create, make_grid, make_qkv
+from model_checks import build, check_fixed, own_encodings
 from timm_sape import Grid
 from timm_sape.attention import PosEncAttention
 from timm_sape.encodings import lookhere
 from timm_sape.position import LayerEncodings, Position
 
-LAYERS = [{'layer': 2, 'depth': 5}, {'layer': 4, 'depth': 5}]
 
+class TestLookhere(FixedBiasTests):
+    name = 'lookhere'
+    reference = reference_lookhere
+    variants = [{'layer': 2, 'depth': 5}, {'layer': 4, 'depth': 5}]
+    head_counts = [4, 6, 8, 12, 16, 20]
+    mutants = {  # case, (owner, attribute, replacement)
+        'from the other patch': ('3x5, 6 kept', FROM_THE_OTHER),
+        'prefix behind': ('1x7', PREFIX_BEHIND),
+        'corners in another order': ('3x5', (lookhere, 'CORNERS', lookhere.CORNERS[::-1])),
+        'triangles for corners': ('3x5', (lookhere, 'CORNERS', lookhere.TRIANGLES)),
+        'kept patches in raster order': ('3x5, 6 kept', PAIRS_IN_RASTER_ORDER),
+    }
 
-def check(*case, **keywords):
-    bias_checks.check_fixed_bias('lookhere', reference.bias, *case, **keywords)
+    def test_initial_values(self):
+        def check_encoding(layer, encoding):
+            expected = self.reference.bias(4, (3, 5), layer=layer, depth=5, num_prefix_tokens=5)
+            assert_near(bias_of(encoding, Grid(3, 5, 5)), expected, 1e-6)
 
+        check_fixed('lookhere', check_encoding, per_layer=True)
 
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('case', CASES)
-def test_equations(case):
-    check(*CASES[case])
-
-
-@pytest.mark.parametrize('keywords', LAYERS, ids=str)
-def test_layers(keywords):
-    check(*CASES['3x5, 6 kept'], **keywords)
-    check((2, 4), 0, None, **keywords)
-
-
-def test_another_grid():
-    """On a grid that it was not made for, the bias is that of the reference, which knows one grid only."""
-    check((2, 4), 1, None, made_for=(3, 5))
-    check((3, 5), 0, 7, made_for=(4, 4))
-
-
-def test_rescaled():
-    """Positions are rescaled to the trained grid, whatever grid the encoding is made for."""
-    check((3, 5), 1, None, trained_on=(6, 2))
-    check((2, 4), 0, 5, trained_on=(3, 3), made_for=(1, 2))
-    check_rescaling('lookhere', 'position_bias', **FIXED_SIZES)
-
-
-@pytest.mark.parametrize('num_heads', [4, 6, 8, 12, 16, 20])
-def test_number_of_heads(num_heads):
-    for keywords in ({}, *LAYERS):
-        bias_checks.check_number_of_heads('lookhere', reference.bias, num_heads, **keywords)
-
-
-MUTANTS = {  # case, (owner, attribute, replacement)
-    'from the other patch': ('3x5, 6 kept', bias_checks.FROM_THE_OTHER),
-    'prefix behind': ('1x7', bias_checks.PREFIX_BEHIND),
-    'corners in another order': ('3x5', (lookhere, 'CORNERS', lookhere.CORNERS[::-1])),
-    'triangles for corners': ('3x5', (lookhere, 'CORNERS', lookhere.TRIANGLES)),
-    'kept patches in raster order': ('3x5, 6 kept', bias_checks.PAIRS_IN_RASTER_ORDER),
-}
-
-
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    case, patch = MUTANTS[mutant]
-    catches(lambda: check(*CASES[case]), monkeypatch, *patch)
+    def test_neutral_start(self):
+        """There is none, so it takes no gate."""
+        with pytest.raises(ValueError, match="'auto_lookhere': 'lookhere' has no neutral form"):
+            build('auto_lookhere')
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
 
-def test_translation():
-    bias_checks.check_translation('lookhere')
-
-
-@pytest.mark.parametrize('keywords', [{}, *LAYERS], ids=str)
+@pytest.mark.parametrize('keywords', [{}, *TestLookhere.variants], ids=str)
 def test_decay(keywords):
-    bias_checks.check_decay('lookhere', all_seen=False, **keywords)
+    check_decay('lookhere', all_seen=False, **keywords)
 
 
 @pytest.mark.parametrize('axis', [0, 1])
@@ -147,24 +116,7 @@ def test_unseen_is_masked_out():
     assert torch.equal(moved[3], at_top & at_left)
 
 
-def test_small_buffers():
-    bias_checks.check_small_buffers('lookhere')
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
-
-def test_initial_values():
-    def check_encoding(layer, encoding):
-        expected = reference.bias(4, (3, 5), layer=layer, depth=5, num_prefix_tokens=5)
-        assert_near(bias_of(encoding, Grid(3, 5, 5)), expected, 1e-6)
-
-    check_fixed('lookhere', check_encoding, per_layer=True)
-
-
-@pytest.mark.parametrize('composition', ['{}', 'ape+{}'])
-def test_model(composition):
-    check_model('lookhere', composition)
-
 
 def test_layers_of_a_model():
     """Factors go from 1.5 to 0.5. A truncated model keeps the factors that it was trained with."""
@@ -179,26 +131,11 @@ def test_layers_of_a_model():
     assert -build('lookhere', depth=1).blocks[0].attn.encodings['lookhere'].table[3, 2, 5].item() == 1.5
 
 
-def test_no_gate():
-    with pytest.raises(ValueError, match="'auto_lookhere': 'lookhere' has no neutral form"):
-        build('auto_lookhere')
-
-
-def test_masks():
-    check_masks('lookhere')
-
-
-def test_trained_grid_is_saved():
-    check_trained_grid_is_saved('lookhere')
-
-
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, message', [
     ({'dim': 12, 'heads': 3}, "'lookhere' needs 6 heads or a multiple of 4, got 3. Choose another num_heads"),
     ({'dim': 10, 'heads': 10}, "'lookhere' needs 6 heads or a multiple of 4, got 10"),
-    ({'resolution': 'resize'}, "resolution must be 'extrapolate', 'rescale' or 'slopes'"),
-    ({'scale': 1}, "'lookhere' has no keyword 'scale'"),
 ])
 def test_wrong_input(keywords, message):
     with pytest.raises(ValueError, match=message):
@@ -210,7 +147,3 @@ def test_fits():
     assert [h for h in range(1, 25) if cls.fits(24, h)] == [4, 6, 8, 12, 16, 20, 24]
     with pytest.raises(ValueError, match="'lookhere' needs 6 heads or a multiple of 4, got 2"):
         build('lookhere', num_heads=2)
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('lookhere').__module__ == lookhere.__name__

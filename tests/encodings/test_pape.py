@@ -6,119 +6,99 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import bias_checks
-import reference_pape as reference
+import reference_pape
 import timm_sape
-from bias_checks import GRIDS, KEPT, OTHER_GRIDS, SCALE, SIZES, bias_of, make_inputs
-from harness import assert_near, catches, compare, create, make_grid, where
-from model_checks import (
-    check_masks,
-    check_model,
-    check_neutral_start,
-    check_number_of_parameters,
-    check_trained_grid_is_saved,
-    check_uniform,
-    initial_model,
-    own_encodings,
+from bias_checks import (
+    AXES_SWAPPED,
+    ROWS_IN_RASTER_ORDER,
+    SCALE,
+    SIZES,
+    DirectedTests,
+    ParabolaTests,
+    bias_of,
+    make_inputs,
 )
+from breakages import prefix_behind
+from harness import assert_near, create, make_grid, where
+from model_checks import check_uniform, initial_model, own_encodings
 from timm_sape import Grid
 from timm_sape.encodings import pape
 
 RESCALE = {'resolution': 'rescale'}
 
 
-def expected_bias(encoding, x, grid):
-    ref_grid_size = encoding.ref_grid_size if encoding.rule == 'rescale' else None
-    return reference.bias(
-        x, encoding.w_p, encoding.w_a, encoding.w_b, grid.size, ref_grid_size=ref_grid_size, **where(grid))
-
-
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, num_parabolas=2, **keywords):
-    """The bias and every gradient in float64, of an encoding made for `own_size`."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep, batch=2)
-    encoding = create(
-        'pape', own_size or grid_size, num_prefix_tokens, **SIZES, num_parabolas=num_parabolas, **keywords)
-    inputs = q, _, x = make_inputs(grid, **SIZES)
-    a, b = encoding(*inputs, grid=grid, scale=SCALE, hook='channels')
-    assert a.shape == b.shape == (*q.shape[:3], 6) and a.dtype == b.dtype == q.dtype
-    leaves = {'x': x, **dict(encoding.named_parameters())}
-    compare(SCALE * a @ b.mT, expected_bias(encoding, x, grid), leaves)
-
-
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('num_parabolas', [1, 2])
-@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
-def test_equations(grid_size, num_prefix_tokens, num_parabolas):
-    check(grid_size, num_prefix_tokens, num_parabolas=num_parabolas)
-
-
-@pytest.mark.parametrize('keywords', [{}, RESCALE], ids=str)
-@pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
-def test_kept_patches(grid_size, num_prefix_tokens, num_keep, keywords):
-    """On a grid other than the encoding's own."""
-    check(grid_size, num_prefix_tokens, num_keep, (3, 5), **keywords)
-
-
-@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
-def test_rescaled(grid_size, own_size):
-    check(grid_size, 1, None, own_size, **RESCALE)
-
-
-def test_another_grid():
-    """The grid that it was made for makes no difference."""
-    check((4, 3), 1, None, (3, 5))
-
-
-@pytest.mark.parametrize('keywords', [{}, RESCALE], ids=str)
-def test_attention(keywords):
-    encoding = create('pape', (4, 4), 1, **SIZES, num_parabolas=2, **keywords)
-    grid = make_grid((3, 5), 1, 8, batch=2)
-    bias_checks.check_attention(encoding, lambda q, x: expected_bias(encoding, x, grid), grid)
-
-
-def pad_tokens_behind(self, table):
-    return F.pad(table, (0, 0, 0, self.num_prefix_tokens))
-
-
 def with_factors(*factors, form=pape.ParabolicPositionEncoding.form):
     return lambda self, x, grid: form(self, x, grid) * torch.tensor(factors, dtype=x.dtype)
 
 
-MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
-    'x and y swapped': (((4, 4), 0), bias_checks.AXES_SWAPPED),
-    'no softplus': (((3, 5), 0), (F, 'softplus', lambda a: a)),
-    'prefix behind': (((3, 5), 1), (Grid, 'pad_tokens', pad_tokens_behind)),
-    'rows of kept patches in raster order': (((3, 5), 1, 8), bias_checks.ROWS_IN_RASTER_ORDER),
-    'trained grid ignored': (((4, 7), 0, None, (3, 5)), (
-        pape.ParabolicPositionEncoding, 'rescaling', lambda self, grid: None)),
-    'to the other side': (((3, 5), 0), (pape.ParabolicPositionEncoding, 'form', with_factors(1, 1, 1, -1, -1))),
-    'no product of dy and dx': (((3, 5), 0), (pape.ParabolicPositionEncoding, 'form', with_factors(1, 0, 1, 1, 1))),
-}
+class TestPape(DirectedTests, ParabolaTests):
+    name = 'pape'
+    variants = [{}, RESCALE, {'num_parabolas': 1}]
+    keywords = {'num_parabolas': 2}
+    model_variants = [{}, {**RESCALE, 'num_parabolas': 3}]
+    mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        'x and y swapped': (((4, 4), 0), AXES_SWAPPED),
+        'no softplus': (((3, 5), 0), (F, 'softplus', lambda a: a)),
+        'prefix behind': (((3, 5), 1), (Grid, 'pad_tokens', prefix_behind)),
+        'rows of kept patches in raster order': (((3, 5), 1, 8), ROWS_IN_RASTER_ORDER),
+        'trained grid ignored': (((4, 7), 0, None, (3, 5)), (
+            pape.ParabolicPositionEncoding, 'rescaling', lambda self, grid: None)),
+        'to the other side': (((3, 5), 0), (pape.ParabolicPositionEncoding, 'form', with_factors(1, 1, 1, -1, -1))),
+        'no product of dy and dx': (((3, 5), 0), (pape.ParabolicPositionEncoding, 'form', with_factors(1, 0, 1, 1, 1))),
+    }
+
+    def expected_bias(self, encoding, q, x, grid):
+        ref_grid_size = encoding.ref_grid_size if encoding.rule == 'rescale' else None
+        return reference_pape.bias(
+            x, encoding.w_p, encoding.w_a, encoding.w_b, grid.size, ref_grid_size=ref_grid_size, **where(grid))
+
+    def mirror(self, encoding):
+        encoding.w_p[..., 1].neg_()
+
+    @pytest.mark.parametrize('autocast', [False, True])
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    def test_half(self, dtype, autocast):
+        largest, error, near = check_folded((14, 14), dtype, autocast)
+        assert largest > 200 and error < 0.01 and near < 1e-3
+        largest, error, near = check_folded((14, 14), dtype, autocast, num_parabolas=4, large=True)
+        assert largest > 500 and error < 0.01 and near < 2e-3
+        largest, error, near = check_folded((40, 40), dtype, autocast)  # far beyond the trained grid
+        assert largest > 1000 and error < 0.05 and near < 1e-3
+        largest, error, near = check_folded((40, 30), dtype, autocast, resolution='rescale')
+        assert largest > 200 and error < 0.01 and near < 1e-3
+        largest, error, near = check_folded((1, 14), dtype, autocast)
+        assert error < 0.01
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    case, patch = MUTANTS[mutant]
-    catches(lambda: check(*case, **RESCALE), monkeypatch, *patch)
+# --- properties ------------------------------------------------------------------------------------------------------
+
+def test_decay():
+    """With b = 0, the bias is largest for the patch itself and falls with the distance."""
+    encoding = create('pape', (9, 9), **SIZES)
+    nn.init.zeros_(encoding.w_b)
+    grid = make_grid((9, 9))
+    bias = bias_of(encoding, grid, make_inputs(grid, **SIZES)).reshape(1, SIZES['heads'], 81, 9, 9)[:, :, 40]
+    assert bias[..., 4, 4].abs().max() < 1e-12
+    for ray in (bias[..., 4, 4:], bias[..., 4:, 4], bias.diagonal(dim1=-2, dim2=-1)[..., 4:]):
+        assert (ray.diff() < 0).all() and (ray.diff().diff() < 0).all()
+    assert_near(bias, bias.flip(-2, -1), 1e-12)
 
 
-def test_gate():
-    """This encoding applies its gate itself: a gate of w multiplies the bias by w."""
-    grid = make_grid((3, 5), 1)
-    encoding, gated = (create(name, (3, 5), 1, **SIZES) for name in ('pape', 'auto_pape'))
-    gated.load_state_dict({**encoding.state_dict(), 'gate.weight': torch.tensor([-0.005])})
+def test_lean():
+    """The maximum of one parabola is at b/(2a), on either side."""
+    encoding = create('pape', (1, 99), **SIZES, num_parabolas=1)
+    grid = make_grid((1, 99))
     inputs = make_inputs(grid, **SIZES)
-    assert_near(bias_of(gated, grid, inputs), -0.5 * bias_of(encoding, grid, inputs), 1e-7)
+    bias = bias_of(encoding, grid, inputs)  # [1, h, N, N]
+    a, b = (torch.einsum('bnd,hmd->bhn', inputs[2], w) for w in (encoding.w_a, encoding.w_b))
+    offset = b / (2 * F.softplus(a)) / encoding.w_p[:, 0, 1, None]  # x_i - x_j
+    place = torch.arange(99) - offset
+    inside = (place > 0) & (place < 98)
+    assert inside.sum() > 50 and (offset[inside] > 1).any() and (offset[inside] < -1).any()
+    assert ((bias.argmax(-1) - place).abs()[inside] <= 0.5 + 1e-9).all()
 
 
 # --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('keywords', [{}, {'num_parabolas': 1}], ids=str)
-def test_float32(keywords):
-    bias_checks.check_float32('pape', **keywords)
-
 
 def folded(encoding, inputs, grid, dtype, autocast=False):
     """The bias as attention computes it: products of half precision numbers, summed in float32."""
@@ -149,21 +129,6 @@ def check_folded(size, dtype, autocast=False, large=False, **keywords):
     assert (actual[..., 0] == 0).all() and (actual[..., 0, :] == 0).all()
     error = (actual.double() - expected).abs()
     return expected.abs().max().item(), error.max().item(), error[expected.abs() < 20].max().item()
-
-
-@pytest.mark.parametrize('autocast', [False, True])
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half(dtype, autocast):
-    largest, error, near = check_folded((14, 14), dtype, autocast)
-    assert largest > 200 and error < 0.01 and near < 1e-3
-    largest, error, near = check_folded((14, 14), dtype, autocast, num_parabolas=4, large=True)
-    assert largest > 500 and error < 0.01 and near < 2e-3
-    largest, error, near = check_folded((40, 40), dtype, autocast)  # far beyond the trained grid
-    assert largest > 1000 and error < 0.05 and near < 1e-3
-    largest, error, near = check_folded((40, 30), dtype, autocast, resolution='rescale')
-    assert largest > 200 and error < 0.01 and near < 1e-3
-    largest, error, near = check_folded((1, 14), dtype, autocast)
-    assert error < 0.01
 
 
 def one_part(x, dtype, num):
@@ -203,52 +168,6 @@ def test_gradients_in_half(dtype, tolerance):
         assert (a.float() - b).norm() < tolerance * b.norm()
 
 
-# --- properties ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('keywords', [{}, RESCALE], ids=str)
-def test_offsets_alone(keywords):
-    bias_checks.check_offsets_alone('pape', **keywords)
-
-
-def test_mirrored():
-    bias_checks.check_mirrored('pape', lambda e: e.w_p[..., 1].neg_())
-
-
-def test_bias_moves_with_kept_patches():
-    bias_checks.check_order_of_kept_patches('pape')
-
-
-def test_decay():
-    """With b = 0, the bias is largest for the patch itself and falls with the distance."""
-    encoding = create('pape', (9, 9), **SIZES)
-    nn.init.zeros_(encoding.w_b)
-    grid = make_grid((9, 9))
-    bias = bias_of(encoding, grid, make_inputs(grid, **SIZES)).reshape(1, SIZES['heads'], 81, 9, 9)[:, :, 40]
-    assert bias[..., 4, 4].abs().max() < 1e-12
-    for ray in (bias[..., 4, 4:], bias[..., 4:, 4], bias.diagonal(dim1=-2, dim2=-1)[..., 4:]):
-        assert (ray.diff() < 0).all() and (ray.diff().diff() < 0).all()
-    assert_near(bias, bias.flip(-2, -1), 1e-12)
-
-
-def test_lean():
-    """The maximum of one parabola is at b/(2a), on either side."""
-    encoding = create('pape', (1, 99), **SIZES, num_parabolas=1)
-    grid = make_grid((1, 99))
-    inputs = make_inputs(grid, **SIZES)
-    bias = bias_of(encoding, grid, inputs)  # [1, h, N, N]
-    a, b = (torch.einsum('bnd,hmd->bhn', inputs[2], w) for w in (encoding.w_a, encoding.w_b))
-    offset = b / (2 * F.softplus(a)) / encoding.w_p[:, 0, 1, None]  # x_i - x_j
-    place = torch.arange(99) - offset
-    inside = (place > 0) & (place < 98)
-    assert inside.sum() > 50 and (offset[inside] > 1).any() and (offset[inside] < -1).any()
-    assert ((bias.argmax(-1) - place).abs()[inside] <= 0.5 + 1e-9).all()
-
-
-@pytest.mark.parametrize('keywords', [{}, RESCALE], ids=str)
-def test_other_grid(keywords):
-    bias_checks.check_other_grid('pape', knows_trained_grid=bool(keywords), **keywords)
-
-
 # --- initial values --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('again', [False, True])
@@ -260,41 +179,12 @@ def test_initial_values(again):
         check_uniform(encoding.w_b, 1 / 8 / 2)
 
 
-def test_number_of_parameters():
-    check_number_of_parameters('pape')
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-KEYWORDS = [{}, {**RESCALE, 'num_parabolas': 3}]
-
-
-@pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
-@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
-def test_model(keywords, composition):
-    check_model('pape', composition, keywords, least=5e-3)
-
-
-@pytest.mark.parametrize('keywords', KEYWORDS, ids=str)
-def test_neutral_start(keywords):
-    check_neutral_start('pape', keywords)
-
-
-def test_masks():
-    check_masks('pape')
-
-
-def test_trained_grid_is_saved():
-    check_trained_grid_is_saved('pape')
-
-
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('keywords, text', [
     ({'num_parabolas': 0}, "'pape' needs num_parabolas to be a positive integer, got 0"),
     ({'num_parabolas': True}, "'pape' needs num_parabolas to be a positive integer, got True"),
     ({'num_parabolas': 50.0}, "'pape' needs num_parabolas to be a positive integer, got 50.0"),
-    ({'resolution': 'resize'}, "resolution must be 'extrapolate' or 'rescale', got 'resize'"),
 ])
 def test_wrong_keywords(keywords, text):
     with pytest.raises(ValueError, match=text):
@@ -305,7 +195,3 @@ def test_weights_of_other_keywords_do_not_fit():
     state = create('pape', **SIZES).state_dict()
     with pytest.raises(RuntimeError):
         create('pape', **SIZES, num_parabolas=49).load_state_dict(state)
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('pape').__module__ == pape.__name__

@@ -5,56 +5,23 @@ import torch.nn.functional as F
 from timm.layers import RelPosBias
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-import bias_checks
-import reference_rpb as reference
+import reference_rpb
 import timm_sape
-from bias_checks import GRIDS, KEPT, OTHER_GRIDS, SIZES, bias_of
-from harness import assert_near, catches, compare, create, make_grid, where
-from model_checks import (
-    check_masks,
-    check_model,
-    check_neutral_start,
-    check_number_of_parameters,
-    check_weights_of_vit_relpos,
-    initial_model,
-    own_encodings,
+from bias_checks import (
+    KEPT,
+    PAIRS_IN_RASTER_ORDER,
+    PREFIX_BEHIND,
+    SIZES,
+    DirectedTests,
+    LearnedBiasTests,
+    bias_of,
+    check_half,
+    transposed,
 )
+from harness import assert_near, create, make_grid, where
+from model_checks import check_weights_of_vit_relpos, initial_model, own_encodings
 from timm_sape import Grid
 from timm_sape.encodings import rpb
-
-
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None):
-    """The bias and its gradient in float64, of an encoding made for `own_size`."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create('rpb', own_size or grid_size, num_prefix_tokens, **SIZES)
-    expected = reference.bias(encoding.table, grid.size, encoding.grid_size, **where(grid))
-    compare(bias_of(encoding, grid), expected, {'table': encoding.table})
-
-
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
-def test_equations(grid_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens)
-
-
-@pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
-def test_kept_patches(grid_size, num_prefix_tokens, num_keep):
-    """On the encoding's own grid and on another one."""
-    check(grid_size, num_prefix_tokens, num_keep)
-    check(grid_size, num_prefix_tokens, num_keep, (3, 5))
-
-
-@pytest.mark.parametrize('grid_size, own_size', [*OTHER_GRIDS, ((6, 9), (3, 5)), ((4, 3), (3, 5))])
-def test_another_grid(grid_size, own_size):
-    """The table is resampled."""
-    check(grid_size, 1, None, own_size)
-
-
-def test_attention():
-    encoding, grid = create('rpb', (3, 5), 1, **SIZES), make_grid((3, 5), 1, 8)
-    bias_checks.check_attention(
-        encoding, lambda q, x: reference.bias(encoding.table, (3, 5), (3, 5), **where(grid)), grid)
 
 
 def columns_first(values, grid, between_patches=rpb.between_patches):
@@ -74,22 +41,66 @@ def own_table(self, name, grid):
     return getattr(self, name)[:(2 * grid.height - 1) * (2 * grid.width - 1)]
 
 
-MUTANTS = {  # arguments of `check`, (owner, attribute, replacement)
-    'p_j - p_i': (((3, 5), 0), (rpb, 'between_patches', bias_checks.transposed)),
-    'x mirrored': (((3, 5), 0), (rpb, 'between_patches', columns_first)),
-    'prefix behind': (((3, 5), 1), bias_checks.PREFIX_BEHIND),
-    'kept patches in raster order': (((3, 5), 1, 8), bias_checks.PAIRS_IN_RASTER_ORDER),
-    'corners aligned': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', aligned)),
-    'bilinear': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', bilinear)),
-    'not resampled': (((2, 3), 0, None, (3, 5)), (rpb.RelativePositionBias, 'resized', own_table)),
-}
+def by_timm(self, grid):
+    """timm's layer instead of ours, made for the grid and the prefix tokens as timm's models make it."""
+    layer = RelPosBias(self.grid_size, self.num_heads, grid.num_prefix_tokens).to(self.table.dtype)
+    with torch.no_grad():
+        layer.relative_position_bias_table[:len(self.table)] = self.table
+    layer.set_window_size(grid.size)
+    return layer.get_bias()[0]
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    case, patch = MUTANTS[mutant]
-    catches(lambda: check(*case), monkeypatch, *patch)
+class TestRpb(DirectedTests, LearnedBiasTests):
+    name = 'rpb'
+    mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        'p_j - p_i': (((3, 5), 0), (rpb, 'between_patches', transposed)),
+        'x mirrored': (((3, 5), 0), (rpb, 'between_patches', columns_first)),
+        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
+        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
+        'corners aligned': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', aligned)),
+        'bilinear': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', bilinear)),
+        'not resampled': (((2, 3), 0, None, (3, 5)), (rpb.RelativePositionBias, 'resized', own_table)),
+    }
+
+    def expected_bias(self, encoding, q, x, grid):
+        return reference_rpb.bias(encoding.table, grid.size, encoding.grid_size, **where(grid))
+
+    def mirror(self, encoding):
+        encoding.table.copy_(encoding.table.unflatten(0, (5, 9)).flip(1).flatten(0, 1))
+
+    @pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
+    def test_kept_patches_of_its_own_grid(self, grid_size, num_prefix_tokens, num_keep):
+        self.check(grid_size, num_prefix_tokens, num_keep)
+
+    def test_a_larger_grid(self):
+        """The table is resampled."""
+        self.check((6, 9), 1, None, (3, 5))
+
+    @pytest.mark.filterwarnings('ignore::UserWarning:timm')
+    @pytest.mark.parametrize('case, text', [
+        (((3, 5), 5), None),  # no more than one prefix token
+        (((3, 5), 1), 'off by'),  # and that has a bias
+        (((6, 6), 0, None, (4, 4)), 'off by'),  # another grid: other places, and linear between them
+    ])
+    def test_what_timm_does_otherwise(self, case, text, monkeypatch):
+        """With timm's layer instead of ours, the comparison with the equations fails."""
+        self.check(*case)
+        monkeypatch.setattr(rpb.RelativePositionBias, 'position_bias', by_timm)
+        with pytest.raises(AssertionError, match=text):
+            self.check(*case)
+
+    def test_other_grid(self):
+        """An image of another size and `set_grid_size` give the same. The contracts test loading."""
+        trained, grid = create('rpb', (3, 5), 1, **SIZES), make_grid((4, 7), 1)
+        expected = bias_of(trained, grid)
+        trained.set_grid_size((4, 7))
+        assert torch.equal(bias_of(trained, grid), expected)
+        assert trained.table.shape == (7 * 13, SIZES['heads']) and trained.grid_size == (4, 7)
+
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    def test_half(self, dtype):
+        """A resampled table is rounded to the dtype of the parameter, so the tolerance is larger."""
+        check_half('rpb', dtype, 0.01)
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
@@ -101,29 +112,6 @@ def test_same_as_timm(grid_size):
     layer = RelPosBias(grid_size, SIZES['heads']).double()
     layer.relative_position_bias_table.data.copy_(encoding.table)
     assert_near(bias_of(encoding, Grid(*grid_size)), layer.get_bias(), 1e-14)
-
-
-def by_timm(self, grid):
-    """timm's layer instead of ours, made for the grid and the prefix tokens as timm's models make it."""
-    layer = RelPosBias(self.grid_size, self.num_heads, grid.num_prefix_tokens).to(self.table.dtype)
-    with torch.no_grad():
-        layer.relative_position_bias_table[:len(self.table)] = self.table
-    layer.set_window_size(grid.size)
-    return layer.get_bias()[0]
-
-
-@pytest.mark.filterwarnings('ignore::UserWarning:timm')
-@pytest.mark.parametrize('case, text', [
-    (((3, 5), 5), None),  # no more than one prefix token
-    (((3, 5), 1), 'off by'),  # and that has a bias
-    (((6, 6), 0, None, (4, 4)), 'off by'),  # another grid: other places, and linear between them
-])
-def test_what_timm_does_otherwise(case, text, monkeypatch):
-    """With timm's layer instead of ours, the comparison with the equations fails."""
-    check(*case)
-    monkeypatch.setattr(rpb.RelativePositionBias, 'position_bias', by_timm)
-    with pytest.raises(AssertionError, match=text):
-        check(*case)
 
 
 def test_timm_refuses_other_sizes():
@@ -138,31 +126,7 @@ def test_weights_of_vit_relpos(shared):
     check_weights_of_vit_relpos('rpb', 'bias', {}, class_token=False, shared=shared, saves_grid=True)
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
-
-def test_float32():
-    bias_checks.check_float32('rpb')
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half(dtype):
-    """A resampled table is rounded to the dtype of the parameter, so the tolerance is larger."""
-    bias_checks.check_half('rpb', dtype, 0.01)
-
-
 # --- properties ------------------------------------------------------------------------------------------------------
-
-def test_offsets_alone():
-    bias_checks.check_offsets_alone('rpb')
-
-
-def test_mirrored():
-    bias_checks.check_mirrored('rpb', lambda e: e.table.copy_(e.table.unflatten(0, (5, 9)).flip(1).flatten(0, 1)))
-
-
-def test_bias_moves_with_kept_patches():
-    bias_checks.check_order_of_kept_patches('rpb')
-
 
 def test_resampled_table():
     """Resampling keeps a constant, keeps the value at offset 0, and commutes with mirroring."""
@@ -179,15 +143,6 @@ def test_resampled_table():
         assert table.is_contiguous() and table.shape == (shape[0] * shape[1], heads)
         low = encoding.resample('table', encoding.table.bfloat16(), (3, 5), new)
         assert low.dtype == torch.bfloat16
-
-
-def test_other_grid():
-    """An image of another size and `set_grid_size` give the same. Loading such weights is tested with the contracts."""
-    trained, grid = create('rpb', (3, 5), 1, **SIZES), make_grid((4, 7), 1)
-    expected = bias_of(trained, grid)
-    trained.set_grid_size((4, 7))
-    assert torch.equal(bias_of(trained, grid), expected)
-    assert trained.table.shape == (7 * 13, SIZES['heads']) and trained.grid_size == (4, 7)
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -211,31 +166,8 @@ def test_initial_values_in_other_dtypes(dtype):
     assert encoding.table.abs().max() < 0.12
 
 
-def test_number_of_parameters():
-    check_number_of_parameters('rpb')
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
-def test_model(composition):
-    check_model('rpb', composition, least=5e-3)
-
-
-def test_neutral_start():
-    check_neutral_start('rpb')
-
-
-def test_masks():
-    check_masks('rpb')
-
-
 # --- keywords --------------------------------------------------------------------------------------------------------
 
 def test_wrong_keywords():
     with pytest.raises(ValueError, match="'rpb' has no keyword 'resolution'"):
         create('rpb', **SIZES, resolution='rescale')
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('rpb').__module__ == rpb.__name__
