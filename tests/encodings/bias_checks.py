@@ -22,7 +22,7 @@ from harness import (
     where,
 )
 from loops import attention
-from model_checks import EncodingTests, FixedTests, LearnedTests, check_trained_grid_is_saved
+from model_checks import AttentionEncodingTests, FixedTests, LearnedTests, check_trained_grid_is_saved
 from timm_sape import Grid
 from timm_sape.encodings.base import OffsetBiasEncoding, between_patches
 
@@ -44,6 +44,47 @@ def make_inputs(grid, *, heads, head_dim, batch=1, dtype=torch.float64):
     """q, k and the tokens, as leaves."""
     q, k, _ = make_qkv(grid, heads=heads, head_dim=head_dim, batch=batch, dtype=dtype)
     return [q, k, make_tokens(grid, dim=heads * head_dim, batch=batch, dtype=dtype)]
+
+
+# --- what must be noticed --------------------------------------------------------------------------------------------
+
+def swap_axes(self, device=None, dtype=None, coordinates=Grid.coordinates):
+    return coordinates(self, device, dtype).flip(-1)
+
+
+def rows_alike(self, grid, device, dtype, offsets=OffsetBiasEncoding.offsets):
+    dy, dx = offsets(self, grid, device, dtype)
+    return dx.new_zeros(dy.shape), dx
+
+
+def towards_the_other(table, grid, spread=OffsetBiasEncoding.spread):
+    return spread(table, grid).mT
+
+
+def pad_behind(self, bias):
+    return torch.nn.functional.pad(bias, (0, self.num_prefix_tokens, 0, self.num_prefix_tokens))
+
+
+def in_raster_order(function):
+    """A method of `Grid` that takes the kept patches as if they were in raster order."""
+    def mutant(self, *args):
+        if self.keep_indices is None:
+            return function(self, *args)
+        return function(Grid(*self.size, self.num_prefix_tokens, self.keep_indices.sort().values), *args)
+    return mutant
+
+
+def transposed(values, grid, between_patches=between_patches):
+    """Replaces `between_patches`. Takes offsets as p_j - p_i."""
+    return between_patches(values, grid).mT
+
+
+ONE_AXIS_ALONE = OffsetBiasEncoding, 'offsets', rows_alike
+FROM_THE_OTHER = OffsetBiasEncoding, 'spread', staticmethod(towards_the_other)
+PREFIX_BEHIND = Grid, 'pad_prefix', pad_behind
+PAIRS_IN_RASTER_ORDER = Grid, 'kept_offsets', in_raster_order(Grid.kept_offsets)
+ROWS_IN_RASTER_ORDER = Grid, 'keep_rows', in_raster_order(Grid.keep_rows)
+AXES_SWAPPED = Grid, 'coordinates', swap_axes
 
 
 # --- fixed biases ----------------------------------------------------------------------------------------------------
@@ -86,7 +127,7 @@ def unchanged_when_mirrored(name, axis, **keywords):
     return [torch.equal(a, b) for a, b in zip(bias, mirrored)]
 
 
-class FixedBiasTests(FixedTests, EncodingTests):
+class FixedBiasTests(FixedTests, AttentionEncodingTests):
     """What every bias without parameters must pass, with a keyword `resolution`.
 
     Attributes:
@@ -95,8 +136,13 @@ class FixedBiasTests(FixedTests, EncodingTests):
         head_counts: Numbers of heads that it can have.
     """
     reference: ModuleType
+    variants: list
     head_counts = [1, 2, 3, 4, 5, 6, 8, 12, 16, 20]
-    PARAMETERS = [*EncodingTests.PARAMETERS, 'variant', 'head_count']
+    mutants = {  # case, (owner, attribute, replacement)
+        'prefix behind': ('4x4', PREFIX_BEHIND),
+        'kept patches in raster order': ('3x5, 6 kept', PAIRS_IN_RASTER_ORDER),
+    }
+    PARAMETERS = [*AttentionEncodingTests.PARAMETERS, 'variant', 'head_count']
 
     def check(
             self, grid_size, num_prefix_tokens=0, num_keep=None, *, trained_on=None, made_for=None, init=None,
@@ -320,7 +366,7 @@ def check_layers_are_called(name):
     assert called == ['fc1', 'fc2']
 
 
-class LearnedBiasTests(LearnedTests, EncodingTests):
+class LearnedBiasTests(LearnedTests, AttentionEncodingTests):
     """What every bias with parameters must pass, if it depends on offsets.
 
     A subclass has a method `expected_bias(encoding, q, x, grid)`, which calls the reference.
@@ -333,7 +379,8 @@ class LearnedBiasTests(LearnedTests, EncodingTests):
     keywords = {}
     compositions = ['{}', 'ape+{}', 'rope2d+{}']
     least = 5e-3
-    PARAMETERS = [*EncodingTests.PARAMETERS, 'variant']
+    mutants = {'prefix behind': (((3, 5), 1), PREFIX_BEHIND)}  # arguments of `check`, (owner, attribute, replacement)
+    PARAMETERS = [*AttentionEncodingTests.PARAMETERS, 'variant']
 
     def new(self, grid_size, num_prefix_tokens=0, **keywords):
         return create(self.name, grid_size, num_prefix_tokens, **SIZES, **{**self.keywords, **keywords})
@@ -437,44 +484,3 @@ class DirectedTests:
 
     def test_mirrored(self):
         check_mirrored(self.name, self.mirror)
-
-
-# --- what must be noticed --------------------------------------------------------------------------------------------
-
-def swap_axes(self, device=None, dtype=None, coordinates=Grid.coordinates):
-    return coordinates(self, device, dtype).flip(-1)
-
-
-def rows_alike(self, grid, device, dtype, offsets=OffsetBiasEncoding.offsets):
-    dy, dx = offsets(self, grid, device, dtype)
-    return dx.new_zeros(dy.shape), dx
-
-
-def towards_the_other(table, grid, spread=OffsetBiasEncoding.spread):
-    return spread(table, grid).mT
-
-
-def pad_behind(self, bias):
-    return torch.nn.functional.pad(bias, (0, self.num_prefix_tokens, 0, self.num_prefix_tokens))
-
-
-def in_raster_order(function):
-    """A method of `Grid` that takes the kept patches as if they were in raster order."""
-    def mutant(self, *args):
-        if self.keep_indices is None:
-            return function(self, *args)
-        return function(Grid(*self.size, self.num_prefix_tokens, self.keep_indices.sort().values), *args)
-    return mutant
-
-
-def transposed(values, grid, between_patches=between_patches):
-    """Replaces `between_patches`. Takes offsets as p_j - p_i."""
-    return between_patches(values, grid).mT
-
-
-ONE_AXIS_ALONE = OffsetBiasEncoding, 'offsets', rows_alike
-FROM_THE_OTHER = OffsetBiasEncoding, 'spread', staticmethod(towards_the_other)
-PREFIX_BEHIND = Grid, 'pad_prefix', pad_behind
-PAIRS_IN_RASTER_ORDER = Grid, 'kept_offsets', in_raster_order(Grid.kept_offsets)
-ROWS_IN_RASTER_ORDER = Grid, 'keep_rows', in_raster_order(Grid.keep_rows)
-AXES_SWAPPED = Grid, 'coordinates', swap_axes

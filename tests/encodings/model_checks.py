@@ -229,18 +229,12 @@ class EncodingTests:
 
     Attributes:
         name: The name of the encoding.
-        model_variants: Its keywords in whole models.
-        compositions: What to put its name into in whole models.
-        least: How much the output of a model must change without the encoding.
         mutants: Ways to break the package that the comparison with the equations must notice, by name.
     """
     name: str
-    model_variants = [{}]
-    compositions = ['{}', 'ape+{}']
-    least = 1e-3
 
     #: Parameters of tests whose values are those of the class: `mutants` has those of `mutant`, and so on.
-    PARAMETERS = ['model_variant', 'composition', 'mutant']
+    PARAMETERS = ['mutant']
 
     def pytest_generate_tests(self, metafunc):
         """pytest calls this for each test."""
@@ -248,6 +242,27 @@ class EncodingTests:
             if parameter in metafunc.fixturenames:
                 metafunc.parametrize(
                     parameter, getattr(self, f'{parameter}s'), ids=lambda value: str(value) if value else 'default')
+
+    def test_unknown_keyword(self):
+        with pytest.raises(ValueError, match=f"'{self.name}' has no keyword 'scale'"):
+            timm_sape.create_encoding(self.name, dim=48, num_heads=4, grid_size=(3, 5), scale=1)
+
+    def test_registered_from_its_file(self):
+        assert timm_sape.get_encoding(self.name).__module__ == f'timm_sape.encodings.{self.name}'
+
+
+class AttentionEncodingTests(EncodingTests):
+    """What every encoding that acts in attention must pass in a model.
+
+    Attributes:
+        model_variants: Its keywords in whole models.
+        compositions: What to put its name into in whole models.
+        least: How much the output of a model must change without the encoding.
+    """
+    model_variants = [{}]
+    compositions = ['{}', 'ape+{}']
+    least = 1e-3
+    PARAMETERS = [*EncodingTests.PARAMETERS, 'model_variant', 'composition']
 
     def test_model(self, model_variant, composition):
         check_model(self.name, composition, model_variant, self.least)
@@ -257,13 +272,6 @@ class EncodingTests:
 
     def test_masks(self, model_variant):
         check_masks(self.name, model_variant)
-
-    def test_unknown_keyword(self):
-        with pytest.raises(ValueError, match=f"'{self.name}' has no keyword 'scale'"):
-            timm_sape.create_encoding(self.name, dim=48, num_heads=4, grid_size=(3, 5), scale=1)
-
-    def test_registered_from_its_file(self):
-        assert timm_sape.get_encoding(self.name).__module__ == f'timm_sape.encodings.{self.name}'
 
 
 class FixedTests:

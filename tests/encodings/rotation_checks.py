@@ -25,7 +25,7 @@ from harness import (
 )
 from loops import attention
 from model_checks import (
-    EncodingTests,
+    AttentionEncodingTests,
     FixedTests,
     LearnedTests,
     check_trained_grid_is_saved,
@@ -145,7 +145,7 @@ TABLE_MUTANTS = {
 
 # --- tests -----------------------------------------------------------------------------------------------------------
 
-class RotationTests(EncodingTests):
+class RotationTests(AttentionEncodingTests):
     """What every rotation must pass.
 
     Attributes:

@@ -12,54 +12,58 @@ import reference_cape as reference
 import timm_sape
 from breakages import in_raster_order, x_before_y
 from harness import (
-    GRIDS, KEPT, OTHER_GRIDS, assert_near, catches, check_first_tokens, compare, create, embed, make_grid, make_images,
-    make_model, make_tokens, where)
+    GRIDS, KEPT, assert_near, catches, check_first_tokens, compare, create, embed, make_grid, make_images, make_model,
+    make_tokens, where)
 from timm_sape import Grid
 from timm_sape.encodings.cape import ContinuousAugmentedPositionEncoding
+from token_checks import MUTANTS, PLAIN, PREFIXED, TermTests
 
 STILL = {'max_global_shift': 0, 'max_local_shift': 0, 'max_scale': 1}  # no augmentation
+Cape = ContinuousAugmentedPositionEncoding
+pad, positions = F.pad, Cape._positions
 
 
-def expected(encoding, tokens, grid, **drawn):
-    return reference.cape(tokens, grid.size, **where(grid), **drawn)
+def linspace_positions(self, grid, device, dtype):
+    """As with linspace, where a single patch is at -1."""
+    _, step = positions(self, grid, device, dtype)
+    y, x = (torch.linspace(-1, 1, size, dtype=dtype) for size in grid.size)
+    return torch.stack(torch.meshgrid(y, x, indexing='ij'), dim=-1).flatten(0, 1), step
 
 
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, **keywords):
-    """Value and gradient, in evaluation mode."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create('cape', own_size or grid_size, num_prefix_tokens, **keywords)
-    tokens = make_tokens(grid)
-    compare(embed(encoding, tokens, grid), expected(encoding, tokens, grid), {'tokens': tokens})
+class TestCape(TermTests):
+    """In evaluation mode."""
+    name = 'cape'
+    mutants = {
+        'x and y swapped': ({'grid_size': (4, 4)}, (Grid, 'coordinates', x_before_y)),
+        'prefix tokens scaled': (PREFIXED, (
+            F, 'pad', lambda x, widths, value=0: pad(x, widths, value=16 ** 0.5 if value else 0))),
+        'patches not scaled': (PREFIXED, (Cape, 'mix', lambda self, x, term, grid: (x, term))),
+        'one row at -1': ({'grid_size': (1, 5)}, (Cape, '_positions', linspace_positions)),
+        'augmented in evaluation': (PLAIN, (nn.Module, 'eval', lambda self: self.train())),
+        'kept patches in raster order': MUTANTS['kept patches in raster order'],
+    }
 
+    def expected(self, encoding, tokens, grid):
+        return reference.cape(tokens, grid.size, **where(grid))
 
-@pytest.mark.parametrize('num_prefix_tokens', [0, 1, 5])
-@pytest.mark.parametrize('grid_size', GRIDS)
-def test_equations(grid_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens)
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize('grid_size', [(3, 5), (6, 4)])
+    def test_half_models(self, grid_size, dtype):
+        """The term of a half model is computed in float32, in training too. The factor does not widen tokens."""
+        grid = Grid(*grid_size, 1)
+        encoding = create('cape', (3, 5), 1, dtype=torch.float32).to(dtype)
+        wide = copy.deepcopy(encoding).double()(make_tokens(grid), grid=grid, hook='embed')
+        for training in (False, True):
+            tokens = make_tokens(grid, dtype=dtype)
+            term = encoding.train(training)(tokens, grid=grid, hook='embed')
+            assert term.dtype == torch.float32
+            if not training:
+                assert_near(term, wide, 1e-5)
+            weighted, same = encoding(tokens, term, grid=grid, hook='mix')
+            assert weighted.dtype == dtype and same is term
 
-
-@pytest.mark.parametrize('case', KEPT)
-def test_equations_of_kept_patches(case):
-    check(*case)
-
-
-@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
-def test_equations_on_another_grid(grid_size, own_size):
-    check(grid_size, 1, own_size=own_size)
-    check(grid_size, 1, 1, own_size)
-
-
-def test_three_paths_to_another_grid():
-    """A dynamic size, `set_grid_size` and construction for the new grid follow one rule."""
-    grid = Grid(4, 7, 1)
-    trained, tokens = create('cape', (3, 5), 1), make_tokens(grid)
-    out = embed(trained, tokens, grid)
-    moved = copy.deepcopy(trained)
-    moved.set_grid_size((4, 7))
-    assert torch.equal(embed(moved, tokens, grid), out)
-    built = create('cape', (4, 7), 1, ref_grid_size=(3, 5))
-    built.load_state_dict(trained.state_dict())
-    assert torch.equal(embed(built, tokens, grid), out)
+    def test_in_a_model(self):
+        check_first_tokens('cape', self.expected, pos_enc_kwargs={'cape': STILL})
 
 
 # --- augmentation ----------------------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def check_augmentation(grid_size, num_prefix_tokens=0, num_keep=None, **keywords
         if limit:
             given[name] = limit * (2 * drawn.pop(0).reshape(shape) - 1)
     assert not drawn, 'too much drawn'
-    compare(actual, expected(encoding, tokens, grid, **given), {'tokens': tokens})
+    compare(actual, reference.cape(tokens, grid.size, **where(grid), **given), {'tokens': tokens})
 
 
 @pytest.mark.parametrize('num_prefix_tokens', [0, 5])
@@ -213,11 +217,6 @@ def test_augmentation_compiled():
         assert not torch.equal(compiled(tokens, *size), term)
 
 
-# --- the comparison must be able to fail -----------------------------------------------------------------------------
-
-pad, positions = F.pad, ContinuousAugmentedPositionEncoding._positions
-
-
 def scales_first(self, grid, batch, device, dtype):
     position, step = self._positions(grid, device, dtype)
     shift = 0.5 * (2 * torch.rand(batch, 1, 2, dtype=dtype) - 1)
@@ -230,35 +229,19 @@ def steps_of_one_axis(self, grid, device, dtype):
     return position, step[:1]
 
 
-def linspace_positions(self, grid, device, dtype):
-    """As with linspace, where a single patch is at -1."""
-    _, step = positions(self, grid, device, dtype)
-    y, x = (torch.linspace(-1, 1, size, dtype=dtype) for size in grid.size)
-    return torch.stack(torch.meshgrid(y, x, indexing='ij'), dim=-1).flatten(0, 1), step
-
-
-Cape = ContinuousAugmentedPositionEncoding
-MUTANTS = {  # what is checked, owner, attribute, replacement
-    'x and y swapped': (functools.partial(check, (4, 4)), Grid, 'coordinates', x_before_y),
-    'prefix tokens scaled': (
-        functools.partial(check, (3, 5), 1), F, 'pad',
-        lambda x, widths, value=0: pad(x, widths, value=16 ** 0.5 if value else 0)),
-    'patches not scaled': (functools.partial(check, (3, 5), 1), Cape, 'mix', lambda self, x, term, grid: (x, term)),
-    'one row at -1': (functools.partial(check, (1, 5)), Cape, '_positions', linspace_positions),
-    'scaled before it is shifted': (functools.partial(check_augmentation, (3, 5)), Cape, '_augmented', scales_first),
-    'steps of one axis for both': (
-        functools.partial(check_augmentation, (3, 5)), Cape, '_positions', steps_of_one_axis),
-    'augmented in evaluation': (functools.partial(check, (3, 5)), nn.Module, 'eval', lambda self: self.train()),
+TRAINED = functools.partial(check_augmentation, (3, 5))
+AUGMENTED_MUTANTS = {  # what is checked, owner, attribute, replacement
+    'scaled before it is shifted': (TRAINED, Cape, '_augmented', scales_first),
+    'steps of one axis for both': (TRAINED, Cape, '_positions', steps_of_one_axis),
     'kept patches in raster order': (
-        functools.partial(check, (3, 5), 1, 8), Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens)),
-    'augmented, kept patches in raster order': (
         functools.partial(check_augmentation, (3, 5), 1, 8), Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
 }
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    catches(MUTANTS[mutant][0], monkeypatch, *MUTANTS[mutant][1:])
+@pytest.mark.parametrize('mutant', AUGMENTED_MUTANTS)
+def test_mutants_are_caught_in_training(mutant, monkeypatch):
+    check, *patch = AUGMENTED_MUTANTS[mutant]
+    catches(check, monkeypatch, *patch)
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -289,45 +272,7 @@ def test_transposed():
     assert not torch.allclose(own_table((4, 4)), own_table((4, 4)).transpose(0, 1).roll(8, -1))
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
-
-def test_float32():
-    """A large grid in single against double precision."""
-    grid = Grid(24, 32, 1)
-    encoding = create('cape', (3, 5), 1)
-    single = copy.deepcopy(encoding).float()
-    term, wide = (e(make_tokens(grid), grid=grid, hook='embed') for e in (single, encoding))
-    assert term.dtype == torch.float32
-    assert_near(term, wide, 1e-4)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('grid_size', [(3, 5), (6, 4)])
-def test_half_models(grid_size, dtype):
-    """The term of a half model is computed in float32, in training too. The factor does not widen tokens."""
-    grid = Grid(*grid_size, 1)
-    encoding = create('cape', (3, 5), 1, dtype=torch.float32).to(dtype)
-    wide = copy.deepcopy(encoding).double()(make_tokens(grid), grid=grid, hook='embed')
-    for training in (False, True):
-        tokens = make_tokens(grid, dtype=dtype)
-        term = encoding.train(training)(tokens, grid=grid, hook='embed')
-        assert term.dtype == torch.float32
-        if not training:
-            assert_near(term, wide, 1e-5)
-        weighted, same = encoding(tokens, term, grid=grid, hook='mix')
-        assert weighted.dtype == dtype and same is term
-
-
-def test_autocast():
-    """Autocast does not affect the term."""
-    for grid in (Grid(3, 5, 1), Grid(6, 4, 1)):
-        encoding, tokens = create('cape', (3, 5), 1, dtype=torch.float32), make_tokens(grid, dtype=torch.float32)
-        term = encoding(tokens, grid=grid, hook='embed')
-        with torch.autocast('cpu', torch.bfloat16):
-            assert torch.equal(encoding(tokens, grid=grid, hook='embed'), term)
-
-
-# --- keywords, and in a model ----------------------------------------------------------------------------------------
+# --- keywords --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('dim, keywords, text', [
     (7, {}, "'cape' needs an even embed dim, got 7. Choose another embed_dim"),
@@ -345,11 +290,3 @@ def test_wrong_values(dim, keywords, text):
 def test_no_gate():
     with pytest.raises(ValueError, match="'auto_cape'.*no neutral form"):
         make_model('auto_cape')
-
-
-def test_where_it_acts():
-    assert timm_sape.get_encoding('cape').acts_on() == ('tokens',)
-
-
-def test_in_a_model():
-    check_first_tokens('cape', expected, pos_enc_kwargs={'cape': STILL})

@@ -7,7 +7,6 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 import reference_cpb
 from bias_checks import (
     PAIRS_IN_RASTER_ORDER,
-    PREFIX_BEHIND,
     SIZES,
     DirectedTests,
     LearnedBiasTests,
@@ -36,9 +35,9 @@ class TestCpb(DirectedTests, LearnedBiasTests):
     keywords = {'hidden': 4}
     model_variants = [{}, {'mode': 'cr', 'hidden': 8, 'drop': 0.125}]
     mutants = {  # arguments of `check`, (owner, attribute, replacement)
-        'p_j - p_i': (((3, 5), 0), (cpb, 'between_patches', transposed)),
-        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
+        **LearnedBiasTests.mutants,
         'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
+        'p_j - p_i': (((3, 5), 0), (cpb, 'between_patches', transposed)),
         'no sigmoid': (((3, 5), 0), (torch.Tensor, 'sigmoid', lambda self: self)),
         'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
     }

@@ -4,14 +4,7 @@ import timm
 import torch
 
 import reference_fire
-from bias_checks import (
-    PAIRS_IN_RASTER_ORDER,
-    PREFIX_BEHIND,
-    SIZES,
-    LearnedBiasTests,
-    bias_of,
-    check_layers_are_called,
-)
+from bias_checks import PAIRS_IN_RASTER_ORDER, SIZES, LearnedBiasTests, bias_of, check_layers_are_called
 from harness import assert_near, create, where
 from model_checks import check_uniform, initial_model, own_encodings
 from timm_sape import Grid
@@ -30,7 +23,7 @@ class TestFire(LearnedBiasTests):
     keywords = {'hidden': 4}
     model_variants = [{}, {'distance': 'manhattan', 'hidden': 8, 'threshold': 3.0}]
     mutants = {  # arguments of `check`, (owner, attribute, replacement)
-        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
+        **LearnedBiasTests.mutants,
         'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
         'linear': (((3, 5), 0), (torch.Tensor, 'log1p', lambda self: self)),
         'threshold ignored': (((3, 5), 0, None, None, 50.0), (torch, 'maximum', lambda a, b: b)),

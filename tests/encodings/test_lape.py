@@ -1,6 +1,5 @@
 """`lape`: a learned table that is normed anew in each layer."""
 import copy
-import functools
 
 import pytest
 import torch
@@ -8,12 +7,12 @@ import torch.nn.functional as F
 
 import reference_lape as reference
 import timm_sape
-from breakages import in_raster_order
-from harness import (
-    GRIDS, KEPT, OTHER_GRIDS, assert_near, catches, compare, create, initial_models, inputs_of, make_grid, make_images,
-    make_model, where)
+from harness import assert_near, compare, create, initial_models, inputs_of, make_images, make_model, where
 from timm_sape import Grid, checkpoints
 from timm_sape.encodings.lape import LayerAdaptivePositionEncoding
+from token_checks import MUTANTS, PLAIN, TokenTests
+
+layer_norm, interpolate, layer_embed = F.layer_norm, F.interpolate, LayerAdaptivePositionEncoding.layer_embed
 
 
 def create_lape(grid_size, num_prefix_tokens=0, **kwargs):
@@ -28,47 +27,6 @@ def terms_of(encoding, grid):
     return encoding(torch.zeros(1), grid=grid, hook='layer_embed')
 
 
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None):
-    """Value and every gradient."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create_lape(own_size or grid_size, num_prefix_tokens)
-    weights, biases = zip(*((norm.weight, norm.bias) for norm in encoding.norms))
-    expected = reference.lape(encoding.table, weights, biases, encoding.grid_size, grid.size, **where(grid))
-    compare(terms_of(encoding, grid), expected, dict(encoding.named_parameters()))
-
-
-@pytest.mark.parametrize('num_prefix_tokens', [0, 1, 5])
-@pytest.mark.parametrize('grid_size', GRIDS)
-def test_equations(grid_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens)
-
-
-@pytest.mark.parametrize('case', KEPT)
-def test_equations_of_kept_patches(case):
-    check(*case)
-
-
-@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
-@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
-def test_equations_on_another_grid(grid_size, own_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens, own_size=own_size)
-    check(grid_size, num_prefix_tokens, 1, own_size)
-
-
-def test_two_paths_to_another_grid():
-    """A dynamic size and `set_grid_size` follow one rule. Loading does too: see the contracts."""
-    grid, trained = Grid(4, 7, 1), create_lape((3, 5), 1)
-    moved = copy.deepcopy(trained)
-    moved.set_grid_size((4, 7))
-    assert torch.equal(terms_of(moved, grid), terms_of(trained, grid))
-    assert moved.table.shape == (1, 29, 16) and torch.equal(moved.table[:, :1], trained.table[:, :1])
-
-
-# --- the comparison must be able to fail -----------------------------------------------------------------------------
-
-layer_norm, interpolate, layer_embed = F.layer_norm, F.interpolate, LayerAdaptivePositionEncoding.layer_embed
-
-
 def unchained(self, grid):
     table = self.resized('table', grid)
     return torch.cat([norm(table) for norm in self.norms])
@@ -80,31 +38,51 @@ def norms_reversed(self, grid):
     return layer_embed(twin, grid)
 
 
-PLAIN = functools.partial(check, (3, 5))
-MUTANTS = {  # what is checked, owner, attribute, replacement
-    'another eps': (PLAIN, F, 'layer_norm', lambda *args: layer_norm(*args[:-1], 1e-5)),
-    'each norm on the table': (PLAIN, LayerAdaptivePositionEncoding, 'layer_embed', unchained),
-    'norms in another order': (PLAIN, LayerAdaptivePositionEncoding, 'layer_embed', norms_reversed),
-    'the table itself first': (
-        PLAIN, LayerAdaptivePositionEncoding, 'layer_embed',
-        lambda self, grid: torch.cat([self.resized('table', grid), layer_embed(self, grid)[:-1]])),
-    'not resampled but cut': (
-        functools.partial(check, (2, 5), 2, own_size=(3, 5)), LayerAdaptivePositionEncoding, 'resample',
-        lambda self, name, table, old, new: table[:, :2 + new[0] * new[1]]),
-    'resampled without antialias': (
-        functools.partial(check, (2, 3), 2, own_size=(6, 10)), F, 'interpolate',
-        lambda *args, **kwargs: interpolate(*args, **{**kwargs, 'antialias': False})),
-    'linear': (
-        functools.partial(check, (6, 10), 2, own_size=(3, 5)), F, 'interpolate',
-        lambda *args, **kwargs: interpolate(*args, **{**kwargs, 'mode': 'bilinear'})),
-    'kept patches in raster order': (
-        functools.partial(check, (3, 5), 1, 8), Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens)),
-}
+def without_antialias(*args, **kwargs):
+    return interpolate(*args, **{**kwargs, 'antialias': False})
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    catches(MUTANTS[mutant][0], monkeypatch, *MUTANTS[mutant][1:])
+def bilinear(*args, **kwargs):
+    return interpolate(*args, **{**kwargs, 'mode': 'bilinear'})
+
+
+class TestLape(TokenTests):
+    name = 'lape'
+    acts_on = ('tokens in each layer',)
+    mutants = {
+        'another eps': (PLAIN, (F, 'layer_norm', lambda *args: layer_norm(*args[:-1], 1e-5))),
+        'each norm on the table': (PLAIN, (LayerAdaptivePositionEncoding, 'layer_embed', unchained)),
+        'norms in another order': (PLAIN, (LayerAdaptivePositionEncoding, 'layer_embed', norms_reversed)),
+        'the table itself first': (PLAIN, (
+            LayerAdaptivePositionEncoding, 'layer_embed',
+            lambda self, grid: torch.cat([self.resized('table', grid), layer_embed(self, grid)[:-1]]))),
+        'not resampled but cut': ({'grid_size': (2, 5), 'num_prefix_tokens': 2, 'own_size': (3, 5)}, (
+            LayerAdaptivePositionEncoding, 'resample',
+            lambda self, name, table, old, new: table[:, :2 + new[0] * new[1]])),
+        'resampled without antialias': (
+            {'grid_size': (2, 3), 'num_prefix_tokens': 2, 'own_size': (6, 10)}, (F, 'interpolate', without_antialias)),
+        'linear': (
+            {'grid_size': (6, 10), 'num_prefix_tokens': 2, 'own_size': (3, 5)}, (F, 'interpolate', bilinear)),
+        'kept patches in raster order': MUTANTS['kept patches in raster order'],
+    }
+
+    def new(self, *args, **keywords):
+        return create_lape(*args, **keywords)
+
+    def actual(self, encoding, tokens, grid):
+        return terms_of(encoding, grid)
+
+    def expected(self, encoding, tokens, grid):
+        weights, biases = zip(*((norm.weight, norm.bias) for norm in encoding.norms))
+        return reference.lape(encoding.table, weights, biases, encoding.grid_size, grid.size, **where(grid))
+
+    def test_paths_to_another_grid(self):
+        """A dynamic size and `set_grid_size` follow one rule. Loading does too: see the contracts."""
+        grid, trained = Grid(4, 7, 1), create_lape((3, 5), 1)
+        moved = copy.deepcopy(trained)
+        moved.set_grid_size((4, 7))
+        assert torch.equal(terms_of(moved, grid), terms_of(trained, grid))
+        assert moved.table.shape == (1, 29, 16) and torch.equal(moved.table[:, :1], trained.table[:, :1])
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -163,10 +141,6 @@ def test_norms_go_with_their_layers():
     norms = [name for name in model.state_dict() if 'norms' in name and name.endswith('weight')]
     assert norms == ['encodings.lape.norms.0.weight', 'encodings.lape.norms.1.weight']
     assert torch.equal(terms_of(model.encodings['lape'], Grid(4, 4, 1)), terms[:2])
-
-
-def test_where_it_acts():
-    assert timm_sape.get_encoding('lape').acts_on() == ('tokens in each layer',)
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

@@ -4,16 +4,7 @@ import torch
 
 import reference_lookhere
 import timm_sape
-from bias_checks import (
-    FIXED_SIZES,
-    FROM_THE_OTHER,
-    PAIRS_IN_RASTER_ORDER,
-    PREFIX_BEHIND,
-    FixedBiasTests,
-    bias_of,
-    check_decay,
-    unchanged_when_mirrored,
-)
+from bias_checks import FIXED_SIZES, FROM_THE_OTHER, FixedBiasTests, bias_of, check_decay, unchanged_when_mirrored
 from harness import assert_near, attend, create, make_grid, make_qkv
 from model_checks import build, check_fixed, own_encodings
 from timm_sape import Grid
@@ -28,11 +19,10 @@ class TestLookhere(FixedBiasTests):
     variants = [{'layer': 2, 'depth': 5}, {'layer': 4, 'depth': 5}]
     head_counts = [4, 6, 8, 12, 16, 20]
     mutants = {  # case, (owner, attribute, replacement)
+        **FixedBiasTests.mutants,
         'from the other patch': ('3x5, 6 kept', FROM_THE_OTHER),
-        'prefix behind': ('1x7', PREFIX_BEHIND),
         'corners in another order': ('3x5', (lookhere, 'CORNERS', lookhere.CORNERS[::-1])),
         'triangles for corners': ('3x5', (lookhere, 'CORNERS', lookhere.TRIANGLES)),
-        'kept patches in raster order': ('3x5, 6 kept', PAIRS_IN_RASTER_ORDER),
     }
 
     def test_initial_values(self):

@@ -14,15 +14,17 @@ from torch.export import Dim
 
 import reference_ope as reference
 import timm_sape
-from breakages import in_raster_order, prefix_behind
+from breakages import in_raster_order
 from harness import (
-    GRIDS, KEPT, OTHER_GRIDS, assert_near, catches, check_first_tokens, compare, create, embed, make_grid, make_images,
-    make_model, make_tokens, where)
+    GRIDS, assert_near, catches, check_first_tokens, create, embed, make_images, make_model, make_tokens, where)
 from timm_sape import Grid
-from timm_sape.encodings import CoordinateEncoding, ope
+from timm_sape.encodings import ope
 from timm_sape.encodings.ope import ObjectPositionEncoding
+from token_checks import DROPPED, MUTANTS, PLAIN, RULES, TRAINED_GRID_IGNORED, TermTests
 
-RULES = pytest.mark.parametrize('resolution', ['extrapolate', 'rescale'])
+waves, doublings, pad = ope._waves, ope._num_doublings, F.pad
+own_embed, own_levels = ObjectPositionEncoding.embed, ObjectPositionEncoding._levels
+own_find_objects = ObjectPositionEncoding.find_objects
 
 
 def make_objects(grid):
@@ -35,51 +37,57 @@ def expected(encoding, tokens, grid, objects):
     return reference.ope(tokens, objects, grid.size, ref_grid_size=ref, **where(grid))
 
 
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, **keywords):
-    """Value and gradient."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create('ope', own_size or grid_size, num_prefix_tokens, **keywords)
-    tokens, objects = make_tokens(grid, batch=3), make_objects(grid)
-    actual = embed(encoding, tokens, grid, object_index=objects)
-    compare(actual, expected(encoding, tokens, grid, objects), {'tokens': tokens})
-
-
 def term_of(encoding, grid, objects, dtype=torch.float64):
     tokens = make_tokens(grid, dim=encoding.dim, batch=3, dtype=dtype)
     return encoding(tokens, grid=grid, hook='embed', images=None, patch_size=None, object_index=objects)
 
 
-@pytest.mark.parametrize('num_prefix_tokens', [0, 1, 5])
-@pytest.mark.parametrize('grid_size', GRIDS)
-def test_equations(grid_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens)
+def timm_sincos2d(self, grid, device, dtype):
+    return build_sincos2d_pos_embed(grid.size, self.dim // 2, interleave_sin_cos=True, dtype=dtype)
 
 
-@pytest.mark.parametrize('case', KEPT)
-def test_equations_of_kept_patches(case):
-    check(*case)
+def alternating_waves(position, num_channels):
+    return waves(position, num_channels).unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
 
 
-@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
-@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
-@RULES
-def test_equations_on_another_grid(resolution, grid_size, own_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens, own_size=own_size, resolution=resolution)
-    check(grid_size, num_prefix_tokens, 1, own_size, resolution=resolution)
+class TestOpe(TermTests):
+    name = 'ope'
+    variants = RULES
+    mutants = {
+        'prefix behind': MUTANTS['prefix behind'],
+        "timm's order of axes": (PLAIN, (ObjectPositionEncoding, 'compute', timm_sincos2d)),
+        'sines and cosines in turn': (PLAIN, (ope, '_waves', alternating_waves)),
+        'slower waves': (PLAIN, (
+            ope, '_waves', lambda position, num_channels: waves(position * 0.9, num_channels))),
+        'object last': (PLAIN, (
+            ObjectPositionEncoding, 'embed', lambda *args, **kwargs: own_embed(*args, **kwargs).roll(8, -1))),
+        'one image for all': (PLAIN, (
+            ObjectPositionEncoding, 'embed', lambda *args, **kwargs: own_embed(*args, **kwargs)[:1])),
+        'trained grid ignored': TRAINED_GRID_IGNORED,
+        'kept patches in raster order': (DROPPED, (Grid, 'keep_rows', in_raster_order(Grid.keep_rows))),
+    }
 
+    def actual(self, encoding, tokens, grid):
+        return embed(encoding, tokens, grid, object_index=make_objects(grid))
 
-@RULES
-def test_three_paths_to_another_grid(resolution):
-    """A dynamic size, `set_grid_size` and construction for the new grid follow one rule."""
-    grid = Grid(4, 7, 1)
-    trained, objects = create('ope', (3, 5), 1, resolution=resolution), make_objects(grid)
-    term = term_of(trained, grid, objects)
-    moved = copy.deepcopy(trained)
-    moved.set_grid_size((4, 7))
-    assert torch.equal(term_of(moved, grid, objects), term)
-    built = create('ope', (4, 7), 1, ref_grid_size=(3, 5), resolution=resolution)
-    built.load_state_dict(trained.state_dict())
-    assert torch.equal(term_of(built, grid, objects), term)
+    def expected(self, encoding, tokens, grid):
+        return expected(encoding, tokens, grid, make_objects(grid))
+
+    def term(self, encoding, tokens, grid):
+        return term_of(encoding, grid, make_objects(grid), tokens.dtype)
+
+    def test_float32(self):
+        """A large grid in single against double precision."""
+        grid, encoding = Grid(24, 32, 1), create('ope', (24, 32), 1)
+        tokens, objects = make_tokens(grid, batch=3), make_objects(grid)
+        out = embed(copy.deepcopy(encoding).float(), tokens.float(), grid, object_index=objects)
+        assert out.dtype == torch.float32
+        assert_near(out, embed(encoding, tokens, grid, object_index=objects), 1e-5)
+
+    def test_in_a_model(self):
+        objects = reference.find_objects(make_images(dtype=torch.float64), (4, 4), (8, 8), [0.5] * 3, [0.5] * 3)
+        assert objects.max() > 3
+        check_first_tokens('ope', functools.partial(expected, objects=objects))
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------
@@ -273,48 +281,17 @@ def test_objects_as_a_graph(graph, sizes):
     torch._dynamo.reset()
 
 
-# --- the comparison must be able to fail -----------------------------------------------------------------------------
-
-waves, doublings, pad = ope._waves, ope._num_doublings, F.pad
-own_embed, own_levels = ObjectPositionEncoding.embed, ObjectPositionEncoding._levels
-own_find_objects = ObjectPositionEncoding.find_objects
-
-
-def timm_sincos2d(self, grid, device, dtype):
-    return build_sincos2d_pos_embed(grid.size, self.dim // 2, interleave_sin_cos=True, dtype=dtype)
-
-
-def alternating_waves(position, num_channels):
-    return waves(position, num_channels).unflatten(-1, (2, -1)).transpose(-2, -1).flatten(-2)
-
-
 def find_columns_first(self, images, grid, patch_size):
     objects = own_find_objects(self, images.mT, Grid(grid.width, grid.height), patch_size[::-1])
     return objects.unflatten(1, (grid.width, grid.height)).mT.flatten(1)
 
 
-PLAIN = functools.partial(check, (3, 5))
 TWO_COLUMNS = torch.tensor([[[1, 0, 1]] * 4 + [[1, 1, 1]]])  # one object, from end to end in 10 of 15 patches
 NOISY = functools.partial(
     check_objects, 2 * torch.rand(4, 3, 8, 15, generator=torch.Generator().manual_seed(0)) - 1, (4, 5))
 RAGGED = functools.partial(
     check_objects, 2 * torch.rand(4, 3, 7, 13, generator=torch.Generator().manual_seed(0)) - 1, (4, 5))
-MUTANTS = {  # what is checked, owner, attribute, replacement
-    'prefix behind': (functools.partial(check, (3, 5), 1), Grid, 'pad_tokens', prefix_behind),
-    "timm's order of axes": (PLAIN, ObjectPositionEncoding, 'compute', timm_sincos2d),
-    'sines and cosines in turn': (PLAIN, ope, '_waves', alternating_waves),
-    'slower waves': (PLAIN, ope, '_waves', lambda position, num_channels: waves(position * 0.9, num_channels)),
-    'object last': (
-        PLAIN, ObjectPositionEncoding, 'embed',
-        lambda self, *args, **kwargs: own_embed(self, *args, **kwargs).roll(8, -1)),
-    'one image for all': (
-        PLAIN, ObjectPositionEncoding, 'embed',
-        lambda self, *args, **kwargs: own_embed(self, *args, **kwargs)[:1]),
-    'trained grid ignored': (
-        functools.partial(check, (4, 7), own_size=(3, 5), resolution='rescale'), CoordinateEncoding, 'rescaling',
-        lambda *args: None),
-    'kept patches in raster order': (
-        functools.partial(check, (3, 5), 1, 8), Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
+OBJECT_MUTANTS = {  # what is checked, owner, attribute, replacement
     'one doubling too few': (
         functools.partial(check_objects, painted(TWO_COLUMNS), (5, 3)), ope, '_num_doublings',
         lambda num_patches: doublings(num_patches) - 1),
@@ -330,9 +307,10 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
 }
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    catches(MUTANTS[mutant][0], monkeypatch, *MUTANTS[mutant][1:])
+@pytest.mark.parametrize('mutant', OBJECT_MUTANTS)
+def test_mutants_of_objects_are_caught(mutant, monkeypatch):
+    check, *patch = OBJECT_MUTANTS[mutant]
+    catches(check, monkeypatch, *patch)
 
 
 # --- properties, and timm --------------------------------------------------------------------------------------------
@@ -362,40 +340,6 @@ def test_waves():
     assert torch.equal(places[0], places[1])
     products = torch.einsum('yxc,vuc->yxvu', *2 * [places[0].unflatten(0, (4, 5))])
     assert_near(products[1:, 1:, 1:, 1:], products[:-1, :-1, :-1, :-1], 1e-12)
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-def test_float32():
-    """A large grid in single against double precision."""
-    grid, encoding = Grid(24, 32, 1), create('ope', (24, 32), 1)
-    tokens, objects = make_tokens(grid, batch=3), make_objects(grid)
-    out = embed(copy.deepcopy(encoding).float(), tokens.float(), grid, object_index=objects)
-    assert out.dtype == torch.float32
-    assert_near(out, embed(encoding, tokens, grid, object_index=objects), 1e-5)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('grid_size', [(3, 5), (6, 4)])
-def test_half_models(grid_size, dtype):
-    """The term of a half model is computed in float32."""
-    grid = Grid(*grid_size, 1)
-    encoding, objects = create('ope', (3, 5), 1, dtype=torch.float32).to(dtype), make_objects(grid)
-    term = term_of(encoding, grid, objects, dtype)
-    assert term.dtype == torch.float32
-    nothing = torch.zeros(3, 1 + grid.num_patches, 16, dtype=torch.float64)
-    assert_near(term, expected(encoding, nothing, grid, objects), 1e-5)
-
-
-def test_autocast():
-    """Autocast does not affect the term, nor the gradient of the tokens that it is added to."""
-    grid, encoding = Grid(3, 5, 1), create('ope', (3, 5), 1, dtype=torch.float32)
-    tokens, objects = make_tokens(grid, batch=3, dtype=torch.float32), make_objects(grid)
-    out = embed(encoding, tokens, grid, object_index=objects)
-    with torch.autocast('cpu', torch.bfloat16):
-        actual = embed(encoding, tokens, grid, object_index=objects)
-    assert actual.dtype == torch.float32 and torch.equal(actual, out)
-    compare(actual, out, {'tokens': tokens}, 0.02)
 
 
 # --- keywords, and in a model ----------------------------------------------------------------------------------------
@@ -480,16 +424,6 @@ def test_wrong_number_of_channels():
                 continue
             with pytest.raises(ValueError, match=f"'ope' has a (mean|std) of 3 channels, but the image has {in_chans}"):
                 model(x)
-
-
-def test_where_it_acts():
-    assert timm_sape.get_encoding('ope').acts_on() == ('tokens',)
-
-
-def test_in_a_model():
-    objects = reference.find_objects(make_images(dtype=torch.float64), (4, 4), (8, 8), [0.5] * 3, [0.5] * 3)
-    assert objects.max() > 3
-    check_first_tokens('ope', functools.partial(expected, objects=objects))
 
 
 def test_images_that_are_normalized_otherwise():

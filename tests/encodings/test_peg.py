@@ -9,13 +9,14 @@ from timm.models.twins import PosConv
 
 import reference_peg as reference
 import timm_sape
-from breakages import in_raster_order, prefix_behind
+from breakages import in_raster_order
 from harness import (
-    GRIDS, KEPT, OTHER_GRIDS, assert_near, catches, compare, create, initial_models, inputs_of, make_grid, make_images,
-    make_model, make_tokens, where)
+    GRIDS, assert_near, compare, create, initial_models, inputs_of, make_grid, make_images, make_model, make_tokens,
+    where)
 from timm_sape import Grid
 from timm_sape.encodings.peg import ConditionalPositionEncoding
 from timm_sape.position import LayerEncodings, Position
+from token_checks import DROPPED, MUTANTS, PLAIN, PREFIXED, TokenTests
 
 
 def after_block(encoding, tokens, grid):
@@ -27,46 +28,47 @@ def expected(encoding, tokens, grid):
     return reference.peg(tokens, encoding.conv.weight, encoding.conv.bias, grid.size, **where(grid))
 
 
-def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None, **keywords):
-    """Value and every gradient."""
-    grid = make_grid(grid_size, num_prefix_tokens, num_keep)
-    encoding = create('peg', own_size or grid_size, num_prefix_tokens, **keywords)
-    tokens = make_tokens(grid, batch=3)
-    inputs = {'tokens': tokens, **dict(encoding.named_parameters())}
-    compare(after_block(encoding, tokens, grid), expected(encoding, tokens, grid), inputs)
+embed = ConditionalPositionEncoding.embed
 
 
-@pytest.mark.parametrize('num_prefix_tokens', [0, 1, 5])
-@pytest.mark.parametrize('grid_size', GRIDS)
-def test_equations(grid_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens)
+def convolved(self, x, grid, size=lambda size: size, weight=lambda weight: weight, padding=1):
+    maps = x[:, grid.num_prefix_tokens:].transpose(1, 2).unflatten(2, size(grid.size))
+    maps = F.conv2d(maps, weight(self.conv.weight), self.conv.bias, groups=16, padding=padding)
+    return grid.pad_tokens(maps.flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize('kernel_size', [3, 5])
-@pytest.mark.parametrize('case', KEPT)
-def test_equations_of_kept_patches(case, kernel_size):
-    check(*case, kernel_size=kernel_size)
-    check(*case[:2], kernel_size=kernel_size)
+def circular(self, x, grid):
+    maps = x[:, grid.num_prefix_tokens:].transpose(1, 2).unflatten(2, grid.size)
+    maps = F.conv2d(F.pad(maps, (1, 1, 1, 1), mode='circular'), self.conv.weight, self.conv.bias, groups=16)
+    return grid.pad_tokens(maps.flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize('num_prefix_tokens', [0, 2])
-@pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
-def test_equations_on_another_grid(grid_size, own_size, num_prefix_tokens):
-    check(grid_size, num_prefix_tokens, own_size=own_size)
-    check(grid_size, num_prefix_tokens, 1, own_size)
+def in_sequence(self, tokens):
+    """Puts kept patches in the first places of the grid, wherever they belong."""
+    return F.pad(tokens, (0, 0, 0, self.num_patches - tokens.shape[2]))
 
 
-def test_three_paths_to_another_grid():
-    """A dynamic size, `set_grid_size` and construction for the new grid follow one rule."""
-    grid = Grid(4, 7, 1)
-    trained, tokens = create('peg', (3, 5), 1), make_tokens(grid)
-    out = after_block(trained, tokens, grid)
-    moved = copy.deepcopy(trained)
-    moved.set_grid_size((4, 7))
-    assert torch.equal(after_block(moved, tokens, grid), out)
-    built = create('peg', (4, 7), 1, ref_grid_size=(3, 5))
-    built.load_state_dict(trained.state_dict())
-    assert torch.equal(after_block(built, tokens, grid), out)
+class TestPeg(TokenTests):
+    name = 'peg'
+    variants = [{'kernel_size': 3}, {'kernel_size': 5}]
+    acts_on = ('tokens after a block',)
+    mutants = {
+        **{name: (case, (ConditionalPositionEncoding, 'embed', broken)) for name, case, broken in [
+            ('circular', PREFIXED, circular),
+            ('no padding to speak of', PREFIXED, functools.partialmethod(
+                convolved, padding=0, weight=lambda w: w[:, :, 1:2, 1:2])),
+            ('kernel turned around', PREFIXED, functools.partialmethod(convolved, weight=lambda w: w.flip(2, 3))),
+            ('kernel transposed', {'grid_size': (4, 4)}, functools.partialmethod(convolved, weight=lambda w: w.mT)),
+            ('width before height', PREFIXED, functools.partialmethod(convolved, size=lambda size: size[::-1])),
+            ('tokens twice', PLAIN, lambda self, x, grid: x + embed(self, x, grid)),
+        ]},
+        'kept patches in sequence': (DROPPED, (Grid, 'scatter', in_sequence)),
+        'kept patches in raster order': (DROPPED, (Grid, 'keep_rows', in_raster_order(Grid.keep_rows))),
+        'prefix behind': MUTANTS['prefix behind'],
+    }
+
+    actual = staticmethod(after_block)
+    expected = staticmethod(expected)
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
@@ -93,58 +95,6 @@ def test_that_of_twins_knows_no_prefix_tokens():
         twins(tokens, grid.size)
     with pytest.raises(AssertionError, match='off by'):
         assert_near(twins(tokens, (4, 5)), expected(encoding, tokens, grid), 1e-2)
-
-
-# --- the comparison must be able to fail -----------------------------------------------------------------------------
-
-embed = ConditionalPositionEncoding.embed
-
-
-def convolved(self, x, grid, size=lambda size: size, weight=lambda weight: weight, padding=1):
-    maps = x[:, grid.num_prefix_tokens:].transpose(1, 2).unflatten(2, size(grid.size))
-    maps = F.conv2d(maps, weight(self.conv.weight), self.conv.bias, groups=16, padding=padding)
-    return grid.pad_tokens(maps.flatten(2).transpose(1, 2))
-
-
-def circular(self, x, grid):
-    maps = x[:, grid.num_prefix_tokens:].transpose(1, 2).unflatten(2, grid.size)
-    maps = F.conv2d(F.pad(maps, (1, 1, 1, 1), mode='circular'), self.conv.weight, self.conv.bias, groups=16)
-    return grid.pad_tokens(maps.flatten(2).transpose(1, 2))
-
-
-def in_sequence(self, tokens):
-    """Puts kept patches in the first places of the grid, wherever they belong."""
-    return F.pad(tokens, (0, 0, 0, self.num_patches - tokens.shape[2]))
-
-
-PREFIXED = functools.partial(check, (3, 5), 1)
-KEPT_PATCHES = functools.partial(check, (3, 5), 1, 8)
-MUTANTS = {  # what is checked, owner, attribute, replacement
-    'circular': (PREFIXED, ConditionalPositionEncoding, 'embed', circular),
-    'no padding to speak of': (
-        PREFIXED, ConditionalPositionEncoding, 'embed',
-        functools.partialmethod(convolved, padding=0, weight=lambda w: w[:, :, 1:2, 1:2])),
-    'kernel turned around': (
-        PREFIXED, ConditionalPositionEncoding, 'embed',
-        functools.partialmethod(convolved, weight=lambda w: w.flip(2, 3))),
-    'kernel transposed': (
-        functools.partial(check, (4, 4), 1), ConditionalPositionEncoding, 'embed',
-        functools.partialmethod(convolved, weight=lambda w: w.mT)),
-    'width before height': (
-        PREFIXED, ConditionalPositionEncoding, 'embed',
-        functools.partialmethod(convolved, size=lambda size: size[::-1])),
-    'tokens twice': (
-        functools.partial(check, (3, 5)), ConditionalPositionEncoding, 'embed',
-        lambda self, x, grid: x + embed(self, x, grid)),
-    'kept patches in sequence': (KEPT_PATCHES, Grid, 'scatter', in_sequence),
-    'kept patches in raster order': (KEPT_PATCHES, Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
-    'prefix behind': (PREFIXED, Grid, 'pad_tokens', prefix_behind),
-}
-
-
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    catches(MUTANTS[mutant][0], monkeypatch, *MUTANTS[mutant][1:])
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -200,10 +150,6 @@ def test_follows_the_first_block():
     assert_near(first, stem, 1e-12)
     assert_near(second, expected(encoding, after, Grid(4, 4, 5)), 1e-10)
     assert (second - after)[:, 5:].abs().max() > 0.01
-
-
-def test_where_it_acts():
-    assert timm_sape.get_encoding('peg').acts_on() == ('tokens after a block',)
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

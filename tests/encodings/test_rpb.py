@@ -10,7 +10,6 @@ import timm_sape
 from bias_checks import (
     KEPT,
     PAIRS_IN_RASTER_ORDER,
-    PREFIX_BEHIND,
     SIZES,
     DirectedTests,
     LearnedBiasTests,
@@ -53,10 +52,10 @@ def by_timm(self, grid):
 class TestRpb(DirectedTests, LearnedBiasTests):
     name = 'rpb'
     mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        **LearnedBiasTests.mutants,
+        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
         'p_j - p_i': (((3, 5), 0), (rpb, 'between_patches', transposed)),
         'x mirrored': (((3, 5), 0), (rpb, 'between_patches', columns_first)),
-        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
-        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
         'corners aligned': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', aligned)),
         'bilinear': (((4, 7), 0, None, (3, 5)), (F, 'interpolate', bilinear)),
         'not resampled': (((2, 3), 0, None, (3, 5)), (rpb.RelativePositionBias, 'resized', own_table)),

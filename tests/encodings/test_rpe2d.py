@@ -7,7 +7,6 @@ from bias_checks import (
     CASES,
     FIXED_SIZES,
     FROM_THE_OTHER,
-    PAIRS_IN_RASTER_ORDER,
     FixedBiasTests,
     bias_of,
     check_decay,
@@ -23,9 +22,9 @@ class TestRpe2d(FixedBiasTests):
     reference = reference_rpe2d
     variants = [{'slopes': 'code'}, {'diagonal': True}, {'slopes': 'code', 'diagonal': True}]
     mutants = {  # case, (owner, attribute, replacement)
+        **FixedBiasTests.mutants,
         'from the other patch': ('3x5', FROM_THE_OTHER),
         'one slope': ('3x5', (rpe2d, 'STARTS', (0.5, 0.5))),
-        'kept patches in raster order': ('3x5, 6 kept', PAIRS_IN_RASTER_ORDER),
     }
 
     def test_gate(self):

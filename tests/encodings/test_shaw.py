@@ -6,7 +6,6 @@ import reference_shaw
 from bias_checks import (
     AXES_SWAPPED,
     PAIRS_IN_RASTER_ORDER,
-    PREFIX_BEHIND,
     SIZES,
     DirectedTests,
     LearnedBiasTests,
@@ -31,11 +30,11 @@ class TestShaw(DirectedTests, LearnedBiasTests):
     variants = [{}, {'clip': 1}, {'clip': 9}, {'distance': 'raster', 'clip': 6}]
     model_variants = [{}, {'distance': 'raster', 'clip': 3}]
     mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        **LearnedBiasTests.mutants,
+        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
         'clipped sooner': (((3, 5), 0), (torch.Tensor, 'clamp', clipped_sooner)),
         'not scaled': (((3, 5), 0), (shaw.RelativePositionRepresentations, '_along', not_scaled)),
         'x and y swapped': (((4, 4), 0), AXES_SWAPPED),
-        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
-        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
     }
 
     def expected_bias(self, encoding, q, x, grid):

@@ -6,14 +6,7 @@ import timm
 import torch
 
 import reference_t5
-from bias_checks import (
-    PAIRS_IN_RASTER_ORDER,
-    PREFIX_BEHIND,
-    SIZES,
-    DirectedTests,
-    LearnedBiasTests,
-    bias_of,
-)
+from bias_checks import PAIRS_IN_RASTER_ORDER, SIZES, DirectedTests, LearnedBiasTests, bias_of
 from harness import assert_near, create, make_grid, where
 from model_checks import initial_model, own_encodings
 from timm_sape import Grid
@@ -32,10 +25,10 @@ class TestT5(DirectedTests, LearnedBiasTests):
     name = 't5'
     variants = model_variants = [{'distance': 'axis'}, {'distance': 'raster'}]
     mutants = {  # arguments of `check`, (owner, attribute, replacement)
+        **LearnedBiasTests.mutants,
+        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
         'one half for both signs': (((3, 5), 0), (t5, 'bucket', one_sign)),
         'signs swapped': (((3, 5), 0), (t5, 'bucket', other_sign)),
-        'prefix behind': (((3, 5), 1), PREFIX_BEHIND),
-        'kept patches in raster order': (((3, 5), 1, 8), PAIRS_IN_RASTER_ORDER),
         'one threshold off': (((1, 14), 0), (t5, 'THRESHOLDS', (8, 11, 16, 23, 32, 46, 64, 91))),
     }
 
