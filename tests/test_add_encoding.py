@@ -62,29 +62,16 @@ def bias(weight, grid_size, **where):
     return logit_bias(pair, len(weight), grid_size, **where)
 '''
 TEST = '''"""window2d: a learned window."""
-import pytest
-
-import reference_window2d as reference
-from bias_checks import GRIDS, SIZES, bias_of
-from harness import compare, create, make_grid, where
-from model_checks import check_model, check_number_of_parameters
+import reference_window2d
+from bias_checks import LearnedBiasTests
+from harness import where
 
 
-@pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
-def test_equations(grid_size, num_prefix_tokens):
-    grid = make_grid(grid_size, num_prefix_tokens)
-    encoding = create('window2d', grid_size, num_prefix_tokens, **SIZES)
-    compare(
-        bias_of(encoding, grid), reference.bias(encoding.weight, grid.size, **where(grid)),
-        {'weight': encoding.weight})
+class TestWindow2d(LearnedBiasTests):
+    name = 'window2d'
 
-
-def test_model():
-    check_model('window2d')
-
-
-def test_number_of_parameters():
-    check_number_of_parameters('window2d')
+    def expected_bias(self, encoding, q, x, grid):
+        return reference_window2d.bias(encoding.weight, grid.size, **where(grid))
 '''
 
 
