@@ -97,6 +97,17 @@ def test_tables_that_layers_share_are_resized():
     torch.testing.assert_close(model(images(OTHER)), expected(images(OTHER)))
 
 
+@pytest.mark.parametrize('pos_enc', ['ape', 'ape2d', 'lape', 'rpb', 'cope', 'sape2_k'])
+def test_frozen_tables_stay_frozen(pos_enc):
+    """Also those of `sape2`, which has other tables where the trained grid is another one."""
+    model = Maker(pos_enc, GRID)().requires_grad_(False)
+    model.set_input_size((OTHER[0] * PATCH, OTHER[1] * PATCH))
+    for encoding in model.position_encodings().values():
+        if pos_enc == 'sape2_k':
+            encoding.set_ref_grid_size(OTHER)
+    assert not [key for key, p in model.named_parameters() if p.requires_grad]
+
+
 # --- the factor ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('pos_enc', ['nope', 'ape', 'rope2d', 'sape2_k', 'irpe_qkv', 'pape'])
