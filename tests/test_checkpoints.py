@@ -239,6 +239,15 @@ def test_file_without_weights(content, tmp_path):
         from_file('nope', tmp_path / 'w.pth')
 
 
+def test_weights_beside_the_name_of_a_model():
+    """Of a checkpoint in memory, which timm does not look into."""
+    state = tiny('ape').state_dict()
+    overlay = dict(state_dict={'model': 'vit_small', 'state_dict': state}, num_classes=10, input_size=(3, *A))
+    loaded = timm.create_model(
+        'test_vit_pos_enc', pretrained=True, pretrained_cfg_overlay=overlay, img_size=A, patch_size=8, num_classes=10)
+    assert_equal(loaded.state_dict(), state)
+
+
 def test_truncated_local_dir(tmp_path):
     save_dir(tiny('ape'), tmp_path)
     write_cut(tmp_path / 'model.safetensors', 0.5)

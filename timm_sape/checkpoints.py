@@ -138,8 +138,10 @@ def unwrap(state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f'The checkpoint is not a state dict but a {type(state_dict).__name__}.')
-    state_dict = state_dict.get('model', state_dict)
-    return state_dict.get('state_dict', state_dict)
+    for key in ('model', 'state_dict'):
+        inner = state_dict.get(key)
+        state_dict = inner if isinstance(inner, Mapping) else state_dict  # a trainer's 'model' may be a name
+    return state_dict
 
 
 def kernel_of(state_dict: Mapping[str, Any], model: nn.Module) -> Tuple[int, int]:
