@@ -233,10 +233,9 @@ class SharedEncodings(_Encodings):
 
     def position(self, x: torch.Tensor, grid: Grid) -> Position:
         """What the layers share on this grid. The values of the tokens x, `[B, N, D]`, do not matter."""
-        found: Dict[str, List[torch.Tensor]] = {
-            hook: [encoding(x, grid=grid, hook=hook) for encoding in self.acting_on(hook)]
-            for hook in ('rotation', 'position_bias', 'layer_embed')}
-        rotation, biases, layer_terms = found.values()
+        rotation, biases, layer_terms = (
+            [encoding(x, grid=grid, hook=hook) for encoding in self.acting_on(hook)]
+            for hook in ('rotation', 'position_bias', 'layer_embed'))
         return Position(
             grid,
             rotation[0] if rotation else None,  # at most one: parse_pos_enc refuses two
