@@ -122,7 +122,7 @@ def estimate(
         evaluation = images / config.get('batch_size', 128) * row['step_s'] / 3
         row['run_s'] = trial.startup + run.epochs * row['steps'] * row['step_s'] + evaluations * evaluation
 
-    total, places = None, [0.0] * len(slots)
+    places = [0.0] * len(slots)
     for run in runs:
         row, result = rows[run.label], results[run.name]
         if result.status in ('finished', 'diverged'):
@@ -133,6 +133,5 @@ def estimate(
             to_go = row['run_s'] * (1 - min(1, done / run.epochs))
             row['to_go_s'] = (row['to_go_s'] or 0) + to_go
             heapq.heapreplace(places, places[0] + to_go)
-    if not any(row['error'] for row in rows.values()):
-        total = max(places)
-    return {'rows': list(rows.values()), 'seconds': total}
+    failed = any(row['error'] for row in rows.values())
+    return {'rows': list(rows.values()), 'seconds': None if failed else max(places)}
