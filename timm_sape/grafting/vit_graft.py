@@ -320,6 +320,7 @@ PLAIN_VITS = {
 }
 ENCODINGS = (
     'cope', 'irpe_k', 'rope2d', 'rope2d_mixed', 'rpb', 'sape2', 'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'shaw')
+NAMES = {f'{size}_{encoding}_graft': (base, encoding) for size, base in PLAIN_VITS.items() for encoding in ENCODINGS}
 
 
 def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
@@ -329,13 +330,9 @@ def _cfgs(name: str, base: str) -> Dict[str, Dict[str, Any]]:
         for cfg in get_arch_pretrained_cfgs(base).values()}
 
 
-def _names() -> Dict[str, Tuple[str, str]]:
-    return {f'{size}_{encoding}_graft': (base, encoding) for size, base in PLAIN_VITS.items() for encoding in ENCODINGS}
-
-
 default_cfgs = generate_default_cfgs({
     'vit_graft': {},  # has the config of its base, known only when a model is created
-    **{key: cfg for name, (base, _) in _names().items() for key, cfg in _cfgs(name, base).items()},
+    **{key: cfg for name, (base, _) in NAMES.items() for key, cfg in _cfgs(name, base).items()},
 })
 
 
@@ -380,5 +377,5 @@ def _make_entrypoint(name: str, base: str, encoding: str) -> Callable[..., PosEn
     return entrypoint
 
 
-for _name, (_base, _encoding) in _names().items():
+for _name, (_base, _encoding) in NAMES.items():
     setattr(sys.modules[__name__], _name, register_model(_make_entrypoint(_name, _base, _encoding)))
