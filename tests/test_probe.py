@@ -168,6 +168,16 @@ def test_stock_model():
     assert len(rows) == 5 * 3 + 4 and not any(row.verdict for row in rows)
 
 
+@pytest.mark.parametrize('pos_enc', ['nope', 'sape2_k', 'rope2d'])
+def test_a_base_with_a_position_of_its_own(pos_enc):
+    """It has a table, which is no encoding of ours, so what holds of the encoding alone need not hold of the graft."""
+    base = timm.create_model(
+        'naflexvit_base_patch16_gap', img_size=(32, 40), patch_size=8, embed_dim=64, depth=1, num_heads=4,
+        num_classes=10)
+    rows = probe(timm_sape.graft(base, pos_enc), picture())
+    assert {row.probe: row.verdict for row in rows if row.expected} == {'image in a batch': 'pass'}
+
+
 def test_what_is_wrong():
     with pytest.raises(ValueError, match='Linear does not cut images into separate patches'):
         probe(nn.Linear(2, 2), picture())

@@ -85,6 +85,8 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
       within rows; the y bias does. When columns are exchanged, as in a shift to the right or a mirror, it is the other
       way round.
 
+    Only the first is made for a graft whose base has a position of its own, as Eva and NaFlexVit have.
+
     Args:
         model: A model of timm_sape, or any timm ViT whose patches do not overlap.
         images: `[B, C, height, width]`, normalized, of the model's own size.
@@ -199,7 +201,7 @@ def _change(before: torch.Tensor, after: torch.Tensor) -> float:
 
 def _expected(model: nn.Module, move: str, what: str) -> str:
     """The change that theory predicts for one of the moves of whole patches: '0', 'changes' or ''."""
-    if not isinstance(model, PosEncModel):
+    if not isinstance(model, PosEncModel) or model.base_position:  # theory knows nothing of timm's own positions
         return ''
     names = [name.removeprefix('auto_') for name in model.pos_enc.split('+')]
     encodings = [get_encoding(name) for name in names]
