@@ -425,7 +425,8 @@ def _differing_encodings(entries: Mapping[str, torch.Tensor], model: nn.Module) 
         return {match[1] for match in matches if match} - {'logit_scaling'}
 
     saved, parts = named(entries), set(model.pos_enc.split('+')) - {'nope'}
-    if any(name in entries for name in TABLES) and 'auto_ape' not in saved:
+    has_ape = any(name in entries for name in TABLES) and not model.base_position  # else it is the base's own table
+    if has_ape and 'auto_ape' not in saved:
         saved.add('ape')
     # An encoding without parameters has entries only if it rescales. Without any it may be there or not.
     silent = parts - named(name for name, _ in model.named_parameters()) - {'ape'}

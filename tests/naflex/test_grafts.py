@@ -176,6 +176,13 @@ def test_what_the_messages_advise():
     assert grafted.pos_enc == 'auto_ape2d+auto_sape2_k'
 
 
+def test_table_of_the_base_is_no_ape():
+    """A message must not advise to graft `ape`, which is refused for such a base."""
+    base, grafted = pair('naflexvit_base_patch16_map')
+    with pytest.raises(ValueError, match=r"its entries show pos_enc='auto_sape2_k'\."):
+        timm_sape.graft(base, 'rpb').load_state_dict(grafted.state_dict())
+
+
 @pytest.mark.parametrize(
     'name', ['eva02_tiny_patch14_224', 'naflexvit_base_patch16_parfac_gap', 'naflexvit_base_patch16_radio_v3'])
 def test_patches_left_out(name):
