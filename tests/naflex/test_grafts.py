@@ -183,6 +183,15 @@ def test_table_of_the_base_is_no_ape():
         timm_sape.graft(base, 'rpb').load_state_dict(grafted.state_dict())
 
 
+def test_card_tells_the_position_of_the_base(tmp_path):
+    """`nope` would mean that the model has no position."""
+    timm_sape.hub.save(pair('eva02_tiny_patch14_224', 'nope')[1], tmp_path / 'model')
+    card = (tmp_path / 'model' / 'README.md').read_text()
+    position = 'learned table + RotaryEmbeddingCat'
+    assert f"with the position encoding `nope`, and its base's own ({position})." in card
+    assert f'- **Position of the base:** {position}\n' in card
+
+
 @pytest.mark.parametrize(
     'name', ['eva02_tiny_patch14_224', 'naflexvit_base_patch16_parfac_gap', 'naflexvit_base_patch16_radio_v3'])
 def test_patches_left_out(name):

@@ -56,10 +56,14 @@ def make_card(model: nn.Module, config: Dict[str, Any], source: str, given: Dict
             what = ', '.join(map(repr, names))
             imports += (
                 f'# Register {what} here.\n' if module == '__main__' else f'import {module}  # registers {what}\n')
+    of_base = args.get('base_position', 'none')  # what timm's modules compute, which pos_enc does not name
+    if of_base != 'none':
+        details['Position of the base'] = of_base
     details.update(given)
     details['Arguments'] = f'`{json.dumps(args)}`'
     details['Written by'] = f'timm-sape {__version__}, timm {timm.__version__}, torch {torch.__version__}'
     encoding = f' with the position encoding `{args["pos_enc"]}`' if 'pos_enc' in args else ''
+    encoding += f", and its base's own ({of_base})" if of_base != 'none' else ''
     return {
         'tags': ['image-classification', 'timm', 'transformers', *(() if is_stock else ('timm-sape',))],
         'license': cfg.get('license', 'unknown'),
