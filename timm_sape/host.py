@@ -1,10 +1,11 @@
 """What every host of encodings has in common: a timm model whose blocks and tokens carry them.
 
-A host is a subclass of `PosEncModel` and of one of timm's models. It says where its blocks and its grid are, and has
-an `embed` that calls `self.encodings` between the patch embedding and the blocks.
+A host is a subclass of `PosEncModel` and of one of timm's models. It has `grid_size`, `kernel_size`, `patch_size`,
+`convert_checkpoint`, and an `embed` that calls `self.encodings` between the patch embedding and the blocks.
 
 timm's class must have what timm's ViT has: `blocks`, `embed_dim`, `in_chans`, `num_classes`, `num_prefix_tokens`,
-`global_pool`, `attn_pool`, `patch_drop`, `head`, `no_weight_decay`, `group_matcher`, `reset_classifier`.
+`global_pool`, `attn_pool`, `patch_drop`, `norm`, `fc_norm`, `head`, `grad_checkpointing`, `no_weight_decay`,
+`group_matcher`, `prune_intermediate_layers`, `reset_classifier`.
 """
 import warnings
 from copy import deepcopy
