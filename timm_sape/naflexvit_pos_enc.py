@@ -310,15 +310,14 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         """The base's own table, by the function that timm's model uses for images, or for patches."""
         if self.base_table == 'none':
             return []
-        kind = 'learned' if self.base_table == 'learned' else 'factorized'
 
         def of_table(embeds: NaFlexEmbeds) -> torch.Tensor:
             table = x.new_zeros(1, grid.num_patches, x.shape[-1])  # these functions add to what they are given
             if is_naflex and embeds.pos_embed_use_grid_sample:
-                add = getattr(embeds, f'_apply_{kind}_naflex_pos_embed_grid_sample')
+                add = getattr(embeds, f'_apply_{self.base_table}_naflex_pos_embed_grid_sample')
                 add(table, patch_coord=grid.coordinates(x.device)[None])
             else:
-                getattr(embeds, f'_apply_{kind}_pos_embed')(table, grid_size=grid.size)
+                getattr(embeds, f'_apply_{self.base_table}_pos_embed')(table, grid_size=grid.size)
             return table[0]
 
         table = grid.keep_tokens(grid.pad_tokens(self.embeds(x, of_table=of_table)))
