@@ -2,7 +2,7 @@
 import difflib
 import re
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
 
@@ -271,8 +271,7 @@ def _create(
     if variant == 'vit_graft' and cfg.classifier is None and not kwargs.get('pretrained_model_args'):
         # the empty config of this name, with what the caller has added
         empty = PretrainedCfg()
-        entries = {entry.name: getattr(cfg, entry.name) for entry in fields(cfg)}
-        added = {name: value for name, value in entries.items() if value != getattr(empty, name)}
+        added = {name: value for name, value in vars(cfg).items() if value != getattr(empty, name)}
         cfg = resolve_pretrained_cfg(variant, base_cfg, added)
     cfg = resolve_pretrained_cfg(variant, replace(cfg, architecture=variant), pretrained_cfg_overlay)
     is_own_source = any(getattr(cfg, key) != getattr(base_cfg, key) for key in SOURCE)
