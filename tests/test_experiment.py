@@ -1506,6 +1506,18 @@ def test_steps_that_were_loaded_ahead_do_not_count(lab, workers, first, steps, c
     assert enough <= seen[0] <= steps and (seen[0] < 40 or steps < 40)  # and not to the end
 
 
+def test_dry_run_counts_the_images_of_each_model(lab, capsys, monkeypatch):
+    number = {'test': 16_000, 'train': 160_000}
+    monkeypatch.setattr(trial, 'create_dataset', lambda *args, split, **kwargs: range(number[split]))
+    lab.plan({
+        'A': 'test_vit_ape', 'none': {'model': 'test_vit_nope', 'val_split': ''},
+        'many': {'model': 'test_vit_ape', 'val_split': 'train'}}, seeds=[1])
+    assert lab('--dry-run') == 0
+    # 4 evaluations of 2000 batches, of .5 s / 3 each, take 22.2 minutes
+    minutes = [float(cells(line)[6]) for line in capsys.readouterr().out.splitlines()[2:5]]
+    assert minutes == pytest.approx([22.4, 0.2, 222.4], abs=0.2)
+
+
 def test_dry_run_finds_what_cannot_be_trained(lab, capsys):
     lab.plan({
         'A': 'test_vit_ape', 'B': {'model': 'test_vit_nope', 'model_kwargs': {'reject': 1}}}, seeds=[1])

@@ -4,6 +4,7 @@ import re
 import shutil
 import statistics
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -104,7 +105,10 @@ def estimate(
 
         work(unknown, slots, Path(scratch, '.locks'), start, tell)
 
-    images = 0
+    @cache
+    def num_images(dataset: str, split: str, class_map: str) -> int:  # they exist: train.py has just opened them
+        return len(create_dataset(dataset, root=str(data_dir), split=split, class_map=class_map))
+
     for run in unknown:
         trial, row, config = trials[run.label], rows[run.label], run.config
         if trial.failed:
@@ -116,9 +120,7 @@ def estimate(
         row['step_s'] = statistics.mean(seconds for _, seconds in counted)
         evaluations = run.epochs / config.get('val_interval', 1)
         val_split = config.get('val_split', SPLITS['val_split'])
-        if val_split and not images:  # it exists, because train.py has just opened it
-            images = len(create_dataset(
-                config.get('dataset', ''), root=str(data_dir), split=val_split, class_map=config.get('class_map', '')))
+        images = num_images(config.get('dataset', ''), val_split, config.get('class_map', '')) if val_split else 0
         evaluation = images / config.get('batch_size', 128) * row['step_s'] / 3
         row['run_s'] = trial.startup + run.epochs * row['steps'] * row['step_s'] + evaluations * evaluation
 
