@@ -125,6 +125,7 @@ def test_what_is_printed(args, code, text, capsys):
     (['vit_base_sincos2d_ape'], 'vit_base_pos_enc@random --pos-enc ape+sincos2d'),
     (['data'], 'data is a folder without config.json. Name a folder that timm_sape.hub.save has written'),
     (['local-dir:data'], 'data is a folder without config.json'),
+    (['local-dir:nowhere'], 'There is no folder nowhere'),
     (['--image', 'none.jpg'], "There is no file 'none.jpg'."),
     (['--image', 'model/config.json'], 'is not an image that can be read'),
     (['--patches', '4,0'], 'there is no patch 4,0: x goes from 0 to 3, y from 0 to 2'),

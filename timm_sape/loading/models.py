@@ -174,6 +174,8 @@ def find_source(model: str) -> Source:
 
 
 def _read_config(folder: Path) -> Dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f'There is no folder {folder}.')
     if not (folder / 'config.json').is_file():
         raise ValueError(f'{folder} is a folder without config.json. {_checkpoint_hint(folder)}')
     return read_config(str(folder), folder / 'config.json')
