@@ -1,16 +1,30 @@
-"""Checks that the tests of biases from content share: SaPE2, SaPE2 with squared distances, CoPE and iRPE.
+"""Tests and checks that biases from content share: SaPE2, SaPE2 with squared distances, CoPE and iRPE.
 
 `make` makes an encoding, called with a grid, the number of prefix tokens, and keywords. `expected` is its bias by the
 equations, called with the encoding, q, k and the grid.
 """
 import copy
+import functools
 
+import pytest
 import torch
 import torch.nn as nn
 
 import bias_checks
-from harness import assert_near, attend, compare, gradients, make_flat_regions, make_grid, make_qkv
+import timm_sape
+from harness import (
+    assert_near,
+    attend,
+    catches,
+    compare,
+    create,
+    gradients,
+    make_flat_regions,
+    make_grid,
+    make_qkv,
+)
 from loops import attention
+from model_checks import EncodingTests, check_learns, check_masks, check_number_of_parameters
 from timm_sape import Grid
 
 SIZES = {'heads': 2, 'head_dim': 6}  # 1/sqrt(6) is no power of two: rounding with it would show
@@ -190,6 +204,29 @@ def check_images_apart(make):
         assert_near(bias_of(encoding, q[b:b + 1], k[b:b + 1], one), together[b:b + 1], 1e-13)
 
 
+def check_scale_on_other_grids(name, tolerance, growth):
+    """The mean bias is that of the trained grid; without rescaling it would grow with the size of the grid.
+
+    Args:
+        name: An encoding with the tables of SaPE2.
+        tolerance: Of the mean bias, relative to that of the trained grid.
+        growth: How much it would grow at least.
+    """
+    torch.manual_seed(0)
+
+    def with_tables_of(trained, grid_size, **keywords):
+        encoding = create(name, grid_size, heads=4, head_dim=16, table_std=1.0, random=False, **keywords)
+        if trained is not None:
+            encoding.load_state_dict(trained.state_dict())
+        return encoding
+
+    trained = with_tables_of(None, (7, 8))
+    expected = mean_bias(trained)
+    for size in ((14, 16), (14, 8), (5, 12)):
+        assert mean_bias(with_tables_of(trained, size, ref_grid_size=(7, 8))) == pytest.approx(expected, rel=tolerance)
+    assert mean_bias(with_tables_of(None, (14, 16))) > growth * expected
+
+
 def mean_bias(encoding):
     """Of random q and k on the encoding's own grid, with 4 heads of 16 channels."""
     grid = Grid(*encoding.grid_size)
@@ -233,3 +270,114 @@ def interpolating(shift=0, linear=True, slope=True):
 
 def never_rescaled(self, grid):
     """Replaces `rescaling`: every grid is taken for the trained one."""
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+class ContentBiasTests(EncodingTests):
+    """What every bias from content must pass.
+
+    A subclass has a method `expected_bias(encoding, q, k, grid)`, which calls the reference.
+
+    Attributes:
+        kinds: A name and keywords for each kind of the encoding.
+        model_keywords: Keywords in whole models, by kind, unless they are the default ones.
+        knows_trained_grid: Whether the bias depends on the trained grid, so that this is saved.
+    """
+    kinds: dict
+    model_keywords = {}
+    knows_trained_grid = True
+    PARAMETERS = [*EncodingTests.PARAMETERS, 'kind']
+
+    def new(self, kind, *args, gated=False, **keywords):
+        name, own = self.kinds[kind]
+        return create(f'auto_{name}' if gated else name, *args, **{**SIZES, **own, **keywords})
+
+    def maker(self, kind):
+        return functools.partial(self.new, kind)
+
+    def check(self, kind, *case, **keywords):
+        check(self.maker(kind), self.expected_bias, *case, **keywords)
+
+    # --- equations
+
+    @pytest.mark.parametrize('case', CASES)
+    def test_equations(self, kind, case):
+        self.check(kind, *CASES[case])
+
+    @pytest.mark.parametrize('case', TRAINED_ON)
+    def test_equations_on_another_grid(self, kind, case):
+        """Positions are scaled to the trained grid, if it matters."""
+        self.check(kind, *TRAINED_ON[case])
+
+    @pytest.mark.parametrize('case', ['3x5', '4x4 and 5 prefix tokens, 6 kept'])
+    def test_equations_with_a_gate(self, kind, case):
+        self.check(kind, *CASES[case], gated=True)
+
+    def test_mutants_are_caught(self, mutant, monkeypatch):
+        """If the package is broken like this, the comparison with the equations fails."""
+        kind, case, patch = self.mutants[mutant]
+        catches(lambda: self.check(kind, *case), monkeypatch, *patch)
+
+    # --- images that are hard to compute
+
+    def test_equations_on_flat_regions(self, kind):
+        check_flat_regions(self.maker(kind), self.expected_bias)
+
+    def test_duplicated_patches(self, kind):
+        check_duplicated_patches(self.maker(kind), self.expected_bias)
+
+    @pytest.mark.parametrize('magnitude', [1e2, 1e3, 1e4])
+    def test_large_logits(self, kind, magnitude):
+        check_large_logits(self.maker(kind), magnitude)
+
+    @pytest.mark.parametrize('in_k', [False, True])
+    def test_nan_stays_nan(self, kind, in_k):
+        check_nan(self.maker(kind), in_k)
+
+    # --- precision
+
+    @pytest.mark.parametrize('image', IMAGES)
+    def test_float32(self, kind, image):
+        check_float32(self.maker(kind), image)
+        if image == 'random':
+            check_float32(self.maker(kind), image, num_prefix_tokens=1)
+
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    def test_half(self, kind, dtype):
+        check_half(self.maker(kind), dtype)
+
+    # --- properties
+
+    def test_images_apart(self, kind):
+        check_images_apart(self.maker(kind))
+
+    def test_bias_moves_with_kept_patches(self, kind):
+        name, keywords = self.kinds[kind]
+        bias_checks.check_order_of_kept_patches(name, **keywords)
+
+    def test_other_grid(self, kind):
+        name, keywords = self.kinds[kind]
+        bias_checks.check_other_grid(name, self.knows_trained_grid, **keywords)
+
+    # --- models
+
+    def test_number_of_parameters(self, kind):
+        check_number_of_parameters(self.kinds[kind][0])
+
+    def test_learns(self, kind):
+        check_learns(self.kinds[kind][0], self.model_keywords.get(kind))
+
+    def test_masks(self, kind):
+        check_masks(self.kinds[kind][0], self.model_keywords.get(kind))
+
+    # --- keywords
+
+    def test_unknown_keyword(self, kind):
+        name, _ = self.kinds[kind]
+        with pytest.raises(ValueError, match=f"'{name}' has no keyword 'scale'"):
+            create(name, scale=1)
+
+    def test_registered_from_its_file(self, kind):
+        name, _ = self.kinds[kind]
+        assert timm_sape.get_encoding(name).__module__ == f'timm_sape.encodings.{name.split("_")[0]}'

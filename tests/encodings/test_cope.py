@@ -1,5 +1,4 @@
 """cope: what a patch counts along the raster, to its end or between two patches, looked up in a table."""
-import functools
 import math
 
 import pytest
@@ -7,18 +6,9 @@ import torch
 
 import bias_checks
 import content_checks
-import timm_sape
-from content_checks import CASES, IMAGES, SIZES, TRAINED_ON, bias_of
-from harness import assert_near, catches, create, make_grid, make_qkv, where
-from model_checks import (
-    check_learns,
-    check_masks,
-    check_model,
-    check_neutral_as_built,
-    check_number_of_parameters,
-    initial_model,
-    own_encodings,
-)
+from content_checks import CASES, SIZES, TRAINED_ON, ContentBiasTests, bias_of
+from harness import assert_near, create, make_grid, make_qkv, where
+from model_checks import check_model, check_neutral_as_built, initial_model, own_encodings
 from reference_cope import cope_between, cope_bias
 from timm_sape import Grid, ops
 from timm_sape.encodings import cope
@@ -26,78 +16,6 @@ from timm_sape.ops import torch_contextual
 
 DIRECTIONS = ['literal', 'between']
 NPOS = 7  # fewer than there are patches, so that the last one is reached
-
-
-def new(direction, grid_size=(3, 5), *args, gated=False, **keywords):
-    name = 'auto_cope' if gated else 'cope'
-    return create(name, grid_size, *args, **{**SIZES, 'npos': NPOS, 'direction': direction, **keywords})
-
-
-def maker(direction):
-    return functools.partial(new, direction)
-
-
-def expected_bias(encoding, q, k, grid):
-    height, width = encoding.ref_grid_size
-    bias = cope_between if encoding.direction == 'between' else cope_bias
-    bias = bias(q, k, encoding.table, grid.size, ref_num_patches=height * width, **where(grid))
-    return content_checks.gate_of(encoding) * bias
-
-
-def check(direction, *case, **keywords):
-    content_checks.check(maker(direction), expected_bias, *case, **keywords)
-
-
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_equations(direction, case):
-    check(direction, *CASES[case])
-
-
-@pytest.mark.parametrize('case', TRAINED_ON)
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_equations_on_another_grid(direction, case):
-    """Positions are scaled to the trained grid."""
-    check(direction, *TRAINED_ON[case])
-
-
-@pytest.mark.parametrize('case', ['3x5', '4x4 and 5 prefix tokens, 6 kept'])
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_equations_with_a_gate(direction, case):
-    check(direction, *CASES[case], gated=True)
-
-
-@pytest.mark.parametrize('npos', [2, 3])
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_positions_beyond_the_last_count_as_the_last(direction, npos):
-    check(direction, (3, 5), 1, npos=npos)
-    check(direction, *CASES['3x5, 8 kept'], npos=npos)
-    check(direction, (1, 7), 1, None, (2, 9), npos=npos)
-
-
-@pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_attention(direction, case):
-    content_checks.check_attention(maker(direction), expected_bias, *CASES[case])
-
-
-def test_by_hand():
-    """With one gate everywhere, the position of a pair is that gate times the patches from the one to the other."""
-    grid = Grid(3, 5, 1)
-    q, k = torch.zeros(2, 1, 2, 16, 6, dtype=torch.float64)  # gates of 1/2
-    q[..., 0] = 1
-    raster = torch.arange(15, dtype=torch.float64)
-    positions = {
-        'between': (raster[:, None] - raster).abs() / 2,
-        'literal': ((15 - raster) / 2).expand(15, 15),  # the same in every row
-    }
-    for direction, expected in positions.items():
-        encoding = new(direction, npos=16)
-        with torch.no_grad():
-            encoding.table[:, 0] = torch.arange(16)
-        assert_near(bias_of(encoding, q, k, grid)[0, 0, 1:, 1:] * math.sqrt(6), expected, 1e-12)
 
 
 def along_columns(q, k, table, grid, contextual_bias=ops.contextual_bias, **options):
@@ -123,76 +41,71 @@ def nearest(pos, npos, cells=torch_contextual.cells):
 
 CLASS = cope.ContextualPositionEncoding
 ANOTHER_GRID = TRAINED_ON['3x5 and a prefix token, trained on 6x2']
-MUTANTS = {  # direction, arguments of `check`, (owner, attribute, replacement)
-    'prefix sum': ('literal', CASES['3x5'], (torch_contextual, 'suffix_sum', content_checks.from_the_start)),
-    'the patch itself left out': (
-        'between', CASES['3x5'], (torch_contextual, 'suffix_sum', content_checks.without_itself)),
-    'no interpolation': (
-        'literal', CASES['3x5, 8 kept'], (torch_contextual, 'cells', nearest)),
-    'q and k swapped': (
-        'literal', CASES['3x5'], (ops, 'contextual_bias', content_checks.swapping(ops.contextual_bias))),
-    'along columns': ('literal', CASES['3x5'], (ops, 'contextual_bias', along_columns)),
-    'prefix behind': ('literal', CASES['4x4'], bias_checks.PREFIX_BEHIND),
-    'counted in the order of the sequence': (
-        'literal', CASES['3x5, 8 kept'], (ops.cope, 'in_raster_order', in_the_order_given)),
-    'counted between in the order of the sequence': (
-        'between', CASES['3x5, 8 kept'], (ops.cope, 'in_raster_order', in_the_order_given)),
-    'trained grid ignored': ('literal', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
-    'trained grid ignored between': ('between', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
-    'to the end instead of between': ('between', CASES['3x5'], (ops, 'contextual_bias', without('between'))),
-}
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    direction, case, patch = MUTANTS[mutant]
-    catches(lambda: check(direction, *case), monkeypatch, *patch)
+class TestCope(ContentBiasTests):
+    kinds = {direction: ('cope', {'direction': direction, 'npos': NPOS}) for direction in DIRECTIONS}
+    model_keywords = {direction: {'direction': direction} for direction in DIRECTIONS}
+    mutants = {  # direction, arguments of `check`, (owner, attribute, replacement)
+        'prefix sum': ('literal', CASES['3x5'], (torch_contextual, 'suffix_sum', content_checks.from_the_start)),
+        'the patch itself left out': (
+            'between', CASES['3x5'], (torch_contextual, 'suffix_sum', content_checks.without_itself)),
+        'no interpolation': (
+            'literal', CASES['3x5, 8 kept'], (torch_contextual, 'cells', nearest)),
+        'q and k swapped': (
+            'literal', CASES['3x5'], (ops, 'contextual_bias', content_checks.swapping(ops.contextual_bias))),
+        'along columns': ('literal', CASES['3x5'], (ops, 'contextual_bias', along_columns)),
+        'prefix behind': ('literal', CASES['4x4'], bias_checks.PREFIX_BEHIND),
+        'counted in the order of the sequence': (
+            'literal', CASES['3x5, 8 kept'], (ops.cope, 'in_raster_order', in_the_order_given)),
+        'counted between in the order of the sequence': (
+            'between', CASES['3x5, 8 kept'], (ops.cope, 'in_raster_order', in_the_order_given)),
+        'trained grid ignored': ('literal', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
+        'trained grid ignored between': ('between', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
+        'to the end instead of between': ('between', CASES['3x5'], (ops, 'contextual_bias', without('between'))),
+    }
+
+    def expected_bias(self, encoding, q, k, grid):
+        height, width = encoding.ref_grid_size
+        bias = cope_between if encoding.direction == 'between' else cope_bias
+        bias = bias(q, k, encoding.table, grid.size, ref_num_patches=height * width, **where(grid))
+        return content_checks.gate_of(encoding) * bias
+
+    @pytest.mark.parametrize('npos', [2, 3])
+    def test_positions_beyond_the_last_count_as_the_last(self, kind, npos):
+        self.check(kind, (3, 5), 1, npos=npos)
+        self.check(kind, *CASES['3x5, 8 kept'], npos=npos)
+        self.check(kind, (1, 7), 1, None, (2, 9), npos=npos)
+
+    @pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
+    def test_attention(self, kind, case):
+        content_checks.check_attention(self.maker(kind), self.expected_bias, *CASES[case])
+
+    def test_autocast(self, kind):
+        content_checks.check_autocast(self.maker(kind))
 
 
-# --- images that are hard to compute ---------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_equations_on_flat_regions(direction):
-    content_checks.check_flat_regions(maker(direction), expected_bias)
+def new(direction, *args, **keywords):
+    return TestCope().new(direction, *args, **keywords)
 
 
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_duplicated_patches(direction):
-    content_checks.check_duplicated_patches(maker(direction), expected_bias)
+# --- equations -------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize('magnitude', [1e2, 1e3, 1e4])
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_large_logits(direction, magnitude):
-    content_checks.check_large_logits(maker(direction), magnitude)
-
-
-@pytest.mark.parametrize('in_k', [False, True])
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_nan_stays_nan(direction, in_k):
-    content_checks.check_nan(maker(direction), in_k)
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('image', IMAGES)
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_float32(direction, image):
-    content_checks.check_float32(maker(direction), image)
-    if image == 'random':
-        content_checks.check_float32(maker(direction), image, num_prefix_tokens=1)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_half(direction, dtype):
-    content_checks.check_half(maker(direction), dtype)
-
-
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_autocast(direction):
-    content_checks.check_autocast(maker(direction))
+def test_by_hand():
+    """With one gate everywhere, the position of a pair is that gate times the patches from the one to the other."""
+    grid = Grid(3, 5, 1)
+    q, k = torch.zeros(2, 1, 2, 16, 6, dtype=torch.float64)  # gates of 1/2
+    q[..., 0] = 1
+    raster = torch.arange(15, dtype=torch.float64)
+    positions = {
+        'between': (raster[:, None] - raster).abs() / 2,
+        'literal': ((15 - raster) / 2).expand(15, 15),  # the same in every row
+    }
+    for direction, expected in positions.items():
+        encoding = new(direction, npos=16)
+        with torch.no_grad():
+            encoding.table[:, 0] = torch.arange(16)
+        assert_near(bias_of(encoding, q, k, grid)[0, 0, 1:, 1:] * math.sqrt(6), expected, 1e-12)
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -206,31 +119,12 @@ def test_sees_itself_at_zero_between_only(direction):
     assert torch.allclose(diagonal, at_zero) == (direction == 'between')
 
 
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_images_apart(direction):
-    content_checks.check_images_apart(maker(direction))
-
-
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_bias_moves_with_kept_patches(direction):
-    bias_checks.check_order_of_kept_patches('cope', npos=NPOS, direction=direction)
-
-
-@pytest.mark.parametrize('direction', DIRECTIONS)
-def test_other_grid(direction):
-    bias_checks.check_other_grid('cope', knows_trained_grid=True, npos=NPOS, direction=direction)
-
-
 # --- initial values and models ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('again', [False, True])
 def test_initial_values(again):
     for encoding in own_encodings(initial_model('cope', again), 'cope'):
         assert encoding.table.shape == (64, 16) and (encoding.table == 0).all()
-
-
-def test_number_of_parameters():
-    check_number_of_parameters('cope')
 
 
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
@@ -240,17 +134,8 @@ def test_model(direction, composition):
 
 
 @pytest.mark.parametrize('direction', DIRECTIONS)
-def test_learns(direction):
-    check_learns('cope', {'direction': direction})
-
-
-@pytest.mark.parametrize('direction', DIRECTIONS)
 def test_neutral_as_built(direction):
     check_neutral_as_built('cope', {'direction': direction})
-
-
-def test_masks():
-    check_masks('cope')
 
 
 # --- keywords --------------------------------------------------------------------------------------------------------
@@ -263,7 +148,3 @@ def test_masks():
 def test_wrong_keywords(keywords, text):
     with pytest.raises(ValueError, match=text):
         create('cope', **SIZES, **keywords)
-
-
-def test_registered_from_its_file():
-    assert timm_sape.get_encoding('cope').__module__ == cope.__name__

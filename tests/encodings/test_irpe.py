@@ -1,27 +1,17 @@
 """irpe_k, irpe_q, irpe_qk, irpe_qkv: a vector for each bucket of offsets, on keys, queries and values."""
 import copy
-import functools
 import math
 
 import pytest
 import torch
 import torch.nn as nn
 
-import bias_checks
 import content_checks
 import timm_sape
-from content_checks import CASES, IMAGES, SIZES, TRAINED_ON, bias_of, gate_of
-from harness import assert_near, attend, catches, compare, create, make_grid, make_qkv, where
+from content_checks import CASES, SIZES, ContentBiasTests, bias_of, gate_of
+from harness import assert_near, attend, compare, create, make_grid, make_qkv, where
 from loops import attention
-from model_checks import (
-    check_learns,
-    check_masks,
-    check_model,
-    check_neutral_as_built,
-    check_number_of_parameters,
-    initial_model,
-    own_encodings,
-)
+from model_checks import check_model, check_neutral_as_built, initial_model, own_encodings
 from reference_irpe import irpe_bias, irpe_g, irpe_rows, irpe_values
 from timm_sape import Grid
 from timm_sape.encodings import irpe
@@ -39,10 +29,6 @@ VARIANTS = [
 
 def new(name, *args, **keywords):
     return create(name, *args, **SIZES, **keywords)
-
-
-def maker(name):
-    return functools.partial(new, name)
 
 
 def expecting(method='product', mode='contextual', ratio=1.9, **keywords):
@@ -69,63 +55,6 @@ def check_values(name, grid_size, num_prefix_tokens=0, num_keep=None, made_for=N
     compare(
         encoding(attn, grid=grid, hook='values'), expected_values(encoding, attn, grid, **keywords),
         {'attn': attn, 'table_v': encoding.table_v, **gate})
-
-
-def check(name, *case, **keywords):
-    content_checks.check(maker(name), expecting(**keywords), *case, **keywords)
-    if name.endswith('v'):
-        check_values(name, *case, **keywords)
-
-
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('name', NAMES)
-def test_equations(name, case):
-    check(name, *CASES[case])
-
-
-@pytest.mark.parametrize('case', TRAINED_ON)
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_on_another_grid(name, case):
-    """The grid that it was made for makes no difference."""
-    check(name, *TRAINED_ON[case])
-
-
-@pytest.mark.parametrize('case', ['3x5', '4x4 and 5 prefix tokens, 6 kept'])
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_with_a_gate(name, case):
-    check(f'auto_{name}', *CASES[case])
-
-
-@pytest.mark.parametrize('case', ['3x5', '1x7', '3x5, 8 kept'])
-@pytest.mark.parametrize('keywords', VARIANTS, ids=str)
-def test_methods(keywords, case):
-    check('irpe_qkv', *CASES[case], **keywords)
-
-
-@pytest.mark.parametrize('case', ['3x5', '3x5, 8 kept'])
-@pytest.mark.parametrize('shared_heads', [True, False])
-@pytest.mark.parametrize('method', irpe.METHODS)
-def test_mode_bias(method, shared_heads, case):
-    check('irpe_qk', *CASES[case], mode='bias', method=method, shared_heads=shared_heads)
-
-
-@pytest.mark.parametrize('name', ['irpe_k', 'irpe_q', 'irpe_qk', 'irpe_qkv', 'auto_irpe_qkv'])
-@pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
-def test_attention(case, name):
-    """Attention of a layer, values included."""
-    grid = make_grid(*CASES[case])
-    encoding = new(name, (3, 5), grid.num_prefix_tokens)
-    if encoding.gate is not None:
-        nn.init.constant_(encoding.gate.weight, 0.004)
-    q, k, v = make_qkv(grid, **SIZES)
-    bias = expecting()(encoding, q, k, grid)
-    out = attention(q, k, v, bias=bias)
-    if 'v' in name:
-        attn = (q @ k.mT / math.sqrt(6) + bias).softmax(dim=-1)
-        out = out + expected_values(encoding, attn, grid)
-    compare(attend(encoding, q, k, v, grid), out, {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())})
 
 
 CLASS = irpe.ImageRelativePositionEncoding
@@ -160,27 +89,69 @@ def of_the_others(self, attn, grid):
     return values(self, attn.mT, grid)
 
 
-MUTANTS = {  # name, arguments of `check`, (owner, attribute, replacement)
-    'opposite offset on keys': ('irpe_k', CASES['3x5'], (CLASS, '_buckets', transposed_buckets)),
-    'opposite offset on queries': ('irpe_q', CASES['3x5'], (CLASS, '_buckets', transposed_buckets)),
-    'opposite offset on all': ('irpe_qkv', CASES['3x5'], (CLASS, '_buckets', transposed_buckets)),
-    'x and y swapped': ('irpe_k', CASES['3x5'], (CLASS, '_buckets', columns_first)),
-    'kept patches in raster order': ('irpe_qk', CASES['3x5, 8 kept'], (CLASS, '_buckets', all_patches_in_order)),
-    'no sign': ('irpe_k', CASES['4x4'], (CLASS, '_g', lambda self, distance: g(self, distance.abs()))),
-    'clipped': ('irpe_k', CASES['1x7'], (CLASS, '_g', lambda self, distance: distance.clamp(-3, 3))),
-    'not rounded': ('irpe_k', CASES['1x7'], (irpe, '_thresholds', lambda ratio: (1, 2, 7))),
-    'unscaled': ('irpe_q', CASES['3x5'], (CLASS, '_look_up', unscaled)),
-    'prefix rule': ('irpe_k', CASES['4x4'], (CLASS, 'content_bias', prefix_rule)),
-    'probabilities of the others': (
-        'irpe_qkv', CASES['3x5'], (irpe.ImageRelativePositionEncodingQKV, 'values', of_the_others)),
-}
+class TestIrpe(ContentBiasTests):
+    kinds = {name: (name, {}) for name in NAMES}
+    knows_trained_grid = False
+    mutants = {  # kind, arguments of `check`, (owner, attribute, replacement)
+        'opposite offset on keys': ('irpe_k', CASES['3x5'], (CLASS, '_buckets', transposed_buckets)),
+        'opposite offset on queries': ('irpe_q', CASES['3x5'], (CLASS, '_buckets', transposed_buckets)),
+        'opposite offset on all': ('irpe_qkv', CASES['3x5'], (CLASS, '_buckets', transposed_buckets)),
+        'x and y swapped': ('irpe_k', CASES['3x5'], (CLASS, '_buckets', columns_first)),
+        'kept patches in raster order': ('irpe_qk', CASES['3x5, 8 kept'], (CLASS, '_buckets', all_patches_in_order)),
+        'no sign': ('irpe_k', CASES['4x4'], (CLASS, '_g', lambda self, distance: g(self, distance.abs()))),
+        'clipped': ('irpe_k', CASES['1x7'], (CLASS, '_g', lambda self, distance: distance.clamp(-3, 3))),
+        'not rounded': ('irpe_k', CASES['1x7'], (irpe, '_thresholds', lambda ratio: (1, 2, 7))),
+        'unscaled': ('irpe_q', CASES['3x5'], (CLASS, '_look_up', unscaled)),
+        'prefix rule': ('irpe_k', CASES['4x4'], (CLASS, 'content_bias', prefix_rule)),
+        'probabilities of the others': (
+            'irpe_qkv', CASES['3x5'], (irpe.ImageRelativePositionEncodingQKV, 'values', of_the_others)),
+    }
 
+    def check(self, kind, *case, gated=False, **keywords):
+        content_checks.check(self.maker(kind), expecting(**keywords), *case, gated=gated, **keywords)
+        if kind.endswith('v'):
+            check_values(f'auto_{kind}' if gated else kind, *case, **keywords)
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    name, case, patch = MUTANTS[mutant]
-    catches(lambda: check(name, *case), monkeypatch, *patch)
+    def expected_bias(self, encoding, q, k, grid):
+        return expecting()(encoding, q, k, grid)
+
+    @pytest.mark.parametrize('case', ['3x5', '1x7', '3x5, 8 kept'])
+    @pytest.mark.parametrize('keywords', VARIANTS, ids=str)
+    def test_methods(self, keywords, case):
+        self.check('irpe_qkv', *CASES[case], **keywords)
+
+    @pytest.mark.parametrize('case', ['3x5', '3x5, 8 kept'])
+    @pytest.mark.parametrize('shared_heads', [True, False])
+    @pytest.mark.parametrize('method', irpe.METHODS)
+    def test_mode_bias(self, method, shared_heads, case):
+        self.check('irpe_qk', *CASES[case], mode='bias', method=method, shared_heads=shared_heads)
+
+    @pytest.mark.parametrize('name', ['irpe_k', 'irpe_q', 'irpe_qk', 'irpe_qkv', 'auto_irpe_qkv'])
+    @pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
+    def test_attention(self, case, name):
+        """Attention of a layer, values included."""
+        grid = make_grid(*CASES[case])
+        encoding = new(name, (3, 5), grid.num_prefix_tokens)
+        if encoding.gate is not None:
+            nn.init.constant_(encoding.gate.weight, 0.004)
+        q, k, v = make_qkv(grid, **SIZES)
+        bias = expecting()(encoding, q, k, grid)
+        out = attention(q, k, v, bias=bias)
+        if 'v' in name:
+            attn = (q @ k.mT / math.sqrt(6) + bias).softmax(dim=-1)
+            out = out + expected_values(encoding, attn, grid)
+        compare(attend(encoding, q, k, v, grid), out, {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())})
+
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize('name, mode', [('irpe_qk', 'contextual'), ('irpe_qk', 'bias'), ('irpe_qkv', 'contextual')])
+    def test_half(self, name, mode, dtype):
+        content_checks.check_half(self.maker(name), dtype, mode=mode)
+
+    def test_autocast(self, kind):
+        content_checks.check_autocast(self.maker(kind))
+
+    def test_nan_stays_nan(self, kind):
+        content_checks.check_nan(self.maker(kind), in_k=True)
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -308,36 +279,7 @@ def test_larger_grid(name):
     assert_near(large[:, :, 0, :, 6:], large[:, :, 0, :, 4:5].expand(-1, -1, -1, 3), 1e-14)
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_images_apart(name):
-    content_checks.check_images_apart(maker(name))
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_bias_moves_with_kept_patches(name):
-    bias_checks.check_order_of_kept_patches(name)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_other_grid(name):
-    bias_checks.check_other_grid(name)
-
-
 # --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('image', IMAGES)
-@pytest.mark.parametrize('name', NAMES)
-def test_float32(name, image):
-    content_checks.check_float32(maker(name), image)
-    if image == 'random':
-        content_checks.check_float32(maker(name), image, num_prefix_tokens=1)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('name, mode', [('irpe_qk', 'contextual'), ('irpe_qk', 'bias'), ('irpe_qkv', 'contextual')])
-def test_half(name, mode, dtype):
-    content_checks.check_half(maker(name), dtype, mode=mode)
-
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_values_in_half(dtype):
@@ -354,16 +296,6 @@ def test_values_in_half(dtype):
                 actual = encoding(attn, grid=grid, hook='values')
             assert actual.dtype == torch.float32
             assert_near(actual, expected, 1e-6)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_autocast(name):
-    content_checks.check_autocast(maker(name))
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_nan_stays_nan(name):
-    content_checks.check_nan(maker(name), in_k=True)
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -398,11 +330,6 @@ def test_initial_values(keywords, shape, again):
             assert encoding.no_weight_decay() == set(tables)
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_number_of_parameters(name):
-    check_number_of_parameters(name)
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
@@ -413,18 +340,8 @@ def test_model(name, keywords, composition):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_learns(name):
-    check_learns(name)
-
-
-@pytest.mark.parametrize('name', NAMES)
 def test_neutral_as_built(name):
     check_neutral_as_built(name)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_masks(name):
-    check_masks(name)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -453,8 +370,3 @@ def test_where_it_acts(name):
 def test_wrong_keywords(name, keywords, text):
     with pytest.raises(ValueError, match=text):
         create(name, **SIZES, **keywords)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_registered_from_its_file(name):
-    assert timm_sape.get_encoding(name).__module__ == irpe.__name__

@@ -1,5 +1,4 @@
 """sape2_q, sape2_k, sape2_qk: the distance of what patches count along their rows and columns."""
-import functools
 import itertools
 
 import pytest
@@ -10,17 +9,9 @@ import torch.nn.functional as F
 import bias_checks
 import content_checks
 import timm_sape
-from content_checks import CASES, IMAGES, SIZES, TRAINED_ON, bias_of
+from content_checks import CASES, SIZES, TRAINED_ON, ContentBiasTests, bias_of
 from harness import assert_near, catches, create, gradients, make_grid, make_model, make_qkv, where
-from model_checks import (
-    check_learns,
-    check_masks,
-    check_model,
-    check_neutral_start,
-    check_number_of_parameters,
-    initial_model,
-    own_encodings,
-)
+from model_checks import check_model, check_neutral_start, initial_model, own_encodings
 from reference_sape2 import sape2_bias
 from timm_sape import Grid
 from timm_sape.encodings import sape2
@@ -30,76 +21,113 @@ NAMES = ['sape2_k', 'sape2_q', 'sape2_qk']
 HEADS, HEAD_DIM = SIZES['heads'], SIZES['head_dim']
 
 
-def new(name, *args, **keywords):
-    return create(name, *args, **{**SIZES, 'bias_scale': 'learned', **keywords})
+def distances(p, squared=False):
+    def mutant(codes):
+        difference = codes.unsqueeze(-2) - codes.unsqueeze(-3)
+        return difference.square().sum(-1) if squared else difference.abs().pow(p).sum(-1)
+    return mutant
 
 
-def maker(name):
-    return functools.partial(new, name)
+def in_raster_order(q, k, table_x, table_y, grid, codes=reference.axis_codes, **options):
+    grid = Grid(*grid.size, grid.num_prefix_tokens, grid.keep_indices.sort().values)
+    return codes(q, k, table_x, table_y, grid, **options)
 
 
-def expected_bias(encoding, q, k, grid):
-    bias = sape2_bias(
-        q, k, encoding.table_x, encoding.table_y, grid.size, mode=encoding.mode,
-        ref_grid_size=encoding.ref_grid_size, **where(grid))
-    gain = [encoding.bias_scale] * HEADS if encoding.gain is None else encoding.gain
-    return content_checks.gate_of(encoding) * torch.stack([gain[h] * bias[:, h] for h in range(HEADS)], dim=1)
+def along_one_axis(*args, codes=reference.axis_codes, **options):
+    codes_x, codes_y = codes(*args, **options)
+    return codes_x, 0 * codes_y
 
 
-def check(name, *case, **keywords):
-    content_checks.check(maker(name), expected_bias, *case, **keywords)
+CLASS = sape2.SemanticAwarePositionEncoding
+ANOTHER_GRID = TRAINED_ON['3x5 and a prefix token, trained on 6x2']
+ATTENTION = {**CASES, **TRAINED_ON}
+MUTANTS_IN_ATTENTION = {  # kind, arguments of `check_attention`, (owner, attribute, replacement)
+    'prefix sum': ('sape2_k', CASES['3x5'], (torch_codes, 'suffix_sum', content_checks.from_the_start)),
+    'trained grid ignored': ('sape2_q', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
+    'gain forgotten': ('sape2_k', CASES['3x5'], (CLASS, '_gain', lambda self, like: like.new_ones(1))),
+    'dropped patches counted': (
+        'sape2_k', CASES['3x5, 8 kept'], (reference, '_is_kept', content_checks.no_longer_kept)),
+}
 
 
-def check_attention(name, *case, **keywords):
-    content_checks.check_attention(maker(name), expected_bias, *case, **keywords)
+class TestSape2(ContentBiasTests):
+    kinds = {name: (name, {'bias_scale': 'learned'}) for name in NAMES}
+    mutants = {  # kind, arguments of `check`, (owner, attribute, replacement)
+        'prefix sum': ('sape2_k', CASES['3x5'], (reference, 'suffix_sum', content_checks.from_the_start)),
+        'sum without the patch itself': (
+            'sape2_q', CASES['3x5'], (reference, 'suffix_sum', content_checks.without_itself)),
+        'one cell too far': (
+            'sape2_k', CASES['3x5'], (reference, 'interpolate', content_checks.interpolating(shift=1))),
+        'half the gradient of the positions': (
+            'sape2_k', CASES['3x5'], (reference, 'interpolate', content_checks.interpolating(slope=False))),
+        'q and k swapped': (
+            'sape2_k', CASES['3x5'], (reference, 'axis_codes', content_checks.swapping(reference.axis_codes))),
+        'q and k swapped, mode qk': (
+            'sape2_qk', CASES['3x5'], (reference, 'axis_codes', content_checks.swapping(reference.axis_codes))),
+        'y not counted': ('sape2_k', CASES['3x5'], (reference, 'axis_codes', along_one_axis)),
+        'squared distance': ('sape2_k', CASES['3x5'], (reference, 'pairwise_distance', distances(2, squared=True))),
+        'city-block distance': ('sape2_k', CASES['3x5'], (reference, 'pairwise_distance', distances(1))),
+        'prefix behind': ('sape2_k', CASES['4x4'], bias_checks.PREFIX_BEHIND),
+        'no prefix rule': ('sape2_k', CASES['4x4'], (
+            Grid, 'pad_prefix', lambda self, bias: F.pad(bias, (self.num_prefix_tokens, 0) * 2, value=1))),
+        'kept patches in raster order': ('sape2_k', CASES['3x5, 8 kept'], (reference, 'axis_codes', in_raster_order)),
+        'dropped patches counted': (
+            'sape2_k', CASES['3x5, 8 kept'], (reference, '_is_kept', content_checks.no_longer_kept)),
+        'trained grid ignored': ('sape2_k', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
+        'gain forgotten': ('sape2_k', CASES['3x5'], (CLASS, '_gain', lambda self, like: like.new_ones(1))),
+    }
+
+    def expected_bias(self, encoding, q, k, grid):
+        bias = sape2_bias(
+            q, k, encoding.table_x, encoding.table_y, grid.size, mode=encoding.mode,
+            ref_grid_size=encoding.ref_grid_size, **where(grid))
+        gain = [encoding.bias_scale] * HEADS if encoding.gain is None else encoding.gain
+        return content_checks.gate_of(encoding) * torch.stack([gain[h] * bias[:, h] for h in range(HEADS)], dim=1)
+
+    def check_attention(self, kind, *case, **keywords):
+        content_checks.check_attention(self.maker(kind), self.expected_bias, *case, **keywords)
+
+    @pytest.mark.parametrize('npos', [2, 3])
+    def test_positions_beyond_the_last_count_as_the_last(self, npos):
+        self.check('sape2_k', (3, 5), 1, npos=npos)
+        self.check('sape2_q', (1, 7), 0, 5, (2, 9), npos=npos)
+
+    @pytest.mark.parametrize('case', [
+        '3x5', '3x5 and 5 prefix tokens', '1x7', '7x1', '1x1', '3x5, 8 kept', '3x5 trained on 6x2',
+        '4x4 trained on 3x5, 6 kept'])
+    @pytest.mark.parametrize('backend', ['torch', 'cpp'])
+    def test_attention(self, backend, kind, case):
+        """A layer has a faster way than to add the bias up."""
+        with using_backend(backend):
+            self.check_attention(kind, *ATTENTION[case])
+
+    @pytest.mark.parametrize('keywords', [{}, {'bias_scale': -0.7}, {'npos': 3}], ids=str)
+    @pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
+    def test_attention_with_a_gate(self, case, keywords):
+        self.check_attention('sape2_k', *CASES[case], gated=True, **keywords)
+
+    @pytest.mark.parametrize('attention_mutant', MUTANTS_IN_ATTENTION)
+    def test_mutants_are_caught_in_attention(self, attention_mutant, monkeypatch):
+        kind, case, patch = MUTANTS_IN_ATTENTION[attention_mutant]
+        with using_backend('torch'):  # whose sums are in Python
+            catches(lambda: self.check_attention(kind, *case), monkeypatch, *patch)
+
+    def test_a_forgotten_gate_is_caught_in_attention(self, monkeypatch):
+        with using_backend('torch'):
+            catches(
+                lambda: self.check_attention('sape2_k', *CASES['3x5'], gated=True), monkeypatch, CLASS, 'gated',
+                lambda self, x: x)
+
+    def test_duplicated_patches(self, kind):
+        """Patches that cannot be told apart have no distance."""
+        bias = content_checks.check_duplicated_patches(self.maker(kind), self.expected_bias)
+        assert (bias[:, :, 1, 2, 3, 2] == 0).all()
+
+    def test_autocast(self, kind):
+        content_checks.check_autocast(self.maker(kind))
 
 
 # --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('name', NAMES)
-def test_equations(name, case):
-    check(name, *CASES[case])
-
-
-@pytest.mark.parametrize('case', TRAINED_ON)
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_on_another_grid(name, case):
-    """Positions and codes are scaled to the trained grid."""
-    check(name, *TRAINED_ON[case])
-
-
-@pytest.mark.parametrize('case', ['3x5', '4x4 and 5 prefix tokens, 6 kept'])
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_with_a_gate(name, case):
-    check(f'auto_{name}', *CASES[case])
-
-
-@pytest.mark.parametrize('npos', [2, 3])
-def test_positions_beyond_the_last_count_as_the_last(npos):
-    check('sape2_k', (3, 5), 1, npos=npos)
-    check('sape2_q', (1, 7), 0, 5, (2, 9), npos=npos)
-
-
-ATTENTION = {**CASES, **TRAINED_ON}
-
-
-@pytest.mark.parametrize('case', [
-    '3x5', '3x5 and 5 prefix tokens', '1x7', '7x1', '1x1', '3x5, 8 kept', '3x5 trained on 6x2',
-    '4x4 trained on 3x5, 6 kept'])
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('backend', ['torch', 'cpp'])
-def test_attention(backend, name, case):
-    """A layer has a faster way than to add the bias up."""
-    with using_backend(backend):
-        check_attention(name, *ATTENTION[case])
-
-
-@pytest.mark.parametrize('keywords', [{}, {'bias_scale': -0.7}, {'npos': 3}], ids=str)
-@pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
-def test_attention_with_a_gate(case, keywords):
-    check_attention('auto_sape2_k', *CASES[case], **keywords)
-
 
 def test_by_hand():
     """One row of three patches, q of zero and so gates of 1/2, one channel, and tables in which e[p] is p and p + 5.
@@ -149,85 +177,7 @@ def test_scales(name, keywords, gate_scale, bias_scale):
     assert_near(bias_of(encoding, q, k, grid), bias_scale * bias, 1e-10)
 
 
-def distances(p, squared=False):
-    def mutant(codes):
-        difference = codes.unsqueeze(-2) - codes.unsqueeze(-3)
-        return difference.square().sum(-1) if squared else difference.abs().pow(p).sum(-1)
-    return mutant
-
-
-def in_raster_order(q, k, table_x, table_y, grid, codes=reference.axis_codes, **options):
-    grid = Grid(*grid.size, grid.num_prefix_tokens, grid.keep_indices.sort().values)
-    return codes(q, k, table_x, table_y, grid, **options)
-
-
-def along_one_axis(*args, codes=reference.axis_codes, **options):
-    codes_x, codes_y = codes(*args, **options)
-    return codes_x, 0 * codes_y
-
-
-CLASS = sape2.SemanticAwarePositionEncoding
-ANOTHER_GRID = TRAINED_ON['3x5 and a prefix token, trained on 6x2']
-MUTANTS = {  # name, arguments of `check`, (owner, attribute, replacement)
-    'prefix sum': ('sape2_k', CASES['3x5'], (reference, 'suffix_sum', content_checks.from_the_start)),
-    'sum without the patch itself': (
-        'sape2_q', CASES['3x5'], (reference, 'suffix_sum', content_checks.without_itself)),
-    'one cell too far': ('sape2_k', CASES['3x5'], (reference, 'interpolate', content_checks.interpolating(shift=1))),
-    'half the gradient of the positions': (
-        'sape2_k', CASES['3x5'], (reference, 'interpolate', content_checks.interpolating(slope=False))),
-    'q and k swapped': (
-        'sape2_k', CASES['3x5'], (reference, 'axis_codes', content_checks.swapping(reference.axis_codes))),
-    'q and k swapped, mode qk': (
-        'sape2_qk', CASES['3x5'], (reference, 'axis_codes', content_checks.swapping(reference.axis_codes))),
-    'y not counted': ('sape2_k', CASES['3x5'], (reference, 'axis_codes', along_one_axis)),
-    'squared distance': ('sape2_k', CASES['3x5'], (reference, 'pairwise_distance', distances(2, squared=True))),
-    'city-block distance': ('sape2_k', CASES['3x5'], (reference, 'pairwise_distance', distances(1))),
-    'prefix behind': ('sape2_k', CASES['4x4'], bias_checks.PREFIX_BEHIND),
-    'no prefix rule': ('sape2_k', CASES['4x4'], (
-        Grid, 'pad_prefix', lambda self, bias: F.pad(bias, (self.num_prefix_tokens, 0) * 2, value=1))),
-    'kept patches in raster order': ('sape2_k', CASES['3x5, 8 kept'], (reference, 'axis_codes', in_raster_order)),
-    'dropped patches counted': (
-        'sape2_k', CASES['3x5, 8 kept'], (reference, '_is_kept', content_checks.no_longer_kept)),
-    'trained grid ignored': ('sape2_k', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
-    'gain forgotten': ('sape2_k', CASES['3x5'], (CLASS, '_gain', lambda self, like: like.new_ones(1))),
-}
-MUTANTS_IN_ATTENTION = {
-    'prefix sum': ('sape2_k', CASES['3x5'], (torch_codes, 'suffix_sum', content_checks.from_the_start)),
-    'trained grid ignored': ('sape2_q', ANOTHER_GRID, (CLASS, 'rescaling', content_checks.never_rescaled)),
-    'gain forgotten': ('sape2_k', CASES['3x5'], (CLASS, '_gain', lambda self, like: like.new_ones(1))),
-    'gate forgotten': ('auto_sape2_k', CASES['3x5'], (CLASS, 'gated', lambda self, x: x)),
-    'dropped patches counted': (
-        'sape2_k', CASES['3x5, 8 kept'], (reference, '_is_kept', content_checks.no_longer_kept)),
-}
-
-
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    name, case, patch = MUTANTS[mutant]
-    catches(lambda: check(name, *case), monkeypatch, *patch)
-
-
-@pytest.mark.parametrize('mutant', MUTANTS_IN_ATTENTION)
-def test_mutants_are_caught_in_attention(mutant, monkeypatch):
-    name, case, patch = MUTANTS_IN_ATTENTION[mutant]
-    with using_backend('torch'):  # whose sums are in Python
-        catches(lambda: check_attention(name, *case), monkeypatch, *patch)
-
-
 # --- images that are hard to compute ---------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_on_flat_regions(name):
-    content_checks.check_flat_regions(maker(name), expected_bias)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_duplicated_patches(name):
-    """Patches that cannot be told apart have no distance."""
-    bias = content_checks.check_duplicated_patches(maker(name), expected_bias)
-    assert (bias[:, :, 1, 2, 3, 2] == 0).all()
-
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize('name', NAMES)
@@ -246,37 +196,6 @@ def test_constant_image(name, dtype):
             assert (grad == 0).all()
 
 
-@pytest.mark.parametrize('magnitude', [1e2, 1e3, 1e4])
-@pytest.mark.parametrize('name', NAMES)
-def test_large_logits(name, magnitude):
-    content_checks.check_large_logits(maker(name), magnitude)
-
-
-@pytest.mark.parametrize('in_k', [False, True])
-@pytest.mark.parametrize('name', NAMES)
-def test_nan_stays_nan(name, in_k):
-    content_checks.check_nan(maker(name), in_k)
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('image', IMAGES)
-@pytest.mark.parametrize('name', NAMES)
-def test_float32(name, image):
-    content_checks.check_float32(maker(name), image)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('name', NAMES)
-def test_half(name, dtype):
-    content_checks.check_half(maker(name), dtype)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_autocast(name):
-    content_checks.check_autocast(maker(name))
-
-
 # --- properties ------------------------------------------------------------------------------------------------------
 
 def permuted(x, order, axis):
@@ -288,7 +207,7 @@ def permuted(x, order, axis):
 @pytest.mark.parametrize('name', NAMES)
 def test_an_axis_is_blind_to_the_other(name, zeroed, axis):
     """The x bias alone moves along with permuted rows, and does not with permuted columns; the y bias likewise."""
-    grid, encoding = make_grid((4, 5)), new(name, (4, 5))
+    grid, encoding = make_grid((4, 5)), TestSape2().new(name, (4, 5))
     nn.init.zeros_(getattr(encoding, zeroed))
     q, k, _ = make_qkv(grid, **SIZES)
     bias = bias_of(encoding, q, k, grid)
@@ -302,7 +221,7 @@ def test_an_axis_is_blind_to_the_other(name, zeroed, axis):
 @pytest.mark.parametrize('name', NAMES)
 def test_is_a_distance(name):
     grid = make_grid((3, 5), num_prefix_tokens=2, num_keep=9)
-    encoding = new(name, (3, 5), 2, bias_scale='one')
+    encoding = TestSape2().new(name, (3, 5), 2, bias_scale='one')
     bias = bias_of(encoding, *make_qkv(grid, **SIZES)[:2], grid)
     assert_near(bias, bias.mT, 1e-14)
     assert (bias >= 0).all()
@@ -320,7 +239,7 @@ def test_codes_of_q_and_k_are_concatenated(zeroed):
     q, k, _ = make_qkv(grid, **SIZES)
     square = {}
     for name in NAMES:
-        encoding = new(name, (3, 5), 1, bias_scale='one')
+        encoding = TestSape2().new(name, (3, 5), 1, bias_scale='one')
         nn.init.zeros_(getattr(encoding, zeroed))
         square[name] = bias_of(encoding, q, k, grid).square()
     assert_near(square['sape2_qk'], square['sape2_q'] + square['sape2_k'], 1e-13)
@@ -328,37 +247,8 @@ def test_codes_of_q_and_k_are_concatenated(zeroed):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_images_apart(name):
-    content_checks.check_images_apart(maker(name))
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_bias_moves_with_kept_patches(name):
-    bias_checks.check_order_of_kept_patches(name, bias_scale='learned')
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_other_grid(name):
-    bias_checks.check_other_grid(name, knows_trained_grid=True, bias_scale='learned')
-
-
-@pytest.mark.parametrize('name', NAMES)
 def test_keeps_its_scale_on_other_grids(name):
-    """The mean bias is that of the trained grid; without rescaling it would grow with the size of the grid."""
-    torch.manual_seed(0)
-
-    def with_tables_of(trained, grid_size, **keywords):
-        encoding = create(name, grid_size, heads=4, head_dim=16, table_std=1.0, random=False, **keywords)
-        if trained is not None:
-            encoding.load_state_dict(trained.state_dict())
-        return encoding
-
-    trained = with_tables_of(None, (7, 8))
-    expected = content_checks.mean_bias(trained)
-    for size in ((14, 16), (14, 8), (5, 12)):
-        encoding = with_tables_of(trained, size, ref_grid_size=(7, 8))
-        assert content_checks.mean_bias(encoding) == pytest.approx(expected, rel=0.04)
-    assert content_checks.mean_bias(with_tables_of(None, (14, 16))) > 1.3 * expected
+    content_checks.check_scale_on_other_grids(name, tolerance=0.04, growth=1.3)
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -417,11 +307,6 @@ def test_initial_values_by_keyword():
     assert encodings[0].table_x.std().item() == pytest.approx(0.5, rel=0.2)
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_number_of_parameters(name):
-    check_number_of_parameters(name)
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
 
 KEYWORDS = [{}, {'bias_scale': 'learned', 'npos': 3}]
@@ -437,16 +322,6 @@ def test_model(name, keywords, composition):
 @pytest.mark.parametrize('name', NAMES)
 def test_neutral_start(name):
     check_neutral_start(name, KEYWORDS[1])
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_learns(name):
-    check_learns(name)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_masks(name):
-    check_masks(name)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -487,7 +362,5 @@ def test_weights_of_other_keywords_do_not_fit(other):
         create('sape2_k', **SIZES, **other).load_state_dict(state)
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_registered_from_its_file(name):
-    assert timm_sape.get_encoding(name).__module__ == sape2.__name__
+def test_default():
     assert timm_sape.get_encoding('sape2') is timm_sape.get_encoding('sape2_k')

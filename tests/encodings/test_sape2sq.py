@@ -1,17 +1,15 @@
 """sape2sq_q, sape2sq_k: squared distances of SaPE2's codes, as more channels of q and k."""
 import copy
-import functools
 
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-import bias_checks
 import content_checks
 import timm_sape
 from bias_checks import SCALE
-from content_checks import CASES, IMAGES, SIZES, TRAINED_ON, bias_of
+from breakages import prefix_behind
+from content_checks import CASES, SIZES, TRAINED_ON, ContentBiasTests, bias_of
 from harness import (
     assert_near,
     attend,
@@ -26,15 +24,7 @@ from harness import (
     where,
 )
 from loops import attention
-from model_checks import (
-    check_learns,
-    check_masks,
-    check_model,
-    check_neutral_start,
-    check_number_of_parameters,
-    initial_model,
-    own_encodings,
-)
+from model_checks import check_model, check_neutral_start, initial_model, own_encodings
 from reference_sape2sq import sape2sq_bias
 from timm_sape import Grid, ops
 from timm_sape.encodings import sape2sq
@@ -43,103 +33,8 @@ NAMES = ['sape2sq_k', 'sape2sq_q']
 HEADS, HEAD_DIM = SIZES['heads'], SIZES['head_dim']
 
 
-def new(name, *args, **keywords):
-    return create(name, *args, **{**SIZES, 'bias_scale': 'learned', **keywords})
-
-
-def maker(name):
-    return functools.partial(new, name)
-
-
-def expected_bias(encoding, q, k, grid):
-    bias = sape2sq_bias(
-        q, k, encoding.table_x, encoding.table_y, grid.size, mode=encoding.mode, gate_scale=HEAD_DIM ** -0.5,
-        ref_grid_size=encoding.ref_grid_size, **where(grid))
-    gain = [encoding.bias_scale] * HEADS if encoding.gain is None else encoding.gain
-    return content_checks.gate_of(encoding) * torch.stack([gain[h] * bias[:, h] for h in range(HEADS)], dim=1)
-
-
-def check(name, *case, **keywords):
-    content_checks.check(maker(name), expected_bias, *case, **keywords)
-
-
 def channels_of(encoding, q, k, grid):
     return encoding(q, k, make_tokens(grid), grid=grid, scale=SCALE, hook='channels')
-
-
-# --- equations -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('case', CASES)
-@pytest.mark.parametrize('name', NAMES)
-def test_equations(name, case):
-    check(name, *CASES[case])
-
-
-@pytest.mark.parametrize('case', TRAINED_ON)
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_on_another_grid(name, case):
-    """Positions and codes are scaled to the trained grid."""
-    check(name, *TRAINED_ON[case])
-
-
-@pytest.mark.parametrize('case', ['3x5', '4x4 and 5 prefix tokens, 6 kept'])
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_with_a_gate(name, case):
-    check(f'auto_{name}', *CASES[case])
-
-
-@pytest.mark.parametrize('keywords', [
-    {'bias_scale': 'one'}, {'bias_scale': -0.7}, {'bias_scale': 0}, {'npos': 2}], ids=str)
-@pytest.mark.parametrize('name', NAMES)
-def test_keywords(name, keywords):
-    check(name, *CASES['3x5, 8 kept'], **keywords)
-
-
-@pytest.mark.parametrize('preset, gate_scale, bias_scale', [
-    ('appendix', HEAD_DIM ** -0.5, 1), ('equations', 1, HEAD_DIM ** -0.5)])
-@pytest.mark.parametrize('name', NAMES)
-def test_presets(name, preset, gate_scale, bias_scale):
-    encoding, grid = new(name, (3, 5), preset=preset, bias_scale=None), make_grid((3, 5))
-    q, k, _ = make_qkv(grid, **SIZES)
-    bias = sape2sq_bias(
-        q, k, encoding.table_x, encoding.table_y, (3, 5), mode=encoding.mode, gate_scale=gate_scale)
-    assert_near(bias_of(encoding, q, k, grid), bias_scale * bias, 1e-10)
-
-
-@pytest.mark.parametrize('case', [case for case in CASES if case != '1x1 alone'])  # nothing to choose from
-@pytest.mark.parametrize('name', NAMES)
-@pytest.mark.parametrize('fused', [True, False])
-def test_attention(fused, name, case):
-    """What any kernel computes of the channels is attention with the bias added to its logits."""
-    grid = make_grid(*CASES[case])
-    encoding = new(name, CASES[case][0], grid.num_prefix_tokens)
-    encoding.gain.data.mul_(0.03)  # or all attention would go to one token
-    q, k, v = make_qkv(grid, **SIZES)
-    a, b = channels_of(encoding, q, k, grid)
-    assert a.shape == b.shape == (*q.shape[:3], sum(grid.size) + 2)
-    assert (a[:, :, :grid.num_prefix_tokens] == 0).all() and (b[:, :, :grid.num_prefix_tokens] == 0).all()
-    bias = expected_bias(encoding, q, k, grid)
-    expected = attention(q, k, v, scale=SCALE, bias=bias)
-    inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
-    compare(attend(encoding, q, k, v, grid, scale=SCALE, fused=fused), expected, inputs)
-
-
-@pytest.mark.parametrize('gain', [[2.5, -1.5], [0.0, 0.0], [1e-5, -1e-9], [0.0, 30.0]])
-def test_any_gain(gain):
-    """It may have either sign and pass through zero, where its gradient is as elsewhere; a gate likewise."""
-    grid = make_grid((3, 5), 1)
-    q, k, _ = make_qkv(grid, **SIZES)
-    for gate in (1.0, 0.0, -0.4):
-        encoding = new('auto_sape2sq_k', (3, 5), 1)
-        with torch.no_grad():
-            encoding.gain.copy_(torch.tensor(gain))
-            encoding.gate.weight.fill_(gate / 100)
-        content_checks.check_bias(encoding, expected_bias, grid, (q, k))
-        assert gate == 0 or gradients(bias_of(encoding, q, k, grid), [encoding.gain])[0].abs().min() > 0
-
-
-def pad_behind(self, table):
-    return F.pad(table, (0, 0, 0, self.num_prefix_tokens))
 
 
 def along_one_axis(*args, codes=ops.axis_codes, **options):
@@ -152,49 +47,85 @@ def halved_gradient(self, gain, gated=timm_sape.PositionEncoding.gated):
 
 
 CLASS = sape2sq.SquaredSemanticAwareEncoding
-MUTANTS = {  # name, arguments of `check`, (owner, attribute, replacement)
-    'prefix behind': ('sape2sq_k', CASES['3x5 and 5 prefix tokens'], (Grid, 'pad_tokens', pad_behind)),
-    'one axis': ('sape2sq_k', CASES['3x5'], (ops, 'axis_codes', along_one_axis)),
-    'q and k swapped': ('sape2sq_q', CASES['3x5'], (ops, 'axis_codes', content_checks.swapping(ops.axis_codes))),
-    'trained grid ignored': (
-        'sape2sq_k', TRAINED_ON['3x5 trained on 6x2'], (CLASS, 'rescaling', content_checks.never_rescaled)),
-    'half the gradient of the gain': ('sape2sq_k', CASES['3x5'], (CLASS, 'gated', halved_gradient)),
-    'gate forgotten': ('auto_sape2sq_k', CASES['3x5'], (CLASS, 'gated', lambda self, gain: gain)),
-}
 
 
-@pytest.mark.parametrize('mutant', MUTANTS)
-def test_mutants_are_caught(mutant, monkeypatch):
-    """If the package is broken like this, the comparison with the equations fails."""
-    name, case, patch = MUTANTS[mutant]
-    catches(lambda: check(name, *case), monkeypatch, *patch)
+class TestSape2Sq(ContentBiasTests):
+    kinds = {name: (name, {'bias_scale': 'learned'}) for name in NAMES}
+    mutants = {  # kind, arguments of `check`, (owner, attribute, replacement)
+        'prefix behind': ('sape2sq_k', CASES['3x5 and 5 prefix tokens'], (Grid, 'pad_tokens', prefix_behind)),
+        'one axis': ('sape2sq_k', CASES['3x5'], (ops, 'axis_codes', along_one_axis)),
+        'q and k swapped': ('sape2sq_q', CASES['3x5'], (ops, 'axis_codes', content_checks.swapping(ops.axis_codes))),
+        'trained grid ignored': (
+            'sape2sq_k', TRAINED_ON['3x5 trained on 6x2'], (CLASS, 'rescaling', content_checks.never_rescaled)),
+        'half the gradient of the gain': ('sape2sq_k', CASES['3x5'], (CLASS, 'gated', halved_gradient)),
+    }
+
+    def expected_bias(self, encoding, q, k, grid):
+        bias = sape2sq_bias(
+            q, k, encoding.table_x, encoding.table_y, grid.size, mode=encoding.mode, gate_scale=HEAD_DIM ** -0.5,
+            ref_grid_size=encoding.ref_grid_size, **where(grid))
+        gain = [encoding.bias_scale] * HEADS if encoding.gain is None else encoding.gain
+        return content_checks.gate_of(encoding) * torch.stack([gain[h] * bias[:, h] for h in range(HEADS)], dim=1)
+
+    @pytest.mark.parametrize('keywords', [
+        {'bias_scale': 'one'}, {'bias_scale': -0.7}, {'bias_scale': 0}, {'npos': 2}], ids=str)
+    def test_keywords(self, kind, keywords):
+        self.check(kind, *CASES['3x5, 8 kept'], **keywords)
+
+    @pytest.mark.parametrize('preset, gate_scale, bias_scale', [
+        ('appendix', HEAD_DIM ** -0.5, 1), ('equations', 1, HEAD_DIM ** -0.5)])
+    def test_presets(self, kind, preset, gate_scale, bias_scale):
+        encoding, grid = self.new(kind, (3, 5), preset=preset, bias_scale=None), make_grid((3, 5))
+        q, k, _ = make_qkv(grid, **SIZES)
+        bias = sape2sq_bias(
+            q, k, encoding.table_x, encoding.table_y, (3, 5), mode=encoding.mode, gate_scale=gate_scale)
+        assert_near(bias_of(encoding, q, k, grid), bias_scale * bias, 1e-10)
+
+    @pytest.mark.parametrize('case', [case for case in CASES if case != '1x1 alone'])  # nothing to choose from
+    @pytest.mark.parametrize('fused', [True, False])
+    def test_attention(self, fused, kind, case):
+        """What any kernel computes of the channels is attention with the bias added to its logits."""
+        grid = make_grid(*CASES[case])
+        encoding = self.new(kind, CASES[case][0], grid.num_prefix_tokens)
+        encoding.gain.data.mul_(0.03)  # or all attention would go to one token
+        q, k, v = make_qkv(grid, **SIZES)
+        a, b = channels_of(encoding, q, k, grid)
+        assert a.shape == b.shape == (*q.shape[:3], sum(grid.size) + 2)
+        assert (a[:, :, :grid.num_prefix_tokens] == 0).all() and (b[:, :, :grid.num_prefix_tokens] == 0).all()
+        bias = self.expected_bias(encoding, q, k, grid)
+        expected = attention(q, k, v, scale=SCALE, bias=bias)
+        inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
+        compare(attend(encoding, q, k, v, grid, scale=SCALE, fused=fused), expected, inputs)
+
+    @pytest.mark.parametrize('gain', [[2.5, -1.5], [0.0, 0.0], [1e-5, -1e-9], [0.0, 30.0]])
+    def test_any_gain(self, gain):
+        """It may have either sign and pass through zero, where its gradient is as elsewhere; a gate likewise."""
+        grid = make_grid((3, 5), 1)
+        q, k, _ = make_qkv(grid, **SIZES)
+        for gate in (1.0, 0.0, -0.4):
+            encoding = self.new('sape2sq_k', (3, 5), 1, gated=True)
+            with torch.no_grad():
+                encoding.gain.copy_(torch.tensor(gain))
+                encoding.gate.weight.fill_(gate / 100)
+            content_checks.check_bias(encoding, self.expected_bias, grid, (q, k))
+            assert gate == 0 or gradients(bias_of(encoding, q, k, grid), [encoding.gain])[0].abs().min() > 0
+
+    def test_a_forgotten_gate_is_caught(self, monkeypatch):
+        catches(
+            lambda: self.check('sape2sq_k', *CASES['3x5'], gated=True), monkeypatch, CLASS, 'gated',
+            lambda self, gain: gain)
+
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    def test_half(self, dtype):
+        """Distances within a region are small differences of large products."""
+        assert low_precision_error(dtype) < 1
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_equations_on_flat_regions(name):
-    content_checks.check_flat_regions(maker(name), expected_bias)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_duplicated_patches(name):
-    content_checks.check_duplicated_patches(maker(name), expected_bias)
-
-
-@pytest.mark.parametrize('in_k', [False, True])
-@pytest.mark.parametrize('name', NAMES)
-def test_nan_stays_nan(name, in_k):
-    content_checks.check_nan(maker(name), in_k)
+def new(name, *args, **keywords):
+    return TestSape2Sq().new(name, *args, **keywords)
 
 
 # --- precision -------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('image', IMAGES)
-@pytest.mark.parametrize('name', NAMES)
-def test_float32(name, image):
-    content_checks.check_float32(maker(name), image)
-    if image == 'random':
-        content_checks.check_float32(maker(name), image, num_prefix_tokens=1)
-
 
 def low_precision_error(dtype):
     """The worst error of the logits, where 1 is what rounding the codes must cost.
@@ -213,12 +144,6 @@ def low_precision_error(dtype):
     eps, largest = torch.finfo(dtype).eps, expected.max()
     assert largest > 20 and (expected < 1e-4 * largest).sum() > 4 * 2 * 64  # not only the diagonal
     return (error / (eps * (expected.clamp(min=0) * largest).sqrt() + eps ** 2 * largest)).max().item()
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half(dtype):
-    """Distances within a region are small differences of large products."""
-    assert low_precision_error(dtype) < 1
 
 
 def norms_in_one_piece(self, *args, channels=CLASS.channels, **options):
@@ -294,44 +219,15 @@ def test_is_a_squared_distance(name):
     assert bias.diagonal(dim1=2, dim2=3).abs().max() < 1e-12 * bias.max()
     between = bias[:, :, 2:, 2:][:, :, ~torch.eye(9, dtype=torch.bool)]
     assert (between > 0).all()
-    plain = new(name.replace('sq', ''), (3, 5), 2, bias_scale='one')
+    plain = create(name.replace('sq', ''), (3, 5), 2, **SIZES, bias_scale='one')
     plain.load_state_dict(encoding.state_dict())  # the same parameters
     distance = bias_of(plain, *qk, grid)[:, :, 2:, 2:][:, :, ~torch.eye(9, dtype=torch.bool)]
     assert (distance.square() >= between - 1e-12).all() and (between >= distance.square() / 2 - 1e-12).all()
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_images_apart(name):
-    content_checks.check_images_apart(maker(name))
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_bias_moves_with_kept_patches(name):
-    bias_checks.check_order_of_kept_patches(name, bias_scale='learned')
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_other_grid(name):
-    bias_checks.check_other_grid(name, knows_trained_grid=True, bias_scale='learned')
-
-
-@pytest.mark.parametrize('name', NAMES)
 def test_keeps_its_scale_on_other_grids(name):
-    """The mean bias is that of the trained grid; without rescaling it would grow with the size of the grid."""
-    torch.manual_seed(0)
-
-    def with_tables_of(trained, grid_size, **keywords):
-        encoding = create(name, grid_size, heads=4, head_dim=16, table_std=1.0, random=False, **keywords)
-        if trained is not None:
-            encoding.load_state_dict(trained.state_dict())
-        return encoding
-
-    trained = with_tables_of(None, (7, 8))
-    expected = content_checks.mean_bias(trained)
-    for size in ((14, 16), (14, 8), (5, 12)):
-        encoding = with_tables_of(trained, size, ref_grid_size=(7, 8))
-        assert content_checks.mean_bias(encoding) == pytest.approx(expected, rel=0.08)
-    assert content_checks.mean_bias(with_tables_of(None, (14, 16))) > 1.7 * expected
+    content_checks.check_scale_on_other_grids(name, tolerance=0.08, growth=1.7)
 
 
 # --- initial values --------------------------------------------------------------------------------------------------
@@ -360,11 +256,6 @@ def test_initial_gain(name):
         assert torch.equal(encoding.gain, torch.full((4,), 0.25))
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_number_of_parameters(name):
-    check_number_of_parameters(name)
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
 
 SMALL = {'bias_scale': 0.1}  # squares of large codes are large, and bfloat16 would show the rounding of q and k
@@ -380,16 +271,6 @@ def test_model(name, composition):
 @pytest.mark.parametrize('name', NAMES)
 def test_neutral_start(name, keywords):
     check_neutral_start(name, keywords)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_learns(name):
-    check_learns(name)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_masks(name):
-    check_masks(name)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -412,8 +293,3 @@ def test_where_it_acts(name):
 def test_wrong_keywords(name, keywords, text):
     with pytest.raises(ValueError, match=text):
         create(name, **SIZES, **keywords)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_registered_from_its_file(name):
-    assert timm_sape.get_encoding(name).__module__ == sape2sq.__name__
