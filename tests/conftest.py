@@ -29,6 +29,8 @@ else:
     os.environ['TRITON_INTERPRET'] = '1'
 torch.backends.cudnn.allow_tf32 = False  # it would round patch embeddings, on which all comparisons depend
 
+# Their assertions tell the values then, as those in test files do.
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob('encodings/*_checks.py')))
 
 from timm_sape.ops import build_cpp  # noqa: E402
 
