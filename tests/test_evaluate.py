@@ -1229,6 +1229,12 @@ def test_an_image_of_a_data_set_that_cannot_be_read(images, monkeypatch):
         data[3]
 
 
+def test_a_checkpoint_of_a_model_that_is_not_registered(tmp_path):
+    torch.save({'arch': 'my_vit', 'state_dict': {}}, tmp_path / 'last.pth.tar')
+    with pytest.raises(ValueError, match="last.pth.tar is of 'my_vit', which is not registered.*by --import MODULE"):
+        load_model(str(tmp_path / 'last.pth.tar'))
+
+
 def test_a_file_that_is_gone(images, tmp_path):
     shutil.copytree(images, tmp_path / 'data')
     data = open_dataset(tmp_path / 'data')

@@ -199,6 +199,10 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     name = name or checkpoint.get('arch')
     if name is None:
         raise ValueError(f'{file} does not name its model. Write NAME@{file}, e.g. vit_small_sape2_k@{file}')
+    if ':' not in name and not timm.is_model(name.split('.')[0]):
+        raise ValueError(
+            f'{file} is of {name!r}, which is not registered. If a module of yours does that, import it first; in a '
+            'command by --import MODULE.')
     args = getattr(checkpoint.get('args'), '__dict__', {})
     kwargs = dict(args.get('model_kwargs') or {})
     for ours, theirs in (('num_classes', 'num_classes'), ('in_chans', 'in_chans'), ('global_pool', 'gp')):
