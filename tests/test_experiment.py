@@ -542,24 +542,6 @@ def test_folders_need_no_quotes(lab):
     assert lab() == 0 and lab.notes_file.read_text() == before
 
 
-def test_folders_of_earlier_versions_are_found(lab):
-    """They were named by the unchanged label and did not store it. Their runs are not repeated; new seeds join them."""
-    lab.plan({'A, b': 'test_vit_ape'})
-    assert lab('--seeds', 1) == 0
-    (lab.output / 'A-b').rename(lab.output / 'A, b')
-    path = lab.output / 'A, b' / 'seed1' / 'run.json'
-    stored = json.loads(path.read_text())
-    assert stored.pop('label') == 'A, b'
-    path.write_text(json.dumps(stored))
-    before = lab.notes_file.read_text()
-    assert lab('--seeds', 1) == 0 and lab.notes_file.read_text() == before
-    assert lab() == 0 and {run for run, _ in lab.epochs()} == {'A-b/seed1', 'A, b/seed2'}
-    assert {path.name for path in lab.output.iterdir() if path.is_dir()} == {'.locks', 'A, b'}
-    assert [run[:2] for run in experiment.trained_models(lab.output)] == [('A, b', 1), ('A, b', 2)]
-    lab.plan({'A, b': {'model': 'test_vit_ape', 'lr': 0.5}})
-    assert lab() == 2  # and protected from other options
-
-
 def archived(lab, kept):
     return [json.loads(line) for line in (kept / 'runs.jsonl').read_text().splitlines()]
 

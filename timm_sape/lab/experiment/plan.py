@@ -64,12 +64,8 @@ class Run(NamedTuple):
         return create_scheduler_v2(optimizer, **scheduler_kwargs(options))[1]
 
     def folder(self, output: Path) -> Path:
-        """The folder that train.py writes to, `output/LABEL/seedN`, with LABEL shortened by `slug`.
-
-        Earlier versions used the label as it is. A folder with that name is still used, so that its runs are found.
-        """
-        as_it_is = output / self.label
-        return (as_it_is if as_it_is.is_dir() else output / slug(self.label)) / f'seed{self.seed}'
+        """The folder that train.py writes to, `output/LABEL/seedN`, with LABEL shortened by `slug`."""
+        return output / slug(self.label) / f'seed{self.seed}'
 
 
 def slug(label: str) -> str:

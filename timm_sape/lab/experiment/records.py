@@ -30,7 +30,7 @@ class Record:
     """How a run went. It is stored as `run.json` in the folder of the run.
 
     Attributes:
-        label: Label of the model. Empty in folders of earlier versions, which were named by it.
+        label: Label of the model. Empty if the file is missing or damaged.
         status: One of `ENDED`, or None.
         error: Why the run did not finish.
         starts: One entry per start: when, where, with which versions and images, how many seconds it took, and for how
@@ -225,7 +225,7 @@ def trained_models(output: Path, labels: Optional[Sequence[str]] = None) -> List
         seed = path.parent.name.removeprefix('seed')
         record = Record.read(path.parent)
         if seed.isdecimal() and record.status == 'finished':  # not a copy such as seed1_old
-            found.append(Trained(record.label or path.parent.parent.name, int(seed), path))
+            found.append(Trained(record.label, int(seed), path))
     there = sorted({run.label for run in found})
     if not found:
         raise ValueError(f'{output} has no finished runs, LABEL/seedN/last.pth.tar; name a folder of an experiment')
