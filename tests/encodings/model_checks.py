@@ -233,7 +233,7 @@ class EncodingTests:
     """
     name: str
 
-    #: Parameters of tests whose values are those of the class: `mutants` has those of `mutant`, and so on.
+    # Parameters of tests whose values are those of the class: `mutants` has those of `mutant`, and so on.
     PARAMETERS = ['mutant']
 
     def pytest_generate_tests(self, metafunc):
