@@ -203,7 +203,7 @@ def runs(tmp_path_factory):
             folder = root / label / f'seed{seed}'
             folder.mkdir(parents=True)
             (folder / 'config.yaml').write_text(yaml.safe_dump(config))
-            (folder / 'run.json').write_text(json.dumps({'status': 'finished' if seed < 3 else None}))
+            (folder / 'run.json').write_text(json.dumps({'label': label, 'status': 'finished' if seed < 3 else None}))
             state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
             torch.save(state, folder / 'last.pth.tar')
     return root

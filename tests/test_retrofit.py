@@ -58,7 +58,7 @@ def made(tmp_path_factory):
         folder = root / 'runs' / label / f'seed{seed}'
         folder.mkdir(parents=True)
         (folder / 'config.yaml').write_text(yaml.safe_dump(config))
-        (folder / 'run.json').write_text(json.dumps({'status': 'finished'}))
+        (folder / 'run.json').write_text(json.dumps({'label': label, 'status': 'finished'}))
         state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
         path = folder / 'last.pth.tar'
         torch.save(state, path)

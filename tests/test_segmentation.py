@@ -49,7 +49,7 @@ def made(tmp_path):
             folder = tmp_path / 'runs' / label / f'seed{seed}'
             folder.mkdir(parents=True)
             (folder / 'config.yaml').write_text(yaml.safe_dump(config))
-            (folder / 'run.json').write_text(json.dumps({'status': 'finished'}))
+            (folder / 'run.json').write_text(json.dumps({'label': label, 'status': 'finished'}))
             state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
             torch.save(state, folder / 'last.pth.tar')
     return tmp_path
