@@ -111,13 +111,14 @@ def values_of(rows, model, key='top1'):
     return {row['seed']: float(row[key]) for row in rows if row['model'] == model}
 
 
-def beside(values, base):
+def beside(values, base, digits=2):
     """Mean ± standard deviation, and the difference from the runs of another model with both 95 % intervals."""
     if values == base:
         return [spread(list(values.values())), '', '']
     base = {seed: base[seed] for seed in values}
     low, high = unpaired_interval(list(values.values()), list(base.values()))
-    return [spread(list(values.values())), difference(subtract(values, base)), f'[{low:+.2f}, {high:+.2f}]']
+    ends = f'[{low:+.{digits}f}, {high:+.{digits}f}]'
+    return [spread(list(values.values())), difference(subtract(values, base), digits), ends]
 
 
 # tables, by the name of their mark
@@ -190,10 +191,10 @@ def choosing():
         'with its 95 % interval if runs of one seed are taken for pairs; `not paired` treats all runs as independent. '
         '**A difference is shown if both intervals exclude 0.**', 120) + '\n\n' + table(
         ['measured', 'compared', 'difference', 'not paired', 'seeds', 'shown'], rows) + '\n\n' + textwrap.fill(
-        f'Accuracy kept: accuracy above chance (10 %) at the other size, in percent of that at the trained size, each '
+        'Accuracy kept: accuracy above chance (10 %) at the other size, in percent of that at the trained size, each '
         f'seed by a rule chosen on held-out images. If the intervals are corrected for the {len(others)} models that '
         'were compared with `ape`, it is [shown](../results/details.md#how-much-accuracy-is-kept-at-two-to-four-times-'
-        f'the-trained-size) for `rope2d_mixed` alone. The rules, with their number of seeds: `rope2d` '
+        'the-trained-size) for `rope2d_mixed` alone. The rules, with their number of seeds: `rope2d` '
         f'{rules_at("RoPE-2D", "64")}; `rope2d_mixed` {rules_at("RoPE-2D mixed", "64")}. Maps: mean intersection over '
         'union of a linear map on frozen features, at the trained size, with intervals corrected for all models and '
         'sizes; at twice that size no difference is shown.', 120, break_long_words=False, break_on_hyphens=False)
@@ -205,10 +206,7 @@ def comparison(rows, model, base):
 
 
 def difference_cells(values, base, digits=2):
-    low, high = unpaired_interval(list(values.values()), list(base.values()))
-    return [
-        difference(subtract(values, base), digits), f'[{low:+.{digits}f}, {high:+.{digits}f}]', len(values),
-        corrected_cells(values, base, 1)['shown']]
+    return [*beside(values, base, digits)[1:], len(values), corrected_cells(values, base, 1)['shown']]
 
 
 def dense():
