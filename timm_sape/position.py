@@ -337,8 +337,11 @@ class LayerEncodings(_Encodings):
             channels, and scale * (Rq.Rk - q.k) for a rotation R. Both `[B, h, N, N]`. If a rule for other sizes has a
             factor for q.k, the scale includes it.
         """
-        scaled_q, scale = self._scaled(q, position, scale)
-        content = scale * scaled_q @ k.transpose(-2, -1)
+        def product(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            q, factor = self._scaled(q, position, scale)
+            return factor * q @ k.transpose(-2, -1)
+
+        content = product(q, k)
         total = torch.zeros_like(content)
         bias = self._bias(q, k, position)
         if bias is not None:
@@ -346,9 +349,9 @@ class LayerEncodings(_Encodings):
         for encoding in self.acting_on('channels'):
             a, b = encoding(q, k, x, grid=position.grid, scale=scale, hook='channels')
             total = total + scale * a @ b.transpose(-2, -1)
-        rotated_q, rotated_k = self._rotated(scaled_q, k, position)
-        if rotated_q is not scaled_q:
-            total = total + (scale * rotated_q @ rotated_k.transpose(-2, -1) - content)
+        rotated_q, rotated_k = self._rotated(q, k, position)
+        if rotated_q is not q:
+            total = total + (product(rotated_q, rotated_k) - content)
         return content, total
 
     def _attend(
@@ -370,8 +373,8 @@ class LayerEncodings(_Encodings):
         if position is None:
             return ops.attend(q, k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
         grid, values = position.grid, self.acting_on('values')
-        scaled_q, scale = self._scaled(q, position, scale)
-        rotated_q, rotated_k = self._rotated(scaled_q, k, position)
+        rotated_q, rotated_k = self._rotated(q, k, position)
+        rotated_q, scale = self._scaled(rotated_q, position, scale)
         channels = [
             encoding(q, k, x, grid=grid, scale=scale, hook='channels') for encoding in self.acting_on('channels')]
         if not attending and not values:
@@ -396,8 +399,8 @@ class LayerEncodings(_Encodings):
         if position.first.bias is not None or any(map(self.acting_on, LOGIT_HOOKS)):
             return self._attend_by_group(q, k, v, x, position, attn_mask, given)
         # Rotations, factors and masks are cheap for the whole batch, padding included.
-        q, scale = self._scaled(q, position, given['scale'])
         q, k = self._rotated(q, k, position)
+        q, scale = self._scaled(q, position, given['scale'])
         mask = position.groups.is_token()[:, None, None]  # [B, 1, 1, N]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             mask = mask & attn_mask

@@ -65,17 +65,17 @@ def own_parameters(encoding):
     return given if encoding.gate is None else {**given, 'gate': 100 * encoding.gate.weight[0]}
 
 
-def turned(x, encoding, grid):
-    """`[B, h, N, d]` after the rotation in an attention layer."""
+def turned(q, k, encoding, grid):
+    """q and k after the rotation in an attention layer."""
     rotate_half = getattr(encoding, 'rotate_half', False)
     layer = LayerEncodings({encoding.name: encoding}, rotate_half=rotate_half, needs_position=True)
-    return layer._rotated(x, x, Position(grid))[0]
+    return layer._rotated(q, k, Position(grid))
 
 
 def logits_between(encoding, grid_size, token):
     """Logits between identical patches, `[h, H, W, H, W]`. `token` is q and k of one of them, `[2, 1, h, d]`."""
     grid = Grid(*grid_size)
-    q, k = (turned(x[:, :, None].expand(-1, -1, grid.num_patches, -1), encoding, grid) for x in token)
+    q, k = turned(*(x[:, :, None].expand(-1, -1, grid.num_patches, -1) for x in token), encoding, grid)
     return (q @ k.mT)[0].unflatten(-1, grid_size).unflatten(-3, grid_size)
 
 
@@ -182,10 +182,14 @@ class RotationTests(AttentionEncodingTests):
         q, k, v = make_qkv(grid, **SIZES)
         inputs = {'q': q, 'k': k, 'v': v, **dict(encoding.named_parameters())}
         options = {**(given if mode else {}), **keywords}
-        expected = attention(*(self.rotate(x, encoding, grid, **options) for x in (q, k)), v)
+        expected = self.attended(q, k, v, encoding, grid, **options)
         if q.shape[2] == 1:  # attention has nothing to choose from
             inputs = {'v': v}
         compare(attend(encoding, q, k, v, grid), expected, inputs)
+
+    def attended(self, q, k, v, encoding, grid, **options):
+        """Attention after the rotation, according to the reference."""
+        return attention(*(self.rotate(x, encoding, grid, **options) for x in (q, k)), v)
 
     def rotate(self, x, encoding, grid, **options):
         """`[B, h, N, d]` after the rotation, according to the reference."""
@@ -224,8 +228,8 @@ class RotationTests(AttentionEncodingTests):
 
         qkv = layer.qkv(x).unflatten(-1, (3, heads, head_dim))  # [B, N, 3, h, d]
         q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
-        q, k = (self.rotate(y, encoding, grid) for y in (layer.q_norm(q), layer.k_norm(k)))
-        expected = layer.proj(attention(q, k, v).transpose(1, 2).flatten(2))
+        expected = self.attended(layer.q_norm(q), layer.k_norm(k), v, encoding, grid)
+        expected = layer.proj(expected.transpose(1, 2).flatten(2))
         compare(layer(x, position=Position(grid)), expected, {'x': x, **dict(layer.named_parameters())})
 
     def test_mutants_are_caught(self, mutant, monkeypatch):
@@ -254,7 +258,7 @@ class RotationTests(AttentionEncodingTests):
         built.load_state_dict(trained.state_dict())
         q, k, v = make_qkv(grid, **SIZES)
         expected = attend(trained, q, k, v, grid)
-        assert_near(expected, attention(*(self.rotate(x, trained, grid) for x in (q, k)), v), 1e-10)
+        assert_near(expected, self.attended(q, k, v, trained, grid), 1e-10)
         for encoding in (resized, built):
             assert torch.equal(attend(encoding, q, k, v, grid), expected)
 
@@ -352,7 +356,7 @@ class TableTests(RotaryTests):
         """Each vector and each pair of channels keeps its length. Prefix tokens do not change at all."""
         grid = Grid(3, 5, 2)
         x = make_qkv(grid, **SIZES)[0]
-        out = turned(x, self.new((3, 5), 2), grid)
+        out, _ = turned(x, x, self.new((3, 5), 2), grid)
         assert_near(out.norm(dim=-1), x.norm(dim=-1), 1e-14)
         half = SIZES['head_dim'] // 2
         for t in range(half):
@@ -430,7 +434,7 @@ class BasisTests(ResolutionTests, LearnedTests, RotaryTests):
         encoding, grid = create(f'auto_{self.name}', (3, 5), 1, **SIZES), make_grid((3, 5), 1, 6, batch=2)
         encoding.gate.weight.data.fill_(0.007)
         q, k, v = make_qkv(grid, **SIZES)
-        expected = attention(*(self.rotate(x, encoding, grid) for x in (q, k)), v)
+        expected = self.attended(q, k, v, encoding, grid)
         compare(attend(encoding, q, k, v, grid), expected, {'q': q, 'k': k, **dict(encoding.named_parameters())})
 
     def test_gate_of_zero(self):
@@ -449,7 +453,7 @@ class BlockTests(LearnedTests, RotationTests):
         """Each block of channels keeps its length. Prefix tokens do not change at all."""
         grid = Grid(3, 5, 2)
         x = make_qkv(grid, **SIZES)[0]
-        out = turned(x, self.new((3, 5), 2), grid)
+        out, _ = turned(x, x, self.new((3, 5), 2), grid)
         before, after = (y.unflatten(-1, (-1, self.keywords['block_size'])) for y in (x, out))
         assert_near(after.norm(dim=-1), before.norm(dim=-1), 1e-13)
         assert torch.equal(out[:, :, :2], x[:, :, :2])

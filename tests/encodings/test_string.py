@@ -29,7 +29,7 @@ def test_norms():
     grid = Grid(3, 5, 2)
     q, k, _ = make_qkv(grid, **SIZES)
     encoding = create('string', (3, 5), 2, **SIZES)
-    assert_near(turned(q, encoding, grid).norm(dim=-1), q.norm(dim=-1), 1e-13)
+    assert_near(turned(q, q, encoding, grid)[0].norm(dim=-1), q.norm(dim=-1), 1e-13)
     turned_q, turned_k = encoding(q, k, grid=grid, hook='turn')
     assert_near(turned_q @ turned_k.mT, q @ k.mT, 1e-12)
     assert (turned_q - q).abs().max() > 0.1

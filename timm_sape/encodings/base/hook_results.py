@@ -19,6 +19,7 @@ OF_TERM = 'grid.pad_tokens(term) adds rows for prefix tokens, grid.keep_tokens(t
 HINTS = {
     'embed': OF_TERM,
     'layer_embed': f'It needs a term for each layer. {OF_TERM}',
+    'turn': 'q and k must have the same number of channels, C of d or more.',
     'rotation': (
         'Prefix tokens have no rows; the columns are the sines of all channels, then their cosines. The angles of a '
         'RotaryEncoding are [(h,) H*W, d/2].'),
@@ -65,8 +66,9 @@ def check_result(
         if hook in ('turn', 'channels') and result.dtype != tensors[0].dtype:
             raise ValueError(f'{what} {result.dtype}. It must have the dtype of q, {tensors[0].dtype}: .to(q.dtype).')
         axes, sizes, fixed = _expected(encoding, hook, result.ndim, tensors, grid)
-        if hook == 'channels':
-            sizes = (*sizes[:3], found[0].shape[-1] if found[0].ndim else 0)
+        if hook in ('turn', 'channels'):
+            num = found[0].shape[-1] if found[0].ndim else 0
+            sizes = (*sizes[:3], num if hook == 'channels' else max(num, sizes[3]))
         least = 3 if hook == 'layer_embed' else fixed
         wrong = [
             size for i, (size, expected) in enumerate(zip(reversed(result.shape), reversed(sizes)))
@@ -106,7 +108,7 @@ def _expected(
         return 'B, h, N, N', (*x.shape[:3], tensors[1].shape[2]), 0
     if hook == 'values':
         return 'B, h, N, d', (*x.shape[:3], d), 0
-    return ('B, h, N, C' if hook == 'channels' else 'B, h, N, d'), (*x.shape[:3], d), 4  # turn, channels, attend
+    return ('B, h, N, d' if hook == 'attend' else 'B, h, N, C'), (*x.shape[:3], d), 4  # turn, channels, attend
 
 
 def _same(size: Any, other: Any) -> bool:

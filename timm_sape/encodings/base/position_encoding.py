@@ -146,6 +146,12 @@ class PositionEncoding(nn.Module):
             *others, last = map(repr, choices)
             raise ValueError(f'{self.name!r}: {keyword} must be {", ".join(others)} or {last}, got {value!r}.')
 
+    def _require_head_dim(self, multiple: int) -> None:
+        if self.head_dim % multiple:
+            raise ValueError(
+                f'{self.name!r} needs a head dim that is a multiple of {multiple}, got {self.head_dim}. '
+                'Choose another num_heads.')
+
     @classmethod
     def fits(cls, dim: int, num_heads: int) -> bool:
         """Whether it can be built for this embed dim and number of heads. There are entrypoints only where it can."""
@@ -215,7 +221,7 @@ class PositionEncoding(nn.Module):
         raise NotImplementedError
 
     def turn(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
-        """q and k, multiplied by matrices of the encoding's own, before any rotation of pairs of channels.
+        """What takes the place of q and k in the logits, before any rotation of pairs of channels.
 
         For rotations that are not of pairs. The hook applies the gate itself, so that a gate of 0 leaves q.k alone.
 
@@ -225,8 +231,8 @@ class PositionEncoding(nn.Module):
             grid: The grid.
 
         Returns:
-            Both, in their own dtypes. Prefix tokens have no position, so only matrices that do not depend on position
-            multiply them.
+            Both, `[B, h, N, C]` with C of d or more, in their own dtypes. Prefix tokens have no position, so what
+            happens to them does not depend on position either.
         """
         raise NotImplementedError
 

@@ -49,12 +49,6 @@ class RotaryEncoding(PositionEncoding, ABC):
     def rotation(self, grid: Grid) -> torch.Tensor:
         return grid.keep_rows(self.rotation_of_grid(grid))
 
-    def _require_head_dim(self, multiple: int) -> None:
-        if self.head_dim % multiple:
-            raise ValueError(
-                f'{self.name!r} needs a head dim that is a multiple of {multiple}, got {self.head_dim}. '
-                'Choose another num_heads.')
-
 
 class FixedRotaryEncoding(FixedEncoding, RotaryEncoding):
     """A rotation without parameters. A subclass defines `compute_angles`."""
