@@ -61,6 +61,7 @@ NAFLEX_EXTRA = {
     'ope': 'Objects are found in the patches of an image where none is missing; otherwise give '
            '`object_index=`, `[B, K]`.',
     'pemix': 'The same weights for all images.',
+    'pope': 'Images of one grid are turned together. Attention stays fused.',
 }
 RULES = {
     'extrapolate': 'New patches get new positions. The default.',

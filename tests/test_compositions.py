@@ -117,7 +117,7 @@ def test_what_the_last_layer_says_to_the_class_token(name):
     heard = {
         'irpe_q': ['table_q'], 'irpe_qk': ['table_q'], 'irpe_qkv': ['table_q', 'table_v'], 'rope2d_mixed': ['freqs'],
         'liere': ['entries'], 'comrope': ['entries', 'factors'], 'string': ['entries', 'freqs'],
-        'harope': ['entries', 'log_scale']}
+        'harope': ['entries', 'log_scale'], 'pope': ['phases']}
     for pool in ('token', 'avg'):
         torch.manual_seed(0)
         model = timm.create_model(

@@ -21,8 +21,8 @@ from timm_sape import vit_pos_enc
 WRITTEN = (
     'alibi2d', 'ape', 'ape2d', 'cape', 'comrope', 'cope', 'cpb', 'fire', 'fourier', 'harope', 'irpe_k', 'irpe_q',
     'irpe_qk', 'irpe_qkv', 'lape', 'liere', 'lookhere', 'mrope', 'nope', 'ope', 'pape', 'pape_ri', 'peg', 'pemix',
-    'rope1d', 'rope2d', 'rope2d_mixed', 'rope_dinov3', 'rope_golden', 'rope_spiral', 'rpb', 'rpe2d', 'sape2', 'sape2_k',
-    'sape2_q', 'sape2_qk', 'sape2sq_k', 'sape2sq_q', 'shaw', 'sincos1d', 'sincos2d', 'string', 't5')
+    'pope', 'rope1d', 'rope2d', 'rope2d_mixed', 'rope_dinov3', 'rope_golden', 'rope_spiral', 'rpb', 'rpe2d', 'sape2',
+    'sape2_k', 'sape2_q', 'sape2_qk', 'sape2sq_k', 'sape2sq_q', 'shaw', 'sincos1d', 'sincos2d', 'string', 't5')
 ADDED = {
     name: timm_sape.get_encoding(name) for name in timm_sape.list_encodings(aliases=True)
     if name not in WRITTEN and timm_sape.get_encoding(name).__module__.startswith('timm_sape.')}

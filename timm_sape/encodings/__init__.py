@@ -22,6 +22,7 @@ from . import (
     pape_ri,
     peg,
     pemix,
+    pope,
     rope1d,
     rope2d,
     rope2d_mixed,
