@@ -27,10 +27,10 @@ class PolarEncoding(FrequencyEncoding):
     For c < d/2, theta_c is base^(-2c/d). Channel d/2 + c has the same theta, and y instead of x. Each head of each
     layer learns its phases delta. They start at 0, and with phases of 0 the encoding cannot tell left from right.
 
-    Published code keeps phases between -2 pi and 0. Here they are free: other angles do not exist, and a phase that
-    reached a limit would stop learning. It also treats a class token as any other, at some position. Lengths are
-    positive, so at the start near patches have larger logits than far ones, and it would matter which position that is.
-    Here prefix tokens are in the centre of the grid, and have no phases as keys.
+    Published code keeps phases between -2 pi and 0. Here they are free: that range has all angles, and a phase that
+    reached a limit would stop learning. Published code has no class token either. Lengths are positive, so at the start
+    near patches have larger logits than far ones, and a class token in a corner would look there most. Here prefix
+    tokens are in the centre of the grid, and have no phases as keys.
 
     A gate multiplies angles and phases, and what softplus changes: at 0 the product is q.k. No parameter gets weight
     decay. Computed in at least float32.
