@@ -9,7 +9,8 @@ square at one of the four sides of a noisy image, whose size and shape are rando
 
 To fine-tune a saved model: `--model local-dir:FOLDER --pretrained --kwargs '{}'`. To fine-tune one of timm's with an
 encoding grafted onto it: `--model vit_graft --pretrained` and
-`--kwargs '{"base": "vit_small_patch16_224", "pos_enc": "sape2_k", "use_naflex": true}'`.
+`--kwargs '{"base": "vit_small_patch16_224", "pos_enc": "sape2_k", "use_naflex": true}'`. The defaults of the other
+options suit the drawn images. To both of these add, say, `--patches 196 --opt adamw --lr 1e-4`.
 """
 import argparse
 import json
@@ -21,10 +22,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
-from timm.data import create_dataset, create_naflex_loader, resolve_model_data_config
+from timm.data import create_naflex_loader, resolve_model_data_config
+from timm.models.naflexvit import NaFlexVit
 from timm.optim import create_optimizer_v2
 
 import timm_sape  # noqa: F401  registers the models
+from timm_sape.loading import open_dataset
 
 SIDES = {'left': (0, 0.5), 'right': (1, 0.5), 'top': (0.5, 0), 'bottom': (0.5, 1)}  # (x, y) of the square
 SMALL = {'img_size': 32, 'patch_size': 4, 'global_pool': 'avg', 'fc_norm': True}
@@ -44,11 +47,11 @@ def draw(folder, per_class):
                 image.convert('RGB').save(folder / split / side / f'{i}.png')
 
 
-def make_loader(folder, model, is_training, args):
+def make_loader(data, model, is_training, args):
     config = resolve_model_data_config(model)
     return create_naflex_loader(
-        create_dataset('', folder, is_training=is_training),
-        patch_size=model.patch_size[0],
+        data,
+        patch_size=model.embeds.patch_size,
         train_seq_lens=(args.patches // 2, args.patches),  # a batch has one of these lengths
         max_seq_len=args.patches,
         batch_size=args.batch_size,
@@ -85,15 +88,21 @@ def main():
     parser.add_argument('--workers', type=int, default=0)
     parser.add_argument('--device', default='cpu')
     args = parser.parse_args()
+    if args.patches < 2:
+        parser.error('--patches must be at least 2; some batches have half as many')
     torch.manual_seed(0)
     with TemporaryDirectory() as drawn:
         if args.data_dir is None:
             draw(Path(drawn), per_class=64)
-        folder = args.data_dir or Path(drawn)
-        num_classes = sum(path.is_dir() for path in (folder / 'train').iterdir())
-        model = timm.create_model(args.model, args.pretrained, num_classes=num_classes, **args.kwargs).to(args.device)
-        loader = make_loader(folder / 'train', model, True, args)
-        test_loader = make_loader(folder / 'val', model, False, args)
+        try:
+            data, test_data = (open_dataset(str(args.data_dir or drawn), split=split) for split in ('train', 'val'))
+            model = timm.create_model(args.model, args.pretrained, num_classes=len(data.by_name), **args.kwargs)
+            if not isinstance(model, NaFlexVit):
+                raise ValueError(f'{args.model} takes images of one size; name a NaFlexVit, like naflexvit_tiny_ape')
+        except (ValueError, OSError, RuntimeError) as e:  # the last from timm, of an unknown model
+            parser.error(str(e))
+        model.to(args.device)
+        loader, test_loader = make_loader(data, model, True, args), make_loader(test_data, model, False, args)
         optimizer = create_optimizer_v2(model, args.opt, lr=args.lr, weight_decay=0.05)
         for epoch in range(args.epochs):
             model.train()

@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,42 @@ def test_drawn_images(run):
     assert len(epochs) == 8 and epochs[-1][0] < 1.2 and epochs[-1][1] > 40  # of four classes
 
 
-def test_a_saved_model_and_a_graft(run, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
     for split in ('train', 'val'):
         for name, size in (('wide', (40, 16)), ('tall', (16, 40))):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(4):
                 Image.new('RGB', size, (40 * i,) * 3).save(tmp_path / split / name / f'{i}.png')
+    return tmp_path
+
+
+def test_a_saved_model_and_a_graft(run, folder):
     model = timm.create_model('test_naflexvit_rope2d', num_classes=2, img_size=32, patch_size=4)
-    timm_sape.hub.save(model, tmp_path / 'saved')
+    timm_sape.hub.save(model, folder / 'saved')
     graft = {'base': 'test_vit', 'pos_enc': 'sape2_k', 'use_naflex': True, 'img_size': 32, 'patch_size': 4}
     for arguments in (
-            ['--model', f'local-dir:{tmp_path / "saved"}', '--pretrained', '--kwargs', '{}'],
+            ['--model', f'local-dir:{folder / "saved"}', '--pretrained', '--kwargs', '{}'],
             ['--model', 'vit_graft', '--kwargs', json.dumps(graft)]):
-        assert len(run('--data-dir', str(tmp_path), '--epochs', '1', '--batch-size', '4', *arguments)) == 1
+        assert len(run('--data-dir', str(folder), '--epochs', '1', '--batch-size', '4', *arguments)) == 1
+
+
+@pytest.mark.parametrize('options, text', [
+    (['--data-dir', 'nowhere'], "no image or folder 'nowhere'"),
+    (['--data-dir', 'FOLDER/train'], "has no folder 'train'"),
+    (['--patches', '1'], '--patches must be at least 2'),
+    (['--model', 'vit_tiny_ape'], 'vit_tiny_ape takes images of one size; name a NaFlexVit'),
+    (['--model', 'naflexvit_tiny_apes'], 'Unknown model (naflexvit_tiny_apes)'),
+])
+def test_it_says_what_is_wrong(options, text, run, folder, capsys):
+    with pytest.raises(SystemExit, match='2'):
+        run('--data-dir', str(folder), *(option.replace('FOLDER', str(folder)) for option in options))
+    assert text in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_class_without_training_images(run, folder, capsys):
+    """timm would number the classes of each folder by itself."""
+    shutil.copytree(folder / 'val' / 'wide', folder / 'val' / 'broad')
+    with pytest.raises(SystemExit, match='2'):
+        run('--data-dir', str(folder))
+    assert 'classes that' in capsys.readouterr().err.splitlines()[-1]
