@@ -93,6 +93,8 @@ def main():
         for path in (table, picture):
             if path.exists():
                 raise ValueError(f'{path} exists; name another folder by --output')
+        for pos_enc in args.pos_enc:  # fail before the long computation
+            timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **SIZE)
         splits = list(load_cifar10_splits(args.data_dir).values())[:2]
         args.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as e:

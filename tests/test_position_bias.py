@@ -41,17 +41,32 @@ def test_example(colours, tmp_path):
     assert (tmp_path / 'position_bias.png').stat().st_size > 1000 and '| ape |' in done.stdout
 
 
-@pytest.mark.parametrize('name', ['position_bias.csv', 'position_bias.png'])
-def test_nothing_is_overwritten(name, colours, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def refused(colours, tmp_path, monkeypatch, capsys):
+    """Starts the script, which must stop before the long computation. Returns the error."""
     spec = importlib.util.spec_from_file_location('position_bias', EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    monkeypatch.setattr(sys, 'argv', ['position_bias.py', '--data-dir', str(colours), '--output', str(tmp_path)])
-    monkeypatch.setattr(example, 'tensors', None)  # it stops before the long computation
+    monkeypatch.setattr(example, 'tensors', None)
+
+    def main(*options):
+        command = ['position_bias.py', '--data-dir', str(colours), '--output', str(tmp_path), *options]
+        monkeypatch.setattr(sys, 'argv', command)
+        with pytest.raises(SystemExit, match='2'):
+            example.main()
+        return capsys.readouterr().err
+
+    return main
+
+
+@pytest.mark.parametrize('name', ['position_bias.csv', 'position_bias.png'])
+def test_nothing_is_overwritten(name, refused, tmp_path):
     (tmp_path / name).touch()
-    with pytest.raises(SystemExit, match='2'):
-        example.main()
-    assert f'{name} exists; name another folder' in capsys.readouterr().err
+    assert f'{name} exists; name another folder' in refused()
+
+
+def test_an_unknown_encoding(refused):
+    assert "Unknown position encoding 'ropee'" in refused('--pos-enc', 'ape', 'ropee')
 
 
 @pytest.mark.full
