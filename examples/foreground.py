@@ -258,8 +258,12 @@ def main():
     at.add_argument('--models', nargs='+', help='labels in the experiments (default: all)')
     at.add_argument('--images', type=int, default=500, help='test images to use')
     args = parser.parse_args()
+    if np.min(args.images) < 1:
+        parser.error('--images must be 1 or more')
     try:
         if args.command == 'measure':
+            if not (args.data_dir / 'masks').is_dir():
+                raise ValueError(f'{args.data_dir} has no masks; name a folder that `data` wrote')
             if not args.output.parent.is_dir():
                 raise ValueError(f'there is no folder {args.output.parent} for {args.output.name}')
             if args.output.exists():

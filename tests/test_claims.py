@@ -387,6 +387,9 @@ def test_what_the_reference_table_measures(digits, runs, tmp_path):
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--models', 'x'], 'it has APE, K'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'no/a.csv'], 'there is no folder no'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'DIGITS'], 'exists; name a new file'),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'TEST', '--output', 'a'], 'has no masks; name a folder'),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--images', '0'], 'be 1 or more'),
+    (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new', '--images', '0', '9'], '--images must be 1'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'exists; name a new folder'),
 ])
