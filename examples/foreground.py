@@ -15,7 +15,8 @@ side of the mask. For each layer and head, it computes the area under the ROC cu
 of these scores:
 
 - `position`: what position adds to the attention logits;
-- `distance`: for SaPE2, the distance of which `position` is a multiple, negated so that near patches score high;
+- `distance`: for SaPE2, alone or with APE, the distance of which `position` is a multiple, negated so that near patches
+  score high;
 - `content`: q.k, plain attention; `logits`: `content` + `position`, the input of the softmax;
 - `keys`: -|k_i - k_j|, for comparison in all models; SaPE2's distance is one between linear functions of k;
 - `colour`, `place`: the negated difference of mean colours, and the negated distance on the grid, without a model.
@@ -23,6 +24,7 @@ of these scores:
 As controls, all scores are also measured with the masks of other images, and for the models before training.
 """
 import argparse
+import re
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -142,7 +144,8 @@ def scores_of(model, images):
         if any(layer.position.any() for layer in maps.layers):
             parts['position'] = [layer.position for layer in maps.layers]
             parts['logits'] = [layer.content + layer.position for layer in maps.layers]
-        if 'sape2' in model.pos_enc:  # `position` is a distance times a gain per head; only its sign matters
+        # Then `position` is a distance times a gain per head, of which only the sign matters.
+        if re.fullmatch(r'(ape\+)?(auto_)?sape2\w*', model.pos_enc):
             signs = [layer.position.mean(dim=(0, 2, 3), keepdim=True).sign() for layer in maps.layers]
             parts['distance'] = [-sign * layer.position for sign, layer in zip(signs, maps.layers)]
         for score, layers in parts.items():
