@@ -36,6 +36,7 @@ import torch
 from scipy.stats import dunnett
 
 from timm_sape.analysis import position_shap
+from timm_sape.cli.common import where_scripts_are
 from timm_sape.lab.experiment import (
     ARCHIVE,
     alone,
@@ -181,6 +182,8 @@ def tell(line):
 
 def train(args):
     """Train and measure model by model. Returns the number of runs that did not finish."""
+    if not args.script.is_file():
+        raise ValueError(f"there is no {args.script}; --script names timm's train.py; {where_scripts_are()}")
     plan = read_plan(args.plan, script_options(args.script))
     check_splits(('train', 'held_out', 'test'), args.data_dir)
     device = device_of(plan)
@@ -216,7 +219,7 @@ def train(args):
 
 def table(args):
     """Write reference.csv, a row per run, and reference.md, a row per model, the most accurate first."""
-    plan = read_plan(args.plan)
+    plan, costs = read_plan(args.plan), _read_costs(args.costs)
     rates = chosen_rates(plan, args.output)
     if plan.baseline not in rates:
         raise ValueError(f'{args.output} has no finished trials of {plan.baseline!r}; name the folder of `run`')
@@ -256,13 +259,13 @@ def table(args):
             f'shifted by {SHIFT} px (%)': spread([line[f'top1_shifted_{SHIFT}px'] for line in own], 1),
             'same class if shifted (%)': spread([line[f'same_shifted_{SHIFT}px'] for line in own], 1),
             'P-SHAP': spread([line['position_shap'] for line in own], 3),
-            **_costs(names[label], args.costs),
+            **_costs(names[label], costs),
         })
     trained = sum(map(bool, top1.values()))
     about_rows = (
         f'{trained} of {len(planned)} rows{" so far" if trained < len(planned) else ""}. Intervals are corrected for '
         f'{comparisons} comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}. '
-        f'Step and memory, at 224 px: {_notes(args.costs)}; empty: not measured there')
+        f'Step and memory, at 224 px: {costs[0]["notes"]}; empty: not measured there')
     about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), about_columns, markdown(beside), about_rows,
@@ -297,23 +300,25 @@ def _dunnett(top1, baseline):
     return {label: f'[{low:+.1f}, {high:+.1f}]' for label, low, high in zip(samples, found.low, found.high)}
 
 
-def _costs(pos_enc, path):
-    """Time and memory of a training step of ViT-S at 224 pixels as ratios to APE, if the file has them.
+def _read_costs(path):
+    """The rows of a file of `timm-sape bench`."""
+    with open(path, newline='') as f:
+        rows = list(csv.DictReader(f))
+    if not rows or not {'setting', 'pos_enc', 'notes'} <= rows[0].keys():
+        raise ValueError(f'{path} is no file of `timm-sape bench`; name one by --costs')
+    return rows
+
+
+def _costs(pos_enc, rows):
+    """Time and memory of a training step of ViT-S at 224 pixels as ratios to APE, if the rows have them.
 
     A table beside another encoding costs nothing that could be measured, so `ape+X` has the figures of `X`.
     """
     wanted = '224/16', pos_enc.removeprefix('ape+')
-    with open(path, newline='') as f:
-        row = next((row for row in csv.DictReader(f) if (row['setting'], row['pos_enc']) == wanted), {})
+    row = next((row for row in rows if (row['setting'], row['pos_enc']) == wanted), {})
     return {
         heading: f'{float(row[key]):.2f}' if row.get(key) else ''
         for heading, key in (('step, ViT-S', 'step_ratio'), ('memory, ViT-S', 'step_peak_ratio'))}
-
-
-def _notes(path):
-    """What a file of `timm-sape bench` says about its measurement."""
-    with open(path, newline='') as f:
-        return next(csv.DictReader(f))['notes']
 
 
 def _best_rule(lines, prefix):

@@ -380,6 +380,13 @@ def test_reference_table(lab, reference, capsys):
     assert found == {('0.0005', '0.25')} and ' – ' not in (lab.output / 'plan.md').read_text()
 
 
+def test_files_that_the_reference_table_needs(lab, reference, tmp_path, capsys):
+    assert reference('run', '--data-dir', str(lab.folder / 'data'), '--script', str(tmp_path / 'none.py')) == 2
+    assert "none.py; --script names timm's train.py; timm's wheel has none" in capsys.readouterr().err
+    assert reference('table', '--costs', str(lab.folder / 'plan.yaml')) == 2
+    assert 'plan.yaml is no file of `timm-sape bench`; name one by --costs' in capsys.readouterr().err
+
+
 def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsys):
     """B has four heads, and so has a row of the baseline."""
     lab.plan({
