@@ -46,8 +46,9 @@ def show(title, values, baseline):
     """
     base = next(own for (model, _), own in values.items() if model == baseline)
     places, names = list(base), {line: ', '.join(filter(None, line)) for line in values}
-    seeds = {seed for own in values.values() for by_seed in own.values() for seed in by_seed}
-    print(f'\n{title}, mean ± standard deviation over {len(seeds)} seeds:\n')
+    counts = {len(own[place]) for own in values.values() for place in places}
+    seeds = ' to '.join(map(str, sorted({min(counts), max(counts)})))
+    print(f'\n{title}, mean ± standard deviation over {seeds} seeds:\n')
     print(markdown([
         {'model': names[line], **{f'{place} px': spread(list(own[place].values()), 1) for place in places}}
         for line, own in values.items()]))

@@ -353,6 +353,7 @@ def test_lines_of_claims(capsys):
         ('both', both[0]): {64: {1: 50}}, ('both', both[1]): {64: {1: 75}}, ('none', ''): {64: {1: 50, 2: 50}}}
     example.show('Kept', found, 'both')
     out = capsys.readouterr().out.splitlines()
+    assert 'Kept, mean ± standard deviation over 1 to 2 seeds:' in out
     assert f'| both, {both[1]} | 75.0 |' in out and f'| both, {both[1]} | +25.0 |' in out  # minus its first rule
     assert '| none | 50.0 ± 0.0 |' in out and '| RoPE, rescale | +37.5 |' in out
 
