@@ -92,6 +92,14 @@ def test_deprecated_exporter(pos_enc, tmp_path):
         dynamic_size=dynamic_size)
 
 
+@pytest.mark.parametrize('pos_enc', [
+    'sape2_k', *(pytest.param(name, marks=pytest.mark.full) for name in ('ape', 'cope', 'rope2d', 'sape2sq_k'))])
+def test_patches_of_one_pixel(pos_enc, tmp_path):
+    """A symbolic height or width is then the grid's own."""
+    model = Maker(pos_enc)(img_size=(3, 5), patch_size=1, dynamic_img_size=True, depth=1)
+    check_export(model, tmp_path / 'model.onnx', torch.randn(2, 3, 4, 6), torch.randn(3, 3, 9, 2))
+
+
 @pytest.mark.full
 def test_fixed_size(tmp_path):
     """If sizes are numbers, tables become constants, and our own operators would run."""

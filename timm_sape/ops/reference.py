@@ -111,7 +111,8 @@ def axis_codes(
         ):
             shrink = 1.0 if ref is None else ref / size
             code = torch.cat([interpolate(s @ table.T, pos * shrink) for s in sources], dim=-1)
-            codes.append(grid.keep_rows(code * shrink ** 0.5))
+            # as a tensor, because torch.export fails on the root of a symbolic number
+            codes.append(grid.keep_rows(code * (code.new_ones(()) * shrink).sqrt()))
         return codes[0], codes[1]
 
 
