@@ -92,11 +92,13 @@ def test_deprecated_exporter(pos_enc, tmp_path):
         dynamic_size=dynamic_size)
 
 
-@pytest.mark.parametrize('pos_enc', [
-    'sape2_k', *(pytest.param(name, marks=pytest.mark.full) for name in ('ape', 'cope', 'rope2d', 'sape2sq_k'))])
+@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, ['sape2_k']))
 def test_patches_of_one_pixel(pos_enc, tmp_path):
-    """A symbolic height or width is then the grid's own."""
-    model = Maker(pos_enc)(img_size=(3, 5), patch_size=1, dynamic_img_size=True, depth=1)
+    """A symbolic height or width is then the grid's own. Each encoding has its last rule for other grids."""
+    rules = {name: timm_sape.get_encoding(name).rules for name in pos_enc.split('+')}
+    model = Maker(pos_enc)(
+        pos_enc_kwargs={name: {'resolution': known[-1]} for name, known in rules.items() if known},
+        img_size=(3, 5), patch_size=1, dynamic_img_size=True, depth=1)
     check_export(model, tmp_path / 'model.onnx', torch.randn(2, 3, 4, 6), torch.randn(3, 3, 9, 2))
 
 

@@ -63,6 +63,7 @@ class RotationInvariantParabolicEncoding(QuadraticForm, CoordinateEncoding):
         logits = F.linear(x, w_a).transpose(1, 2).contiguous()  # torch.compile takes its strides for those of gradients
         width = F.softplus(logits) * (UNIT * scale[:, None]) ** 2  # [B, h, N]
         ref = self.rescaling(grid)
-        stretch_y, stretch_x = (1.0, 1.0) if ref is None else (old / new for old, new in zip(ref, grid.size))
+        stretch = (1.0, 1.0) if ref is None else [old / new for old, new in zip(ref, grid.size)]
+        yy, xx = (-width * s * s for s in stretch)  # torch.export fails on the square of a symbolic number
         zero = torch.zeros_like(width)
-        return torch.stack([-width * stretch_y ** 2, zero, -width * stretch_x ** 2, zero, zero], dim=-1)
+        return torch.stack([yy, zero, xx, zero, zero], dim=-1)
