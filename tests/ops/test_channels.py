@@ -10,13 +10,15 @@ from timm_sape.lab.bench import saved_bytes
 from timm_sape.ops import attention
 from timm_sape.ops.channels import can_attend_with_channels
 
-SHAPES = {  # B, h, N, d, and the widths of the channels
+SHAPES = {  # B, h, N, d (or that of q and k, and of v), and the widths of the channels
     'one encoding': (2, 3, 17, 8, [5]),
     'a multiple of eight': (2, 3, 17, 8, [8]),
     'two encodings': (1, 2, 9, 6, [3, 4]),
     'no channels': (2, 3, 17, 8, [0]),
     'one head, one channel': (2, 1, 5, 1, [2]),
     'one token': (1, 2, 1, 4, [3]),
+    'q and k wider': (2, 3, 17, (12, 8), []),
+    'q and k wider, and channels': (1, 2, 9, (7, 4), [3]),
 }
 
 
@@ -29,7 +31,8 @@ def draw(batch, num_heads, num_tokens, head_dim, widths, dtype=torch.float64, or
         x = torch.randn(*(sizes[dim] for dim in order), generator=generator, dtype=torch.float64)
         return x.to(dtype).permute(*map(order.index, range(4))).requires_grad_()
 
-    q, k, v = (tensor(head_dim) for _ in range(3))
+    of_q, of_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, k, v = (tensor(width) for width in (of_q, of_q, of_v))
     return q, k, v, [(tensor(width), tensor(width)) for width in widths]
 
 
@@ -86,6 +89,11 @@ def test_what_is_kept(monkeypatch):
     assert bytes_a_row() == 4 * (4 * head_dim + 2 * width + 1)
     monkeypatch.setattr(attention, 'can_attend_with_channels', lambda *args: False)
     assert bytes_a_row() == 4 * (4 * 24 + 1)  # 24 is the next multiple of eight
+
+
+def test_what_is_kept_of_wide_q_and_k():
+    q, k, v, _ = draw(2, 3, 32, (16, 8), [], torch.float32)
+    assert saved_bytes(lambda: ops.attend(q, k, v, None, scale=0.3), []) == 4 * 2 * 3 * 32 * (2 * 16 + 2 * 8 + 1)
 
 
 @pytest.mark.parametrize('use_reentrant', [False, True])

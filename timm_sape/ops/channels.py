@@ -57,10 +57,10 @@ def attend_with_channels(
     """softmax(scale * q.k) v, where q and k have further channels, by PyTorch's fused kernel for CPUs.
 
     Args:
-        q: `[B, h, N, d]`.
-        k: `[B, h, N, d]`.
+        q: `[B, h, N, d]`, or wider.
+        k: `[B, h, N, d]`, or wider.
         v: `[B, h, N, d]`.
-        channels: One or more pairs of `[B, h, N, C]`, the channels of q and those of k.
+        channels: Pairs of `[B, h, N, C]`, the channels of q and those of k.
         scale: Factor of the products.
 
     Returns:
