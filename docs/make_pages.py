@@ -340,8 +340,10 @@ def rules():
 
 
 def measured_with(rows):
-    """The settings, machine and versions of a table that was measured in one run."""
-    notes, = {row['notes'] for row in rows}
+    """The settings, machine and versions of a table. Its rows may be of several commits, and differ in nothing else."""
+    commit = re.compile(r'(?<=commit )\w+')
+    commits = dict.fromkeys(commit.search(row['notes'])[0] for row in rows)
+    notes, = {commit.sub(', '.join(commits), row['notes']) for row in rows}
     return notes
 
 
@@ -378,7 +380,7 @@ def position_bias():
         for row in rows])
 
 
-def cost(name='cost_cpu'):
+def cost(name='cost_xeon'):
     rows = read_csv(RESULTS / f'{name}.csv')
     return f'{cost_table(rows)}\n\n{measured_with(rows)}'
 
@@ -387,12 +389,8 @@ def cost_liere():
     return cost('cost_liere')
 
 
-def cost_compositions():
-    return cost('cost_compositions')
-
-
-def cost_channels():
-    return cost('cost_channels')
+def cost_epyc():
+    return cost('cost_epyc')
 
 
 SAPE2_FILES = (
@@ -620,16 +618,13 @@ def page(name):
 
 
 def cost_of(name):
-    rows = [row for row in read_csv(RESULTS / 'cost_cpu.csv') if row['pos_enc'] in (name, f'ape+{name}')]
+    rows = read_csv(RESULTS / 'cost_xeon.csv')
+    rows = [row for row in rows if row['pos_enc'] == (name if timm_sape.get_encoding(name).alone else f'ape+{name}')]
     if not rows:
         return 'It is not in [the table of costs](../cost.md) yet.'
-    again = [row for row in read_csv(RESULTS / 'cost_channels.csv') if row['pos_enc'] == name != 'ape']
-    # where memory was measured again, the old figures no longer hold, of no setting
-    memory = {row['setting']: f'{float(row["step_peak_ratio"]):.2f}' for row in again or rows}
     found = [[
         row['setting'], f'{int(row["params_added"]):,}',
-        *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step')),
-        memory.get(row['setting'], '')] for row in rows]
+        *(f'{float(row[f"{what}_ratio"]):.2f}' for what in ('forward', 'step', 'step_peak'))] for row in rows]
     return (
         f'`{rows[0]["pos_enc"]}` in ViT-S, as ratios to `ape` on a CPU ([all, and how they were measured](../cost.md)):'
         '\n\n'
@@ -673,7 +668,7 @@ TABLES = {
     f.__name__: f
     for f in (
         results, choosing, reference, longer, longer_seeds, longer_lape, encodings, rules, sizes, finetune,
-        position_bias, cost, cost_liere, cost_compositions, cost_channels, timms, naflex, sape2, sape2_models,
+        position_bias, cost, cost_liere, cost_epyc, timms, naflex, sape2, sape2_models,
         sape2_compiled, gpu, gpu_steps, kernels)}
 PAGES = (ROOT / 'README.md', RESULTS / 'README.md', *sorted(DOCS.glob('*.md')))
 

@@ -64,7 +64,7 @@ from timm_sape.loading import load_images, load_model, open_dataset, preprocessi
 
 ROOT = Path(__file__).parents[1]
 PLAN = ROOT / 'train_configs' / 'cpu_cifar10' / 'reference.yaml'
-COSTS = ROOT / 'results' / 'cost_cpu.csv'  # of `timm-sape bench`
+COSTS = ROOT / 'results' / 'cost_xeon.csv'  # of `timm-sape bench`
 MEASURES = 'measures.jsonl'
 SHARES = (1, 0.5)  # of the recipe's learning rate; the first wins a tie
 TRIAL_SEED = 20  # of no other plan

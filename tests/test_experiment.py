@@ -368,7 +368,7 @@ def test_reference_table(lab, reference, capsys):
     half, unpaired, dunnett = (
         25.4517 * math.sqrt(2 / 2), 6.20535 * math.sqrt((2 + 8) / 2), 4.30265 * math.sqrt((2 + 8) / 2))
     costs = next(
-        row for row in csv.DictReader((CHECKOUT / 'results' / 'cost_cpu.csv').read_text().splitlines())
+        row for row in csv.DictReader((CHECKOUT / 'results' / 'cost_xeon.csv').read_text().splitlines())
         if (row['setting'], row['pos_enc']) == ('224/16', 'rpb'))
     assert (
         f'| B | `rpb` | 0.0005 | 62.00 ± 2.83 | 2 of 2 | A | +11.00 | [{11 - half:+.1f}, {11 + half:+.1f}] | '

@@ -714,7 +714,7 @@ def test_advice_is_that_of_the_results():
     on_epyc, on_xeon = (
         {row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
          for row in read_csv(RESULTS / name) if row['setting'] == '224/16'}
-        for name in ('cost_cpu.csv', 'cost_compositions.csv'))
+        for name in ('cost_epyc.csv', 'cost_xeon.csv'))
     text = '`rope2d` takes [{} % longer](docs/cost.md) than one of `ape` on an AMD EPYC, {} % longer on an Intel Xeon.'
     assert text.format(on_epyc['rope2d'], on_xeon['rope2d']) in README.read_text()
     row = r'`rope2d`, `ape` \| \+(\S+) \[\+(\S+), \+(\S+)\] \| \S+ \S+ \| 11 \| yes'
@@ -886,7 +886,8 @@ def test_what_runs_of_a_seed_share():
         between = k * sum(mean ** 2 for mean in means) / (n - 1)
         rest = (value - mean for found in values for value, mean in zip(found, means))
         within = sum(each ** 2 for each in rest) / ((n - 1) * (k - 1))
-        return f'{(between - within) / (between + (k - 1) * within):.2f}'.replace('0.', '.')
+        share = f'{(between - within) / (between + (k - 1) * within):.2f}'
+        return share.replace('-0.00', '0.00').replace('0.', '.')
 
     found = [of(top1.values()) for top1 in (
         five_seeds(), top1_of('plan'), top1_of('pairs', '456789'), top1_of('lape', LAPE_SEEDS), repository(),
