@@ -314,8 +314,8 @@ def _costs(pos_enc, rows):
 
     A table beside another encoding costs nothing that could be measured, so `ape+X` has the figures of `X`.
     """
-    wanted = '224/16', pos_enc.removeprefix('ape+')
-    row = next((row for row in rows if (row['setting'], row['pos_enc']) == wanted), {})
+    wanted = set(pos_enc.removeprefix('ape+').split('+'))  # in any order
+    row = next((row for row in rows if row['setting'] == '224/16' and set(row['pos_enc'].split('+')) == wanted), {})
     return {
         heading: f'{float(row[key]):.2f}' if row.get(key) else ''
         for heading, key in (('step, ViT-S', 'step_ratio'), ('memory, ViT-S', 'step_peak_ratio'))}
