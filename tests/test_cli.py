@@ -294,6 +294,10 @@ def test_configs_overwrites_nothing_unless_forced(tmp_path, capsys):
     assert other.read_text() == 'keep'
     assert not list(tmp_path.glob('.*'))  # no temporary directory is left
 
+    capsys.readouterr()
+    assert main(['configs', str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f', and {len(recipe_texts(tmp_path)) - 5} more\n')
+
 
 def test_configs_interrupted(tmp_path, monkeypatch):
     (tmp_path / 'smoke').mkdir()

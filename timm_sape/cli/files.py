@@ -99,6 +99,8 @@ def check_folder(folder: Path) -> None:
 def _refuse_taken(paths: Iterable[Path], force: bool) -> None:
     taken = [str(path) for path in paths if os.path.lexists(path)]
     if taken and not force:
+        if len(taken) > 5:
+            taken[5:] = [f'and {len(taken) - 5} more']
         raise CommandError(f'nothing written; --force overwrites what is there: {", ".join(taken)}')
 
 
