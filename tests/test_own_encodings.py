@@ -132,6 +132,16 @@ def test_what_fits_acts(hook, function):
     assert not torch.allclose(model(x), plain(x))
 
 
+def test_more_channels_and_a_rotation():
+    """The table is for d channels."""
+    def wider(self, q, k, grid):
+        return q.repeat(1, 1, 1, 2), k.repeat(1, 1, 1, 2)
+
+    register('turn', wider, rotation=lambda self, grid: torch.ones(6, 32))
+    with pytest.raises(ValueError, match=r'turn returned \[2, 4, 7, 32\], .*\[2, 4, 7, 16\].* has a rotation, too'):
+        build('mine')(torch.randn(2, 3, 16, 24))
+
+
 def test_a_bias_by_offset():
     """`compute` gives the bias of each offset, and the base class that of each pair of patches."""
     class ByOffset(OffsetBiasEncoding):

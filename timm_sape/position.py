@@ -334,24 +334,23 @@ class LayerEncodings(_Encodings):
 
         Returns:
             The logits from content, scale * q.k, and what position adds to them: the biases, the products of further
-            channels, and scale * (Rq.Rk - q.k) for a rotation R. Both `[B, h, N, N]`. If a rule for other sizes has a
-            factor for q.k, the scale includes it.
+            channels, and scale * (Rq.Rk - q.k) for a rotation R, or for whatever takes the place of q and k: with
+            'pope' that includes what softplus changes. Both `[B, h, N, N]`. If a rule for other sizes has a factor for
+            q.k, the scale includes it.
         """
-        def product(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            q, factor = self._scaled(q, position, scale)
-            return factor * q @ k.transpose(-2, -1)
-
-        content = product(q, k)
+        scaled_q, factor = self._scaled(q, position, scale)  # the factor includes the scale
+        content = factor * scaled_q @ k.transpose(-2, -1)
         total = torch.zeros_like(content)
         bias = self._bias(q, k, position)
         if bias is not None:
             total = total + bias
         for encoding in self.acting_on('channels'):
-            a, b = encoding(q, k, x, grid=position.grid, scale=scale, hook='channels')
-            total = total + scale * a @ b.transpose(-2, -1)
+            a, b = encoding(q, k, x, grid=position.grid, scale=factor, hook='channels')
+            total = total + factor * a @ b.transpose(-2, -1)
         rotated_q, rotated_k = self._rotated(q, k, position)
         if rotated_q is not q:
-            total = total + (product(rotated_q, rotated_k) - content)
+            rotated_q, _ = self._scaled(rotated_q, position, scale)
+            total = total + (factor * rotated_q @ rotated_k.transpose(-2, -1) - content)
         return content, total
 
     def _attend(

@@ -135,6 +135,31 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
 # --- properties ------------------------------------------------------------------------------------------------------
 
+class OwnChannels(timm_sape.PositionEncoding):
+    """The scale multiplies their product: this hook does not divide by it."""
+    name = 'own_channels'
+
+    def channels(self, q, k, x, grid, scale):
+        return grid.pad_tokens(q[:, :, grid.num_prefix_tokens:, :3].cos()), k[..., :3].sin()
+
+
+@pytest.mark.parametrize('symbolic', [False, True])
+def test_logits_are_those_of_attention(symbolic):
+    """With the factor of 'yarn', and other channels that the factor multiplies if it is a number."""
+    rotation = create('rope2d', (2, 3), resolution='yarn', **SIZES)
+    encodings = {'rope2d': rotation, 'own': OwnChannels(dim=24, num_heads=2, grid_size=(2, 3))}
+    layer, grid = LayerEncodings(encodings, needs_position=True), Grid(4, 6, 1)
+    q, k, v = make_qkv(grid, **SIZES)
+    x = q.transpose(1, 2).flatten(2)
+    factor = rotation.logit_factor(grid)
+    position = Position(
+        grid, rotation(x, grid=grid, hook='rotation'), logit_factor=torch.tensor(factor) if symbolic else None)
+    if symbolic:
+        rotation.logit_factor = lambda grid: None
+    content, by_position = layer.logits(q, k, x, position, 0.3)
+    assert_near((content + by_position).softmax(-1) @ v, layer(q, k, v, x, position, scale=0.3), 1e-12)
+
+
 def table(name, rule, size, ref, **keywords):
     encoding = create(name, size, ref_grid_size=ref, resolution=rule, **SIZES, **keywords)
     return encoding(torch.zeros(1), grid=Grid(*size), hook='rotation')

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..checks import is_number
 from ..grid import Grid
-from .base import FrequencyEncoding
+from .base import FrequencyEncoding, axial_frequencies
 from .registry import register_encoding
 
 
@@ -27,16 +27,18 @@ class PolarEncoding(FrequencyEncoding):
     For c < d/2, theta_c is base^(-2c/d). Channel d/2 + c has the same theta, and y instead of x. Each head of each
     layer learns its phases delta. They start at 0, and with phases of 0 the encoding cannot tell left from right.
 
-    Published code keeps phases between -2 pi and 0. Here they are free: that range has all angles, and a phase that
-    reached a limit would stop learning. Published code has no class token either. Lengths are positive, so at the start
-    near patches have larger logits than far ones, and a class token in a corner would look there most. Here prefix
-    tokens are in the centre of the grid, and have no phases as keys.
+    lucidrains' code keeps phases between -2 pi and 0. Here they are free: that range holds every angle, and a phase
+    that reached a limit would stop learning.
+
+    The paper is about sequences without a class token. Lengths are positive, so at the start, of patches that look the
+    same the nearest has the largest logit. A class token in a corner would look at that corner. Here prefix tokens are
+    in the centre of the grid, so at the start they look there most. Their keys have no phases. Both are our choices.
 
     A gate multiplies angles and phases, and what softplus changes: at 0 the product is q.k. No parameter gets weight
     decay. Computed in at least float32.
 
     Args:
-        base: Of the frequencies, more than 1. Published code has 10000, also for images; 100 is that of `rope2d`.
+        base: Of the frequencies, more than 1. lucidrains' code has 10000, also for images; 100 is that of `rope2d`.
 
     Raises:
         ValueError: If `base` is no such number, or the head dim is odd.
@@ -67,11 +69,8 @@ class PolarEncoding(FrequencyEncoding):
 
     def angles(self, grid: Grid, like: torch.Tensor) -> torch.Tensor:
         """The angle of each channel for each patch in the sequence, 0 in the centre of the grid, `[(B, 1,) N-P, d]`."""
-        c = torch.arange(self.head_dim // 2, device=like.device, dtype=like.dtype)
-        frequencies = self.base ** (-2 * c / self.head_dim)  # [d/2]
-        zeros = torch.zeros_like(frequencies)
-        along_y, along_x = torch.cat([zeros, frequencies]), torch.cat([frequencies, zeros])  # [d]
-        angles = self.angles_of(grid, torch.stack([along_y, along_x]))  # [H*W, d]
+        frequencies = axial_frequencies(self.head_dim // 2, self.base, like.device, like.dtype)  # [2, d]
+        angles = self.angles_of(grid, frequencies)  # [H*W, d]
         return grid.keep_rows(angles - (angles[:1] + angles[-1:]) / 2)  # first and last: opposite corners
 
     def _polar(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Tuple
 import torch
 
 from ..grid import Grid
-from .base import FixedRotaryEncoding, FrequencyEncoding
+from .base import FixedRotaryEncoding, FrequencyEncoding, axial_frequencies
 from .registry import register_encoding
 
 
@@ -33,11 +33,7 @@ class AxialRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
         self.make_table()
 
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        t = torch.arange(self.head_dim // 4, device=device, dtype=dtype)
-        frequencies = 100 ** (-4 * t / self.head_dim)  # [d/4]
-        zeros = torch.zeros_like(frequencies)
-        along_y, along_x = torch.cat([zeros, frequencies]), torch.cat([frequencies, zeros])  # [d/2]
-        return self.angles_of(grid, torch.stack([along_y, along_x]))  # [H*W, d/2]
+        return self.angles_of(grid, axial_frequencies(self.head_dim // 4, 100, device, dtype))  # [H*W, d/2]
 
     def frequency_range(self) -> Tuple[float, float]:
         return 1., 100 ** (4 / self.head_dim - 1)

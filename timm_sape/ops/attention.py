@@ -132,7 +132,7 @@ def attend(
     Returns:
         `[B, h, N, d]` in the dtype of v.
     """
-    if channels or q.shape[-1] != v.shape[-1]:
+    if channels or q.shape[-1] > v.shape[-1]:
         if fused and mask is None and not dropout_p and can_attend_with_channels(q, k, v, channels):
             return attend_with_channels(q, k, v, channels, scale)
         q, k = append_channels(q, k, channels)

@@ -5,7 +5,7 @@
 | `embed` | tokens, after the patch embedding or after a block | a term to add |
 | `mix` | tokens and the sum of these terms | both, weighted |
 | `layer_embed` | the input of each attention layer | a term for each layer |
-| `turn` | q and k | both, multiplied by matrices |
+| `turn` | q and k | what takes their place in the logits |
 | `rotation` | q and k | a table of sines and cosines |
 | `position_bias` | logits, by geometry alone | a bias between tokens |
 | `content_bias` | logits, from q and k | a bias between tokens |
@@ -44,7 +44,7 @@ The other files are what they share: `gate.py`, `hook_results.py` (what hooks mu
 """
 from .coordinates import CoordinateEncoding
 from .fixed import FixedEncoding
-from .frequencies import FrequencyEncoding
+from .frequencies import FrequencyEncoding, axial_frequencies
 from .gate import AUTO, Gate
 from .initial_values import fill_trunc_normal
 from .layers import Float32LayerNorm, Float32Linear

@@ -15,11 +15,22 @@ from ...checks import is_number
 from ...grid import Grid
 from .coordinates import CoordinateEncoding
 
-__all__ = ['FrequencyEncoding']
+__all__ = ['FrequencyEncoding', 'axial_frequencies']
+
+
+def axial_frequencies(num: int, base: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A geometric series along each axis, base^(-t/num): for `num` pairs along x, then for `num` along y.
+
+    Returns:
+        As for `angles_of`, `[2, 2*num]`.
+    """
+    frequencies = base ** (-torch.arange(num, device=device, dtype=dtype) / num)
+    zeros = torch.zeros_like(frequencies)
+    return torch.stack([torch.cat([zeros, frequencies]), torch.cat([frequencies, zeros])])
 
 
 class FrequencyEncoding(CoordinateEncoding, ABC):
-    """A rotation of pairs of channels by angles that are frequencies times coordinates.
+    """A rotation of pairs of channels, or of single ones, by angles that are frequencies times coordinates.
 
     With a frequency f along y, the position y of a patch becomes (y + 1/2) * g - 1/2 on another grid than the trained
     one, and so do positions along x. (The halves do not change the angles between patches. They matter only towards

@@ -164,7 +164,7 @@ class PositionEncoding(nn.Module):
 
     @classmethod
     def rotates(cls) -> bool:
-        """Whether it multiplies q and k, as at most one encoding of a model may."""
+        """Whether it replaces or rotates q and k, as at most one encoding of a model may."""
         return cls.overrides('rotation') or cls.overrides('turn')
 
     @property
@@ -231,8 +231,8 @@ class PositionEncoding(nn.Module):
             grid: The grid.
 
         Returns:
-            Both, `[B, h, N, C]` with C of d or more, in their own dtypes. Prefix tokens have no position, so what
-            happens to them does not depend on position either.
+            Both, `[B, h, N, C]` with C of d or more (d if the class has a rotation, too), in their own dtypes. Prefix
+            tokens have no position, so what happens to them does not depend on position either.
         """
         raise NotImplementedError
 
