@@ -33,7 +33,7 @@ from hub_server import serve  # noqa: E402
 SERVING = serve('token')
 HUB = SERVING.__enter__()  # before what follows reads its address
 os.environ.update(
-    OMP_NUM_THREADS='1', HF_ENDPOINT=HUB.url, HF_HUB_DISABLE_XET='1', HF_HUB_DISABLE_TELEMETRY='1',
+    OMP_NUM_THREADS='1', HF_ENDPOINT=HUB.url, HF_HUB_OFFLINE='0', HF_HUB_DISABLE_XET='1', HF_HUB_DISABLE_TELEMETRY='1',
     HF_HUB_DISABLE_PROGRESS_BARS='1')
 import odd_input as odd  # noqa: E402
 import odd_moments as moments  # noqa: E402
