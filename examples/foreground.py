@@ -15,8 +15,8 @@ side of the mask. For each layer and head, it computes the area under the ROC cu
 of these scores:
 
 - `position`: what position adds to the attention logits;
-- `distance`: for SaPE2, alone or with APE, the distance of which `position` is a multiple, negated so that near patches
-  score high;
+- `distance`: where SaPE2 alone acts on the logits, the distance of which `position` is a multiple, negated so that near
+  patches score high;
 - `content`: q.k, plain attention; `logits`: `content` + `position`, the input of the softmax;
 - `keys`: -|k_i - k_j|, for comparison in all models; SaPE2's distance is one between linear functions of k;
 - `colour`, `place`: the negated difference of mean colours, and the negated distance on the grid, without a model.
@@ -24,7 +24,6 @@ of these scores:
 As controls, all scores are also measured with the masks of other images, and for the models before training.
 """
 import argparse
-import re
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -44,6 +43,7 @@ from tqdm import tqdm
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps, separation
 from timm_sape.analysis.maps import record_calls
+from timm_sape.encodings import get_encoding, parse_pos_enc
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
 from timm_sape.lab.machine import about
@@ -129,6 +129,14 @@ def without_model(images):
     return {'colour': -torch.cdist(colours, colours), 'place': -torch.cdist(places, places)}
 
 
+def is_distance(pos_enc):
+    """Whether position adds to the logits SaPE2's distance alone, times a gain per head."""
+    names = [name.removeprefix('auto_') for name in parse_pos_enc(pos_enc)]
+    acting = [
+        name for name in names if not all(place.startswith('tokens') for place in get_encoding(name).acts_on())]
+    return len(acting) == 1 and acting[0].startswith('sape2')
+
+
 @torch.no_grad()
 def scores_of(model, images):
     """Compute the scores of all layers and heads by name, each `[n, L * h, N, N]`."""
@@ -144,8 +152,8 @@ def scores_of(model, images):
         if any(layer.position.any() for layer in maps.layers):
             parts['position'] = [layer.position for layer in maps.layers]
             parts['logits'] = [layer.content + layer.position for layer in maps.layers]
-        # Then `position` is a distance times a gain per head, of which only the sign matters.
-        if re.fullmatch(r'(ape\+)?(auto_)?sape2\w*', model.pos_enc):
+        if is_distance(model.pos_enc):
+            # Of the gain, only the sign matters.
             signs = [layer.position.mean(dim=(0, 2, 3), keepdim=True).sign() for layer in maps.layers]
             parts['distance'] = [-sign * layer.position for sign, layer in zip(signs, maps.layers)]
         for score, layers in parts.items():

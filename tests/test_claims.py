@@ -262,13 +262,15 @@ def test_ink_of_texture():
     assert (image[mask == 1] == 255).all() and np.abs(image - texture)[mask == 0].max() == 0
 
 
-@pytest.mark.parametrize('pos_enc, is_distance', [('ape+sape2_k', True), ('sape2_k', True), ('rope2d+sape2_k', False)])
+@pytest.mark.parametrize('pos_enc, is_distance', [
+    ('ape+sape2_k', True), ('sape2_k', True), ('sincos2d+sape2_q', True), ('rope2d+sape2_k', False),
+    ('ape+peg', False)])
 def test_what_counts_as_a_distance(pos_enc, is_distance):
     """What several encodings add to the logits is no distance, nor a multiple of one."""
     random_seed(0)
     model = timm.create_model('vit_tiny_pos_enc', pos_enc=pos_enc, **KWARGS)
     found = load('foreground.py').scores_of(model, torch.randn(2, 3, 32, 32))
-    assert ('distance' in found) == is_distance and 'position' in found
+    assert ('distance' in found) == is_distance and ('position' in found) == ('sape2' in pos_enc)
     if is_distance:
         assert found['distance'].max() <= 0 and found['position'].abs().equal(-found['distance'])
 

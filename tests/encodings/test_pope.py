@@ -41,8 +41,8 @@ def phases_of_prefix(self, q, k, grid):
     return q, torch.cat([prefix, k[:, :, grid.num_prefix_tokens:]], dim=2)
 
 
-def off_centre(self, grid, like, angles=PolarEncoding.angles):
-    return angles(self, grid, like) + 0.1
+def off_centre(self, grid, device, dtype, compute=PolarEncoding.compute):
+    return compute(self, grid, device, dtype) + 0.1
 
 
 def expected_logits(q, k, encoding, grid, angle, **options):
@@ -60,7 +60,7 @@ class TestPope(ResolutionTests, LearnedTests, RelativeTests, RotationTests):
         'no softplus': ('3x5', (F, 'softplus', lambda x: x)),
         'phases of queries': ('3x5', (PolarEncoding, 'turn', other_way)),
         'phases of prefix tokens': ('4x4', (PolarEncoding, 'turn', phases_of_prefix)),
-        'prefix tokens not in the centre': ('4x4', (PolarEncoding, 'angles', off_centre)),
+        'prefix tokens not in the centre': ('4x4', (PolarEncoding, 'compute', off_centre)),
     }
 
     def attended(self, q, k, v, encoding, grid, **options):

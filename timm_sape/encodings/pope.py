@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from .. import ops
 from ..checks import is_number
 from ..grid import Grid
-from .base import FrequencyEncoding, axial_frequencies
+from .base import FixedEncoding, FrequencyEncoding, axial_frequencies
 from .registry import register_encoding
 
 
 @register_encoding('pope')
-class PolarEncoding(FrequencyEncoding):
+class PolarEncoding(FixedEncoding, FrequencyEncoding):
     """Polar (PoPE).
 
     q.k becomes sum over c of softplus(q_ic) softplus(k_jc) cos(theta_c (x_j - x_i) + delta_c).
@@ -44,6 +44,7 @@ class PolarEncoding(FrequencyEncoding):
         ValueError: If `base` is no such number, or the head dim is odd.
     """
     relative = True
+    per_layer = True
     adds = 'L * D'
     skips_dropped = True
     paper = 'https://arxiv.org/abs/2509.10534'
@@ -55,23 +56,24 @@ class PolarEncoding(FrequencyEncoding):
             raise ValueError(f"'pope' needs base to be a number of more than 1, got {base!r}.")
         self.base = base
         self.phases = nn.Parameter(torch.empty(self.num_heads, self.head_dim, device=device, dtype=dtype))
+        self.make_table()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         nn.init.zeros_(self.phases)
+
+    def compute(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """The angle of each channel for each patch, 0 in the centre of the grid, `[H*W, d]`."""
+        angles = self.angles_of(grid, axial_frequencies(self.head_dim // 2, self.base, device, dtype))
+        return angles - (angles[:1] + angles[-1:]) / 2  # the first and the last patch are opposite corners
 
     def turn(self, q: torch.Tensor, k: torch.Tensor, grid: Grid) -> Tuple[torch.Tensor, torch.Tensor]:
         with ops.no_autocast(q):
             (phases,) = ops.upcast(self.phases)
-            angles = self.angles(grid, phases)  # [(B, 1,) N-P, d]
+            angles = grid.keep_rows(self.table_for(grid))  # [(B, 1,) N-P, d]
             of_keys = angles + phases[:, None]  # [(B,) h, N-P, d]
             return tuple(self._polar(x, grid.pad_tokens(self.gated(a))) for x, a in ((q, angles), (k, of_keys)))
-
-    def angles(self, grid: Grid, like: torch.Tensor) -> torch.Tensor:
-        """The angle of each channel for each patch in the sequence, 0 in the centre of the grid, `[(B, 1,) N-P, d]`."""
-        frequencies = axial_frequencies(self.head_dim // 2, self.base, like.device, like.dtype)  # [2, d]
-        angles = self.angles_of(grid, frequencies)  # [H*W, d]
-        return grid.keep_rows(angles - (angles[:1] + angles[-1:]) / 2)  # first and last: opposite corners
 
     def _polar(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Channels with these lengths and angles as vectors in the plane, `[B, h, N, 2*d]`."""
