@@ -1598,7 +1598,7 @@ def test_plans_of_ours(path):
         'pooling': 'APE, pooled', 'half_rate': 'APE, rate .00075',
         'half_rate_ablations': 'APE, rate .00075', 'pairs': 'APE, rate .00075', 'lape': 'RoPE-2D',
         'repository': 'APE, no LayerScale', 'long_seeds': 'APE, 4 heads',
-        'long_lape': 'RoPE-2D, 4 heads'}.get(path.stem, 'APE')
+        'long_lape': 'RoPE-2D, 4 heads', 'long_lape_seeds': 'RoPE-2D, 4 heads'}.get(path.stem, 'APE')
     for run in plan.runs[:len(plan.labels)]:
         config = run.config
         assert config['model_kwargs']['img_size'] == config['img_size']
@@ -1617,7 +1617,7 @@ def test_plans_are_there():
         'cpu_cifar10/foreground': 'cpu_cifar10',
         'cpu_cifar10/repository': 'cpu_cifar10', 'cpu_cifar10/reference': 'cpu_cifar10',
         'cpu_cifar10/long': 'cpu_cifar10', 'cpu_cifar10/long_seeds': 'cpu_cifar10',
-        'cpu_cifar10/long_lape': 'cpu_cifar10',
+        'cpu_cifar10/long_lape': 'cpu_cifar10', 'cpu_cifar10/long_lape_seeds': 'cpu_cifar10',
         'gpu_cifar10/plan': 'deit_cifar10', 'gpu_cifar10/paper': 'paper_cifar10',
         'gpu_cifar10/repository': 'repository_cifar10', 'gpu_cifar10/reference': 'deit_cifar10'}
 
