@@ -185,7 +185,6 @@ def test_one_line_in_the_log(caplog, monkeypatch):
     ({}, {'is_causal': True}, 'a mask or another bias'),
     ({'pos_enc': 'cope+sape2_k'}, {}, 'a mask or another bias'),
     ({'pos_enc': 'alibi2d+sape2_k'}, {}, 'a mask or another bias'),
-    ({'pos_enc': 'sape2sq_k+sape2_k'}, {}, 'q and k of other widths than v'),
 ])
 def test_models_say_what_only_the_reference_supports(kwargs, call, text):
     assert all(part in timm_sape.list_encodings() for part in kwargs.get('pos_enc', 'nope').split('+'))

@@ -18,8 +18,9 @@ from timm_sape.ops.torch_distances import torch_distance_attention
 from timm_sape.ops.triton_operators import (
     triton_axis_codes, triton_distance_attention_forward, triton_sape2_attention_forward)
 
-POS_ENCS = ['rope2d+sape2_k', *(
-    pytest.param(name, marks=pytest.mark.full) for name in ('sape2_k', 'sape2_q', 'sape2_qk', 'ape+auto_sape2_k'))]
+POS_ENCS = ['rope2d+sape2_k', 'pope+sape2_k', *(
+    pytest.param(name, marks=pytest.mark.full) for name in (
+        'sape2_k', 'sape2_q', 'sape2_qk', 'ape+auto_sape2_k', 'sape2sq_k+sape2_k', 'pape+sape2_k'))]
 
 
 @pytest.mark.parametrize('backend', FAST)

@@ -104,7 +104,13 @@ def _cpp_on(device_type: str, build: bool) -> str:
     return why
 
 
-def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_reference: str) -> str:
+def _refusal(
+        backend: str,
+        q: torch.Tensor,
+        head_dim: int,
+        code_widths: Sequence[int],
+        needs_reference: str,
+) -> str:
     """Why a backend cannot be used, empty if it can."""
     if backend == 'reference':
         return ''
@@ -118,14 +124,14 @@ def _refusal(backend: str, q: torch.Tensor, code_widths: Sequence[int], needs_re
             return why
         if q.dtype == torch.float64 and q.device.type == 'cuda':
             return 'on a GPU its kernels do not take float64'
-        head_dim, code = limits_of(q.dtype)
-        widest = max(code_widths)
-        if q.shape[-1] > head_dim or widest > code:
-            return f'in {q.dtype} its kernels take a head dim of {head_dim} and codes of {code} entries at most'
-        needed = shared_memory(q.shape[-1], widest, q.dtype.itemsize)
+        most, widest = limits_of(q.dtype), max(code_widths)
+        if head_dim > most.head_dim or widest > most.code:
+            return (
+                f'in {q.dtype} its kernels take a head dim of {most.head_dim} and codes of {most.code} entries at most')
+        needed = shared_memory(head_dim, widest, q.dtype.itemsize)
         if needed > memory:
             return (
-                f'in {q.dtype}, for a head dim of {q.shape[-1]} and codes of {widest} entries, its kernels need '
+                f'in {q.dtype}, for a head dim of {head_dim} and codes of {widest} entries, its kernels need '
                 f'{needed} KiB of shared memory, and this GPU has {memory}')
     return ''
 
@@ -135,6 +141,7 @@ def choose_backend(
         q: torch.Tensor,
         code_widths: Sequence[int],
         only_reference: Mapping[str, bool] = {},
+        head_dim: Optional[int] = None,
 ) -> str:
     """The argument decides, then the variable `TIMM_SAPE_BACKEND`, then what is fastest for device and shape.
 
@@ -146,12 +153,14 @@ def choose_backend(
         q: Queries.
         code_widths: For x and for y the entries of the codes, or those of the table minus 1 if that is more.
         only_reference: What the reference alone supports, in words, and whether it is needed.
+        head_dim: Channels of q and k in the logits; None for those of q.
 
     Raises:
         ValueError: If the backend is unknown, or requested and cannot be used.
     """
     if is_exporting() or torch.jit.is_tracing() or is_empty(q):
         return 'reference'
+    head_dim = q.shape[-1] if head_dim is None else head_dim
     only_reference = {**only_reference, 'torch.func and forward mode': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
     by = 'backend=' if requested is not None else VARIABLE
@@ -159,14 +168,14 @@ def choose_backend(
     if requested is not None:
         if requested not in BACKENDS:
             raise ValueError(f'Unknown backend {requested!r} ({by}). Use one of {", ".join(map(repr, BACKENDS))}.')
-        refusal = _refusal(requested, q, code_widths, needs_reference)
+        refusal = _refusal(requested, q, head_dim, code_widths, needs_reference)
         if refusal:
             raise ValueError(
                 f"backend {requested!r} ({by}) cannot be used: {refusal}. Use 'reference', or leave it out.")
         backend, why = requested, f'requested by {by.rstrip("=")}'
     elif needs_reference:
         backend, why = 'reference', f'only it supports {needs_reference}'
-    elif q.device.type == 'cuda' and not _refusal('triton', q, code_widths, ''):
+    elif q.device.type == 'cuda' and not _refusal('triton', q, head_dim, code_widths, ''):
         backend, capability = 'torch', _capability(q.device.index)
         if q.dtype == torch.float32 and capability not in FAST_FLOAT64:
             why = 'for float32 the Triton kernels compute in float64, which is slow on this GPU'

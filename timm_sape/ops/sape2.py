@@ -2,6 +2,7 @@
 from typing import Callable, List, Optional, Tuple, Union
 
 import torch
+import torch.nn.functional as F
 
 from ..grid import Grid
 from . import reference
@@ -108,9 +109,8 @@ def sape2_attention(
         'a mask or another bias': mask is not None,
         'dropout of the probabilities': dropout_p > 0,
         'attention that is not fused': not fused,
-        'q and k of other widths than v': rotated_q.shape[-1] != v.shape[-1],
         'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
-    })
+    }, head_dim=rotated_q.shape[-1])
     if backend in ('triton', 'cpp') and rotated_q is q and rotated_k is k and axis_keys is None and (
             options := _operator_options(grid, mode, gate_scale, ref_grid_size)):
         height, width, mode, *factors = options
@@ -130,6 +130,9 @@ def sape2_attention(
         operator = cpp_distance_attention
     else:
         operator = torch_distance_attention
+    extra = rotated_q.shape[-1] - v.shape[-1]
+    if extra:  # the operators want as many channels in v
+        return operator(rotated_q, rotated_k, F.pad(v, (0, extra)), codes_x, codes_y, bias_scale, scale)[..., :-extra]
     return operator(rotated_q, rotated_k, v, codes_x, codes_y, bias_scale, scale)
 
 
