@@ -20,7 +20,7 @@ from sklearn.datasets import load_sample_image
 import timm_sape
 from harness import assert_near
 from timm_sape.analysis import position_maps, randomize_encodings
-from timm_sape.analysis.figures import draw_attention_distance, draw_histogram, draw_maps
+from timm_sape.analysis.figures import displayed, draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.cli import main
 from timm_sape.cli.list import GUIDE
 from timm_sape.entrypoints import SIZES
@@ -505,6 +505,13 @@ def test_warnings_of_ours_are_one_line(capsys, monkeypatch):
 def test_list_is_interrupted(capsys, monkeypatch):
     monkeypatch.setattr('timm_sape.cli.list._model_row', mock.Mock(side_effect=KeyboardInterrupt))
     assert main(['list', 'models', 'test_vit_ape']) == 130 and 'interrupted' in capsys.readouterr().err
+
+
+def test_a_grey_image_is_displayed_grey():
+    """timm takes the average of the statistics of three channels for one, but leaves the config as it was."""
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    image = (torch.full((1, 4, 4), 0.5) - np.mean(mean)) / np.mean(std)
+    assert (displayed(image, mean, std) - 0.5).abs().max() < 1e-6
 
 
 def test_figures_show_what_they_are_given():

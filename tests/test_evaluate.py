@@ -644,6 +644,7 @@ def test_tables_that_others_can_read(tmp_path):
     found = json.loads((tmp_path / 'a.json').read_text(), parse_constant=lambda name: pytest.fail(name))
     assert found['rows'] == [{'name': 'a|b', 'value': None}, {'name': None, 'value': None}, rows[2]]
     assert markdown(rows[:2]).splitlines()[2:] == [r'| a\|b | inf |', '|  | nan |']
+    assert markdown([{'name': 'a\nb'}]).splitlines()[2:] == ['| a b |']
 
 
 def test_a_file_that_came_in_between_is_kept(tmp_path):
@@ -898,14 +899,57 @@ def test_names_of_a_saved_models_classes(images, folders, tmp_path):
             zip(('class0', 'class1', 'class2'), expected[name])), name
     with pytest.raises(ValueError, match='in different ways, .* by the label_names that they were saved with'):
         compare([folders['nope'], str(tmp_path / 'other order')], open_dataset(images), progress=False)
+    (folder / 'config.json').write_text(json.dumps({**config, 'label_names': ['class0', 'class2', 'fox']}))
+    with pytest.raises(ValueError, match='gaps have only some of the classes of the images, not class1. Move their'):
+        compare([str(folder)], open_dataset(images), progress=False)
+
+
+def test_a_file_beside_a_config(images, folders, tmp_path):
+    """NAME@FOLDER/model.safetensors measures what FOLDER does."""
+    model = load_model(folders['nope'])
+    model.pretrained_cfg.update(mean=(0.1, 0.2, 0.3), crop_pct=1.0)
+    timm_sape.hub.save(model, tmp_path / 'saved', model_config={'label_names': ['class2', 'class0', 'class1']})
+    found = []
+    for name in (str(tmp_path / 'saved'), f'{folders["nope"]}@{tmp_path}/saved/model.safetensors'):
+        data = open_dataset(images)
+        number_classes(data, [name])
+        found.append((data.reader.class_to_idx, str(preprocessing(load_model(name)))))
+    assert found[0] == found[1] and found[0][0]['class2'] == 0 and '0.1' in found[0][1]
+
+
+@pytest.mark.parametrize('names', [('Cat', 'cat'), ('1', '01')])
+def test_names_that_timm_orders_at_random(names, images, tmp_path):
+    for name in names:
+        shutil.copytree(images / 'val' / 'class0', tmp_path / 'data' / name)
+    with pytest.raises(ValueError, match='orders the classes .* at random, so their numbers may change .* Rename one'):
+        open_dataset(tmp_path / 'data')
+    (tmp_path / 'map.txt').write_text('\n'.join(names))
+    data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'map.txt'))
+    assert data.reader.class_to_idx == {names[0]: 0, names[1]: 1}
+
+
+@pytest.mark.parametrize('split', ['trian', 'Train', 'held_out', 'train[:50%]'])
+def test_a_split_that_torchvision_does_not_have(split, tmp_path):
+    """timm takes any word but its names for train and val as 'test'."""
+    for dataset in ('torch/cifar10', 'torch/MNIST', 'torch/qmnist'):
+        with pytest.raises(ValueError, match=f'{dataset} has no split .* Use train or test'):
+            open_dataset(tmp_path, dataset, split)
+    with pytest.raises(ValueError, match='No torch/cifar10 in'):
+        open_dataset(tmp_path, 'torch/cifar10', 'validation')
 
 
 def test_classes_that_are_not_in_training(lacking):
     (lacking / 'val' / 'class1').rename(lacking / 'val' / 'other')
     with pytest.raises(ValueError, match='has not, so they have no number: other. Move'):
         open_dataset(lacking)
-    data = open_dataset(lacking / 'val')  # another train/ may be beside a folder
+    with pytest.warns(UserWarning, match="has some classes of .*train', but also other. So its classes are numbered"):
+        data = open_dataset(lacking / 'val')  # another train/ may be beside a folder
     assert data.reader.class_to_idx == {'class2': 0, 'other': 1}
+    (lacking / 'val' / 'class2').rename(lacking / 'val' / 'last')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert open_dataset(lacking / 'val').reader.class_to_idx == {'last': 0, 'other': 1}
+    (lacking / 'val' / 'last').rename(lacking / 'val' / 'class2')
     shutil.rmtree(lacking / 'train')
     (lacking / 'train').mkdir()
     assert open_dataset(lacking).reader.class_to_idx == {'class2': 0, 'other': 1}
@@ -1287,6 +1331,21 @@ def test_class_map_of_a_checkpoint_and_a_data_set_of_torchvision(mapped, images,
     compare([mapped], data, progress=False)
     data = [data[i] for i in range(len(data))]  # a data set of the caller's own
     number_classes(data, [mapped])
+
+
+def test_images_of_16_bits_in_a_data_set_of_torchvision(tmp_path):
+    """They became white, silently."""
+    (tmp_path / 'val' / 'class0').mkdir(parents=True)
+    Image.new('I;16', (32, 32), 300).save(tmp_path / 'val' / 'class0' / '0.png')
+    with pytest.raises(ValueError, match='0.png has integers of more than 8 bits'):
+        open_dataset(tmp_path, 'torch/folder', 'val')[0]
+
+
+def test_a_checkpoint_of_images_in_another_mode(tmp_path):
+    model = timm.create_model('test_vit_nope', num_classes=CLASSES)
+    path = checkpoint(tmp_path / 'last.pth.tar', 'test_vit_nope', model, input_img_mode='HSV')
+    with pytest.warns(UserWarning, match='was trained on images of mode HSV. Here it gets them as RGB'):
+        load_model(path)
 
 
 @pytest.mark.parametrize('dataset', ['torch/folder', 'torch/image_folder'])

@@ -517,6 +517,16 @@ def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
     refused(lambda row: row.update(model='D'), "the plan has no model 'D'")
 
 
+@pytest.mark.parametrize('name', ['summary.csv', 'last.pth.tar'])
+def test_a_training_of_somebody_else(name, lab, capsys):
+    """It was taken for a run, and its results for those of the plan's model."""
+    folder = lab.output / 'A' / 'seed1'
+    folder.mkdir(parents=True)
+    (folder / name).write_text('epoch,train_loss,eval_loss,eval_top1\n0,1,1,60\n')
+    assert lab() == 2 and not lab.epochs()
+    assert f'{folder / name} is not of this experiment: {folder} has no config.yaml. Name' in capsys.readouterr().err
+
+
 def test_tables_again(lab, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0
     assert set(lab.epochs()) == {('A/seed1', f'epoch-{i}') for i in range(EPOCHS)}
@@ -1032,6 +1042,8 @@ def test_intervals_are_corrected_and_equal_values_are_no_certainty():
     equal = intervals.corrected_cells({seed: x + 5 for seed, x in low.items()}, low, 1)
     assert equal['corrected, pairs'] == 'no spread' and equal['shown'] == 'no'
     assert list(intervals.corrected_cells({1: 3.}, {1: 1.}, 1).values()) == ['+2.0', '', '', '']
+    flat = [row(model, seed, top1) for model, top1 in (('A', 50.), ('B', 51.)) for seed in (1, 2)]
+    assert '| +1.00 no spread | no spread |' in report.summary_table(flat, 'A')
     assert intervals.corrected_cells(high, low, 8, digits=2)['difference'] == f'{gain:+.2f}'
     assert list(intervals.corrected_cells({}, {1: 1.}, 1).values()) == ['', '', '', '']
 
@@ -1471,8 +1483,10 @@ def test_dry_run(lab, capsys):
         stored = json.loads(path.read_text())
         stored['starts'][0]['seconds'] = 600
         path.write_text(json.dumps(stored))
-    (lab.output / 'B' / 'seed2').mkdir()
-    (lab.output / 'B' / 'seed2' / 'summary.csv').write_text('epoch,train_loss\n0,2\n')
+    begun = next(run for run in plan.runs if run.name == 'B, seed 2')
+    begun.folder(lab.output).mkdir()
+    (begun.folder(lab.output) / 'config.yaml').write_text(yaml.safe_dump(begun.config))
+    (begun.folder(lab.output) / 'summary.csv').write_text('epoch,train_loss\n0,2\n')
     before = lab.notes_file.read_text()
     assert lab('--dry-run') == 0
     out = capsys.readouterr().out

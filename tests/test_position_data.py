@@ -364,6 +364,26 @@ def test_load_folders(image_folder):
     assert CIFAR10Position(splits['train']).classes[8:] == NAMES[2:]
 
 
+def test_load_folders_without_hidden_ones(image_folder):
+    folder = image_folder / 'train' / '.ipynb_checkpoints'
+    folder.mkdir()
+    for path in (folder / '0.png', image_folder / 'train' / NAMES[0] / '._0.png'):
+        random_image(0).save(path)
+    splits = load_cifar10_splits(image_folder)
+    assert splits['train'].classes == NAMES and len(splits['train']) == 80
+    for path in (image_folder / 'val').iterdir():
+        path.rename(path.parent / f'.{path.name}')
+    with pytest.raises(ValueError, match='is not a folder of images, SPLIT/CLASS/IMAGE'):
+        load_cifar10_splits(image_folder)
+
+
+def test_load_images_of_16_bits(image_folder):
+    """Their values were clipped, so nearly all pixels were white."""
+    Image.new('I;16', (32, 32), 300).save(image_folder / 'train' / NAMES[0] / '0.png')
+    with pytest.raises(ValueError, match='0.png has integers of more than 8 bits'):
+        load_cifar10_splits(image_folder)['train'][0]
+
+
 def test_load_torchvisions(cifar_root):
     splits = load_cifar10_splits(cifar_root)
     assert {split: len(data) for split, data in splits.items()} == {'train': 40, 'test': 8}

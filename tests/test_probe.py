@@ -168,6 +168,16 @@ def test_stock_model():
     assert len(rows) == 5 * 3 + 4 and not any(row.verdict for row in rows)
 
 
+@pytest.mark.parametrize('pos_enc, expected', [('alibi2d', ''), ('ape+alibi2d', 'changes')])
+def test_one_layer(pos_enc, expected):
+    """The class token has no bias, so for it one layer is the same on permuted patches."""
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, depth=1, img_size=(32, 40), patch_size=8)
+    randomize_encodings(model)
+    rows = by_name(probe(model, picture()))
+    assert rows['patches permuted', 'class logits'].expected == expected
+    assert not any(row.verdict == 'fail' for row in rows.values())
+
+
 @pytest.mark.parametrize('pos_enc', ['nope', 'sape2_k', 'rope2d'])
 def test_a_base_with_a_position_of_its_own(pos_enc):
     """It has a table, which is no encoding of ours, so what holds of the encoding alone need not hold of the graft."""

@@ -3,6 +3,7 @@ import textwrap
 from typing import Optional, Sequence, Tuple
 
 import torch
+from timm.data.loader import adapt_to_chs
 
 __all__ = ['WHITE_TO_GREEN', 'displayed', 'draw_attention_distance', 'draw_histogram', 'draw_maps', 'new_figure']
 
@@ -32,13 +33,15 @@ def displayed(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) 
 
     Args:
         image: `[C, height, width]`, normalized.
-        mean: Mean that was subtracted, one number per channel.
-        std: Standard deviation that the image was divided by, one number per channel.
+        mean: Mean that was subtracted, one number per channel. An image of one channel may have several, as in the
+            configs of models: timm uses their average.
+        std: Standard deviation that the image was divided by, likewise.
 
     Returns:
         `[height, width, 3]`, from 0 to 1.
     """
-    mean, std = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+    mean, std = (
+        torch.as_tensor(adapt_to_chs(values, len(image)), dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
     image = (image.detach().cpu().float() * std + mean).clamp(0, 1)
     return image.expand(3, -1, -1).permute(1, 2, 0) if image.shape[0] == 1 else image.permute(1, 2, 0)[..., :3]
 

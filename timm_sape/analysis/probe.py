@@ -221,6 +221,6 @@ def _expected(model: nn.Module, move: str, what: str) -> str:
         if all(cls.sees_mirror is False for cls in encodings):
             return '0'
         return 'changes' if any(cls.sees_mirror for cls in encodings) else ''
-    if move == 'patches permuted' and what == 'class logits':
+    if move == 'patches permuted' and what == 'class logits' and (on_tokens or len(model.blocks) > 1):
         return 'changes'
     return ''

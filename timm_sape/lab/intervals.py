@@ -7,6 +7,7 @@ from scipy.stats import norm
 from scipy.stats import t as student_t
 
 __all__ = [
+    'bracketed',
     'corrected_cells',
     'corrected_intervals',
     'difference',
@@ -122,12 +123,17 @@ def spread(values: Sequence[Optional[float]], digits: int = 2) -> str:
     return f'{mean} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else mean
 
 
+def bracketed(low: float, high: float, digits: int = 2) -> str:
+    """Format an interval as [low, high]. If all values were the same, nothing is known of how they vary: no spread."""
+    return f'[{low:+.{digits}f}, {high:+.{digits}f}]' if high - low > 1e-9 else 'no spread'
+
+
 def difference(pairs: Sequence[float], digits: int = 2) -> str:
     """Format paired differences as mean [95 % interval]. No pairs give an empty string."""
     if not pairs:
         return ''
-    numbers = [f'{number:+.{digits}f}' for number in mean_interval(pairs)]
-    return numbers[0] if len(pairs) < 2 else '{} [{}, {}]'.format(*numbers)
+    mean, *ends = mean_interval(pairs)
+    return f'{mean:+.{digits}f}' + (f' {bracketed(*ends, digits)}' if len(pairs) > 1 else '')
 
 
 def corrected_cells(
@@ -138,16 +144,14 @@ def corrected_cells(
 ) -> Dict[str, str]:
     """Cells of a table for `corrected_intervals`: the difference (to `digits`), both intervals, whether it is shown.
 
-    It is shown if both intervals exclude 0. Where all differences are the same to the last digit, nothing is known of
-    how other seeds differ: the cell says `no spread`, and the difference is not shown. Without two seeds in common
-    there is no interval, without one no difference.
+    It is shown if both intervals exclude 0 and have a spread. Without two seeds in common there is no interval, without
+    one no difference.
     """
     columns = 'difference', 'corrected, pairs', 'corrected, not paired', 'shown'
     pairs = [value - others[seed] for seed, value in values.items() if seed in others]
     if len(pairs) < 2:
         return dict(zip(columns, (f'{pairs[0]:+.{digits}f}' if pairs else '', '', '', '')))
     gain, *intervals = corrected_intervals(values, others, comparisons)
-    wide = [high - low > 1e-9 for low, high in intervals]
-    shown = all(each and (low > 0 or high < 0) for each, (low, high) in zip(wide, intervals))
-    texts = ('[{:+.1f}, {:+.1f}]'.format(*ends) if each else 'no spread' for each, ends in zip(wide, intervals))
+    texts = [bracketed(*ends, 1) for ends in intervals]
+    shown = 'no spread' not in texts and all(low > 0 or high < 0 for low, high in intervals)
     return dict(zip(columns, (f'{gain:+.{digits}f}', *texts, 'yes' if shown else 'no')))

@@ -16,15 +16,17 @@ import re
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from PIL import Image
 from timm.data import RandAugment, rand_augment_transform
 from torch.utils.data import Dataset, Subset
 from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.datasets.folder import is_image_file
 
 from ..checks import is_integer
+from ..loading.images import read_image
 
 __all__ = [
     'CIFAR10Position',
@@ -194,7 +196,8 @@ def load_cifar10_splits(root: Union[str, os.PathLike]) -> Dict[str, Dataset]:
         are `train` and `test`.
 
     Raises:
-        ValueError: If the directory contains neither, or the data are damaged.
+        ValueError: If the directory contains neither, or the data are damaged; on access, if an image of a folder
+            cannot be read, or has more than 8 bits for each channel.
     """
     root = Path(root)
     batches = root / CIFAR10.base_folder
@@ -210,9 +213,21 @@ def load_cifar10_splits(root: Union[str, os.PathLike]) -> Dict[str, Dataset]:
         raise ValueError(
             f'{root} has neither {CIFAR10.base_folder} nor train/ and test/ (or val/); name a directory that does')
     try:
-        return {split: ImageFolder(root / split) for split in splits}
-    except FileNotFoundError as e:  # there is no class, or a class has no images
+        return {split: _Folders(root / split, loader=read_image, is_valid_file=_is_image) for split in splits}
+    except (FileNotFoundError, ValueError) as e:  # there is no class, or a class has no images
         raise ValueError(f'{root} is not a folder of images, SPLIT/CLASS/IMAGE: {e}') from e
+
+
+class _Folders(ImageFolder):
+    """torchvision's data set without hidden folders, such as .ipynb_checkpoints."""
+
+    def find_classes(self, directory: Union[str, os.PathLike]) -> Tuple[List[str], Dict[str, int]]:
+        names = [name for name in super().find_classes(directory)[0] if not name.startswith('.')]
+        return names, {name: index for index, name in enumerate(names)}
+
+
+def _is_image(path: str) -> bool:
+    return is_image_file(path) and not Path(path).name.startswith('.')
 
 
 def write_position_dataset(

@@ -26,7 +26,7 @@ def write_csv(rows: Sequence[Dict[str, object]], path: Path, notes: str = '') ->
 def markdown(rows: Sequence[Dict[str, object]]) -> str:
     """Format rows as a Markdown table with one column per key. None becomes an empty cell."""
     cells = [
-        ['' if cell is None else str(cell).replace('|', r'\|') for cell in line]
+        ['' if cell is None else ' '.join(str(cell).splitlines()).replace('|', r'\|') for cell in line]
         for line in (rows[0], *(row.values() for row in rows))]
     lines = [' | '.join(line) for line in cells]
     return '\n'.join(f'| {line} |' for line in (lines[0], ' | '.join('---' for _ in rows[0]), *lines[1:]))

@@ -23,7 +23,8 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
         models: Names as for `load_model`.
 
     Raises:
-        ValueError: If a class map cannot be read, or the models number the classes in different ways.
+        ValueError: If a class map cannot be read, the models number the classes in different ways, or a model has only
+            some of the classes.
     """
     given = getattr(data, 'class_map', None)
     if given or given is None and not hasattr(data, 'reader'):  # one image, or a data set of the caller's own
@@ -41,7 +42,7 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
         return
     numbers = {
         model: read_class_map(source.class_map, data.reader.root) if source.class_map else _numbers_by_labels(
-            source.name, data.by_name)
+            source.trained if source.trained_in_folder else source.name, data.by_name)
         for model, source in sources.items()}
     first = next(iter(numbers))
     for model in numbers:
@@ -54,7 +55,11 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
 
 
 def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
-    """The index of each class in the `label_names` of a saved model. If they do not name all classes: `by_name`."""
+    """The index of each class in the `label_names` of a saved model. If they name none of the classes: `by_name`.
+
+    Raises:
+        ValueError: If they name some of them.
+    """
     if name.startswith('local-dir:'):
         cfg, *_ = load_model_config_from_path(name.removeprefix('local-dir:'))
     elif ':' in name:
@@ -67,7 +72,14 @@ def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
         return by_name
     labels = cfg.get('label_names') or ()  # timm has dicts, too, of numbers and names
     numbers = {label: index for index, label in (labels.items() if isinstance(labels, dict) else enumerate(labels))}
-    return {label: int(index) for label, index in numbers.items()} if by_name.keys() <= numbers.keys() else by_name
+    unknown = sorted(by_name.keys() - numbers.keys())
+    if len(unknown) == len(by_name):
+        return by_name
+    if unknown:
+        raise ValueError(
+            f'The label_names of {name.removeprefix("local-dir:")} have only some of the classes of the images, not '
+            f'{", ".join(unknown[:5])}. Move their images elsewhere, or give a class map: --class-map FILE.')
+    return {label: int(index) for label, index in numbers.items()}
 
 
 def check_numbering(data: Dataset, model: torch.nn.Module, name: str) -> None:

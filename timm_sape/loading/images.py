@@ -7,12 +7,13 @@ from typing import BinaryIO, Dict, Iterable, List, Mapping, Optional, Tuple, Uni
 import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset
-from timm.data.dataset_factory import _search_split
+from timm.data.dataset_factory import _EVAL_SYNONYM, _TORCH_BASIC_DS, _TRAIN_SYNONYM, _search_split
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.readers.class_map import load_class_map
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torchvision.datasets import DatasetFolder
 
 from ..hub.errors import described
 
@@ -24,6 +25,7 @@ __all__ = [
     'load_images',
     'open_dataset',
     'read_class_map',
+    'read_image',
     'reads_folders',
     'split_folder',
 ]
@@ -55,7 +57,7 @@ class ImageFile(Dataset):
     def __getitem__(self, index: int):
         if index != 0:
             raise IndexError(index)
-        image = _read(self.path, str(self.path))
+        image = read_image(self.path)
         return (image if self.transform is None else self.transform(image)), -1
 
 
@@ -77,7 +79,7 @@ class StrictImages(ImageDataset):
         except (OSError, AssertionError, TypeError) as e:  # the latter two if an entry of hfds has no image
             raise ValueError(f'{name} is not an image that can be read: {str(e) or "there is none"}') from e
         with file:
-            image = _read(file, getattr(file, 'name', name))
+            image = read_image(file, getattr(file, 'name', name))
         return (image if self.transform is None else self.transform(image)), -1 if label is None else label
 
 
@@ -131,8 +133,9 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
             `number_classes`.
 
     Raises:
-        ValueError: If there is no such data or class map, or a split has classes that `train` has not; on access, if an
-            image cannot be read, which timm's reader of wds skips instead.
+        ValueError: If there is no such data or class map, a split has classes that `train` has not, or timm would
+            number the classes at random; on access, if an image cannot be read, which timm's reader of wds skips
+            instead.
     """
     root = Path(data)
     in_folders = reads_folders(dataset)
@@ -140,6 +143,9 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
         raise ValueError('A class map numbers the folders of images, or the classes of hfds/NAME. Leave it out.')
     if not dataset and root.is_file():
         return ImageFile(data, transform)
+    if split and is_torchvision(dataset) and split not in {*_TRAIN_SYNONYM, *_EVAL_SYNONYM, 'test'} and (
+            dataset.lower().split('/')[-1] in {*_TORCH_BASIC_DS, 'qmnist'}):  # timm takes any other word for 'test'
+        raise ValueError(f'{dataset} has no split {split!r}. Use train or test.')
     if not root.is_dir():
         raise ValueError(f'There is no image or folder {data!r}. {WHAT_IS_DATA}')
     if dataset and in_folders:  # timm would take the root itself, and the splits for classes
@@ -158,6 +164,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
                 dataset, str(root), split or 'validation', search_split=in_folders, class_map=class_map or None)
             if isinstance(found, ImageDataset):
                 found = StrictImages(str(root), reader=found.reader)
+            elif isinstance(found, DatasetFolder):
+                found.loader = read_image
         else:
             found = ImageFolder(root)
     except (AssertionError, RuntimeError, ImportError, OSError, KeyError, ValueError) as e:
@@ -173,6 +181,7 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
         found.by_name = {'': -1}
     elif not dataset and not class_map:
         found.by_name = _numbers_by_name(found, root, bool(splits))
+        _refuse_ties(found.by_name)
     if not dataset:
         found.number(read_class_map(class_map, str(root)) if class_map else found.by_name)
     found.class_map = class_map
@@ -241,12 +250,17 @@ def load_images(
     return DataLoader(data, batch_size=batch_size, num_workers=workers, collate_fn=collate)
 
 
-def _read(file: Union[str, os.PathLike, BinaryIO], name: str) -> Image.Image:
+def read_image(file: Union[str, os.PathLike, BinaryIO], name: str = '') -> Image.Image:
     """Read an image as RGB.
 
+    Args:
+        file: Its path, or an open file.
+        name: What messages call it, by default the path.
+
     Raises:
-        ValueError: If it cannot be read, or has more than 8 bits for each channel; it says so of `name`.
+        ValueError: If it cannot be read, or has more than 8 bits for each channel.
     """
+    name = name or str(file)
     try:
         opened = Image.open(file)
         image = opened.convert('RGB')
@@ -276,6 +290,20 @@ def _numbered(names: Iterable[str]) -> Dict[str, int]:
     return {name: index for index, name in enumerate(sorted(set(names), key=natural_key))}
 
 
+def _refuse_ties(names: Iterable[str]) -> None:
+    """Check that timm's order of classes is the same in each run. Classes 'Cat' and 'cat', '1' and '01' it leaves open.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    names = sorted(names, key=natural_key)
+    for first, second in zip(names, names[1:]):
+        if natural_key(first) == natural_key(second):
+            raise ValueError(
+                f'timm orders the classes {first!r} and {second!r} at random, so their numbers may change from run to '
+                'run. Rename one, or give a class map.')
+
+
 def _numbers_by_name(data: ImageFolder, root: Path, is_split: bool) -> Dict[str, int]:
     """The index of each class. Training images beside the folder decide it, as some classes may be missing here.
 
@@ -292,13 +320,18 @@ def _numbers_by_name(data: ImageFolder, root: Path, is_split: bool) -> Dict[str,
         return data.by_name
     trained = {
         name for _, name in _visible((path for path, _ in find_images_and_targets(str(train), sort=False)[0]), train)}
-    others = {name for _, name in data.files} - trained
+    names = {name for _, name in data.files}
+    others = names - trained
     if not others:
         return _numbered(trained)
     if is_split and any(trained):  # not only images without classes
         raise ValueError(
             f'{str(root)!r} has classes that {str(train)!r} has not, so they have no number: '
             f'{", ".join(sorted(others)[:5])}. Move them elsewhere, or give a class map.')
+    if names & trained:
+        warnings.warn(
+            f'{str(root)!r} has some classes of {str(train)!r}, but also {", ".join(sorted(others)[:5])}. So its '
+            'classes are numbered on their own. If both are splits of one data set, name the folder above them.')
     return data.by_name
 
 

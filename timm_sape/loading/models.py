@@ -3,6 +3,7 @@ import difflib
 import math
 import os
 import threading
+import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Tuple, Union
@@ -41,6 +42,11 @@ class Source(NamedTuple):
     class_map: str = ''
     """The file that numbered the classes in train.py."""
 
+    @property
+    def trained_in_folder(self) -> bool:
+        """Whether the file lies in the folder of a saved model, whose config.json says more of it."""
+        return (self.trained or '').startswith('local-dir:')
+
 
 def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, **kwargs) -> torch.nn.Module:
     """Load a model, in eval mode.
@@ -55,7 +61,8 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
               `FOLDER`;
             - a checkpoint of timm's train.py, which names its model;
             - `NAME@FILE`, a model and a file with its weights, where NAME may be a folder. If the file has no
-              classifier, neither has the model;
+              classifier, neither has the model. If it lies in the folder of a saved model, images are prepared as for
+              that one;
             - `NAME@random`, a model with random weights.
 
             If a file also has averaged weights (`--model-ema`), these are used. train.py's summary is of them, too,
@@ -209,6 +216,8 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
         if args.get(theirs) is not None:
             kwargs[ours] = args[theirs]
     cfg = {key: args[key] for key in PREPROCESSING if args.get(key) not in (None, '')}  # train.py's default is ''
+    if args.get('input_img_mode') not in (None, 'RGB', 'L'):
+        warnings.warn(f'{file} was trained on images of mode {args["input_img_mode"]}. Here it gets them as RGB.')
     channels, *size = args.get('input_size') or (3,)
     size, made_for = size or args.get('img_size'), kwargs.get('img_size')
     if args.get('naflex_loader') or made_for and not size and 'img_size' in args:
@@ -228,6 +237,9 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     folder = Path(file).parent
     saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
     trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
+    if saved:
+        config = _pretrained_cfg(trained)
+        cfg = {key: config[key] for key in PREPROCESSING if key in config}
     # train.py ignores the class map of torchvision's data sets
     class_map = '' if is_torchvision(args.get('dataset') or '') else args.get('class_map') or ''
     return Source(name, file, kwargs, cfg, trained, class_map)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from ...analysis.figures import new_figure
-from ..intervals import difference, spread, unpaired_interval
+from ..intervals import bracketed, difference, spread, unpaired_interval
 from ..tables import markdown
 from .plan import Plan
 from .results import read_results
@@ -87,7 +87,7 @@ def summary_table(rows: Sequence[Dict[str, Any]], baseline: str) -> str:
             'model': label,
             'top-1 (%)': spread(list(own.values())),
             f'difference from {baseline}': difference([a - b for a, b in pairs]) + fewer,
-            'not paired': '[{:+.2f}, {:+.2f}]'.format(*unpaired_interval(*zip(*pairs))) if len(pairs) > 1 else '',
+            'not paired': bracketed(*unpaired_interval(*zip(*pairs))) if len(pairs) > 1 else '',
             'top-5 (%)': spread([row['top5'] for row in runs]),
             'seeds': _seeds(_of(rows, label)),
             'minutes a run': f'{statistics.mean(row["minutes"] for row in runs):.1f}' if runs else '',

@@ -230,11 +230,15 @@ def _is_finished(run: Run, rows: Dict[int, Dict[str, str]], done: int) -> bool:
 
 
 def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
-    """Raise ValueError if a run was started with options that would give another result."""
+    """Raise ValueError if a run was started with options that would give another result, or not by us."""
     for run, result in zip(runs, read_results(runs, output)):
+        folder = run.folder(output)
+        if result.config is None and (foreign := [*folder.glob('summary.csv'), *folder.glob('*.pth.tar')]):
+            raise ValueError(
+                f'{foreign[0]} is not of this experiment: {folder} has no config.yaml. Name another --output, or move '
+                'the folder elsewhere')
         key = changed_option(result.config, run.config)
         if key is not None:
-            folder = run.folder(output)
             raise ValueError(
                 f'{run.name} in {output} was started with {key} {result.config.get(key)!r}, now it is '
                 f'{run.config.get(key)!r}; name another --output, or remove '
