@@ -275,7 +275,8 @@ def reference():
     columns = [
         'model', 'rate', 'top-1 (%)', 'minus', 'difference', 'pairs', 'not paired', '48 px', '64 px', 'P-SHAP',
         'step']
-    notes = re.sub(', those of Dunnett [^.]*', '', notes.strip())  # whose column is not here
+    notes = re.sub(', those of Dunnett [^.]*', '', notes.strip())  # whose column is not here, as that of memory
+    notes = notes.replace('Step and memory, at', 'Step, at').replace('; empty: not measured there', '')
     return f'{above}\n\n{table(columns, found)}\n\n{notes}'
 
 

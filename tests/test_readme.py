@@ -450,8 +450,8 @@ def claims():
         ("SaPE2's area minus the area for that distance is {}", distance, roc['trained', 'keys', 'own'], 3, True),
         ('without a class token, it is as far behind APE: {}',
          pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
-        ('our SaPE2(Q)+APE, has none: {}; both intervals', rows['q.e+APE'], rows['APE'], 2, True),
-        ('With LayerScale in neither it is {}, but the other interval includes 0.',
+        ('SaPE2(Q)+APE is ahead, five seeds, half the rate: {}; both intervals', rows['q.e+APE'], rows['APE'], 2, True),
+        ('Without LayerScale in both models its lead is {}, but the interval that is not paired includes 0.',
          rows['q.e+APE'], rows[f'APE{equal}'], 2, False),
         ('Q is ahead of K by {}, but the other interval includes 0.', rows['q.e+APE'], rows['k.e+APE'], 2, False),
         ('it changes RoPE-2D mixed by {}.', rows[mixed], rows[mixed + equal], 2, True),
@@ -727,8 +727,8 @@ def test_advice_is_that_of_the_results():
         {row['backend']: float(row['step_ratio']) for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')
          if (row['setting'], row['pos_enc']) == ('224/16', 'ape+sape2_k')}
         for end in ('', '_xeon')]
-    text = "the Xeon's step with PyTorch took {:.2f} times as long as APE's, here {:.2f} times."
-    assert text.format(1 + on_xeon['ape+sape2_k'] / 100, compiled[1]['torch']) in prose(DOCS / 'cost.md')
+    text = 'on the Xeon a step of `ape+sape2_k` in PyTorch is {:.2f} here, and {:.2f} in the first table.'
+    assert text.format(compiled[1]['torch'], 1 + on_xeon['ape+sape2_k'] / 100) in prose(DOCS / 'cost.md')
     notes = {row['notes'] for end in ('', '_1thread') for row in read_csv(RESULTS / f'sape2_cpp{end}-models.csv')}
     assert all('AMD EPYC' in note and 'commit e7f8fab' in note for note in notes)
     on_cpus = {
@@ -750,7 +750,7 @@ def test_advice_is_that_of_the_results():
          for way in ('eager', 'compiled', 'reduce-overhead', 'graph')}
         for model in (('vit_small_sape2_k_ape', 'triton'), ('vit_small_rope2d', '')))
     text = (
-        'takes {in_torch} to {torch} % longer than with `ape` on two CPUs (two threads), {least} to {most} % with '
+        'takes {in_torch} to {torch} % longer than with `ape` on two CPUs, {least} to {most} % with '
         'compiled kernels; on an H200 {eager} % eagerly, {graph} % as a CUDA graph')
     assert text.format(**sape2, **on_cpus) in prose(README)
     text = 'On an H200 it takes [{} % longer](docs/cost.md#sape2-on-a-gpu) in eager mode, and about as long with'

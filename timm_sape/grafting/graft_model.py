@@ -35,9 +35,9 @@ def graft(
         pos_enc_kwargs: Keywords of each part, keyed by its name with or without `auto_`. An `init` given here replaces
             the neutral one.
         kwargs: `logit_scaling` and `ref_grid_size` are for the grafted model. If `model` is a name, the others are for
-            `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ... By default `ref_grid_size` is the
-            grid of the model's images. But if weights are loaded by name, and `logit_scaling` or a keyword gives a
-            rule for other sizes to what the base has, it is the grid of those weights.
+            `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ... `ref_grid_size` is the trained grid,
+            by default that of the model's images. Where you load weights by name and ask for a rule for other sizes of
+            the position that the base has, it is by default the grid of the weights.
 
     Returns:
         A new model on the same device, in the same dtype and mode, with copies of the weights: a

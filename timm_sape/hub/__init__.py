@@ -1,8 +1,8 @@
 """Save models to a folder or to the Hugging Face Hub, and load them: timm's own files, with a card and with checks.
 
 `timm.create_model('hf-hub:...')` and transformers' `AutoModelForImageClassification` read what `push` writes, once this
-package is imported. `load` reads it too, with more checks. For these, config.json has the version of this package that
-wrote it and the checksum of the weights:
+package is imported. `load` reads it too, and checks more. So that it can, config.json has the version of this package
+that wrote it, and the checksum of the weights:
 
     "timm_sape": {"version": "0.1.0", "sha256": "..."}
 

@@ -39,8 +39,8 @@ def register_encoding(name: str, *, aliases: Sequence[str] = ()) -> Callable[[Ty
         ValueError: If a name is taken or malformed, the class is not a `PositionEncoding`, it lacks a method, a method
             looks like a misspelled hook, a hook or the constructor does not take what the model passes, a keyword is
             called `init`, it asks for what the model does not have, it has another name already, or its `per_layer`
-            does not fit its hooks: `mix`, `layer_embed` and an `embed` that asks for something run once per model,
-            hooks that depend on q, k or probabilities run once per layer.
+            does not fit its hooks. It must be False for `mix`, `layer_embed` and an `embed` that asks for something,
+            and True for hooks that get q, k or probabilities.
     """
     if not isinstance(name, str):
         raise ValueError("Write @register_encoding('name'), with the name of the encoding.")
