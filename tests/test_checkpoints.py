@@ -314,6 +314,30 @@ def test_grid_that_an_encoding_saved(pos_enc, trained, declared, tmp_path):
         torch.testing.assert_close(logits(loaded), logits(saved), **SAME)
 
 
+def test_a_grid_with_as_many_patches_as_the_default_one(tmp_path):
+    """The table was resampled from 20x20, the grid of the name, although nobody had said so."""
+    model = tiny('ape', (40, 640))  # 5x80 patches
+    path = save(model, tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='may be 20x20, the default of the name, or that of the model, 5x80'):
+        from_file('ape', path, (40, 640), declared=None)
+    loaded = from_file('ape', path, (40, 640), declared=(40, 640))
+    torch.testing.assert_close(logits(loaded), logits(model), **SAME)
+    square = from_file('ape', save(tiny('ape', (160, 160)), tmp_path / 's.pth'), (160, 160), declared=None)
+    torch.testing.assert_close(logits(square), logits(tiny('ape', (160, 160))), **SAME)
+
+
+@pytest.mark.parametrize('wrap', [lambda model: nn.Sequential(model), torch.compile])
+def test_another_rule_inside_a_wrapper(wrap):
+    """The model's own `load_state_dict`, which says more, is not called there."""
+    ruled = tiny('rope2d', pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}})
+    plain = tiny('rope2d')
+    with pytest.raises(RuntimeError, match='Unexpected key.*encodings.rope2d._extra_state'):
+        wrap(plain).load_state_dict(wrap(ruled).state_dict())
+    with pytest.raises(RuntimeError, match='Missing key.*encodings.rope2d._extra_state'):
+        wrap(ruled).load_state_dict(wrap(plain).state_dict())
+    assert plain.load_state_dict(ruled.state_dict(), strict=False).unexpected_keys == ['encodings.rope2d._extra_state']
+
+
 def test_grids_that_contradict_each_other(tmp_path):
     """16 patches: 2x8, where SaPE2's tables are from, or 4x4, if the model was resized before it was saved."""
     path = save(tiny('ape+sape2_k', (16, 64)), tmp_path / 'w.pth')

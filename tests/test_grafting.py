@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 from timm.layers import PatchDropout, resample_patch_embed, to_2tuple
 from timm.models import get_model_args, resolve_model_input_args, save_for_hf
 from timm.models.naflexvit import NaFlexVit
@@ -325,6 +325,25 @@ def test_trained_grid_of_a_file(name):
             assert timm_sape.graft(name, 'sape2_k', img_size=now, **source, **kwargs).ref_grid_size == grid
             assert timm.create_model(
                 'vit_graft', base=name, pos_enc='sape2_k', img_size=now, **source, **kwargs).ref_grid_size == grid
+
+
+@pytest.mark.parametrize('base', ['vit_small_patch16_rope_224', 'vit_small_patch16_dinov3'])
+def test_a_base_without_its_rotation(base):
+    """A module without parameters leaves nothing in a state dict, so the graft rotated again."""
+    model = base_model(base, **SMALL)
+    model.rope = None
+    with pytest.raises(ValueError, match='differs from what .* makes with the same arguments: rope is gone'):
+        timm_sape.graft(model, 'sape2_k')
+
+
+def test_a_saved_graft_without_its_encodings(tmp_path):
+    """They were made anew, silently."""
+    save_for_hf(timm_sape.graft(base_model('vit_tiny_patch16_224', **SMALL), 'sape2_k'), str(tmp_path / 'graft'), True)
+    path = tmp_path / 'graft' / 'model.safetensors'
+    entries = {name: t for name, t in load_file(path).items() if 'encodings.' not in name}
+    save_file(entries, path)
+    with pytest.raises(ValueError, match='does not fit .*it lacks blocks.0.attn.encodings.auto_sape2_k'):
+        timm.create_model(f'local-dir:{tmp_path / "graft"}', pretrained=True)
 
 
 def test_arguments_of_the_graft_itself():

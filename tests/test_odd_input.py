@@ -66,6 +66,8 @@ def create(**kwargs):
     ({'embed_dim': 2 ** 40}, 'embed_dim must be an integer .* at most 1,000,000'),
     ({'embed_dim': 15}, 'is not divisible by num_heads=2. Choose another num_heads'),
     ({'dynamic_img_size': 'yes'}, "dynamic_img_size must be True or False, got 'yes'"),
+    ({'class_token': 'false'}, "class_token must be True or False, got 'false'"),
+    ({'qk_norm': 0}, 'qk_norm must be True or False, got 0'),
     ({'patch_drop_rate': 'x'}, 'patch_drop_rate must be at least 0'),
     ({'img_size': torch.tensor(64)}, 'img_size must be an integer of at least 1, or two'),
     ({'ref_grid_size': (10 ** 9, 2)}, 'two Python ints from 1 to'),

@@ -3,11 +3,12 @@ import math
 import warnings
 from typing import Any, Collection, Dict, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
+import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from timm.layers import resample_patch_embed, to_2tuple
-from timm.models import adapt_input_conv
+from timm.models import PretrainedCfg, adapt_input_conv
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from . import ops
@@ -169,8 +170,8 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
 
     It is known if a saved config has the size of the images, or if an encoding that is resized along with the table has
     saved its grid. Otherwise four kinds of grids are tried: what other encodings have saved, the declared one, the
-    model's own, and squares. The declared one is taken if it fits the number of rows and no other saved one fits;
-    another one only if no other fits.
+    model's own, and squares. The declared one is taken if it fits the number of rows and no other saved one fits, nor
+    the model's own where the declared size is only the default of its name; another one only if no other fits.
 
     Args:
         entries: The checkpoint.
@@ -202,7 +203,18 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
             f'{has}; its grid may be {_spell(fits)}. To choose one, {say}' + (
                 f' If it is not {_spell(others)}, because the model was resized before it was saved, load it by '
                 'load_state_dict into a model of its size, then call set_input_size.' if others else ''))
+    if not known and model.grid_size != declared and {model.grid_size, declared} <= {*fits} and _is_default_size(model):
+        raise ValueError(
+            f'{has}; its grid may be {_spell([declared])}, the default of the name, or that of the model, '
+            f'{_spell([model.grid_size])}. For the latter, {say} For the former, create the model without img_size, '
+            'then call set_input_size.')
     return declared if declared in fits else fits[0]
+
+
+def _is_default_size(model: nn.Module) -> bool:
+    """Whether the size that is declared for the weights is the one that their name has by default."""
+    default = timm.get_pretrained_cfg(model.pretrained_cfg.get('architecture', '')) or PretrainedCfg()
+    return tuple(model.pretrained_cfg['input_size']) == tuple(default.input_size)
 
 
 def _refuse_other_prefix_rows(entries: Mapping[str, torch.Tensor], model: nn.Module, grid: GridSize) -> None:

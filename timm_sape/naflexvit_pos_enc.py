@@ -32,6 +32,8 @@ from .position import AnyPosition, MixedPosition, Position
 
 __all__ = ['NaFlexVitPosEnc']  # register_model adds each entrypoint to this
 
+# as in `vit_pos_enc`
+FLAGS = {field.name for field in fields(NaFlexVitCfg) if isinstance(field.default, bool)}
 ImagesOrPatches = Union[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
@@ -92,7 +94,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
         parts = parse_pos_enc(pos_enc, pos_enc_kwargs)
         _refuse_position_of_timm(cfg, kwargs)
         asked = {**vars(cfg), **kwargs}
-        check_flags(dynamic_img_pad=asked['dynamic_img_pad'])
+        check_flags(**{name: asked[name] for name in FLAGS})
         check_sizes(img_size, asked['patch_size'], pads=asked['dynamic_img_pad'], pad='dynamic_img_pad=True')
         check_model_args(*(
             asked[name] for name in ('embed_dim', 'num_heads', 'depth', 'reg_tokens', 'patch_drop_rate')))

@@ -10,6 +10,7 @@ timm's VisionTransformer with any set of the registered encodings:
 Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
 encodings.
 """
+import inspect
 import math
 import sys
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
@@ -43,6 +44,9 @@ from .position import Position
 __all__ = ['VisionTransformerPosEnc']  # register_model adds each entrypoint to this
 
 torch.fx.wrap('keep_patches')  # in each module that calls it
+
+# timm's arguments that are True or False: `--model-kwargs class_token=false` gives the string 'false', which is true
+FLAGS = {name for name, p in inspect.signature(VisionTransformer).parameters.items() if isinstance(p.default, bool)}
 
 
 class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
@@ -111,7 +115,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
                 if name in encoding_keywords(part):
                     raise ValueError(
                         f'{name}= belongs to an encoding: pos_enc_kwargs={{{part!r}: {{{name!r}: ...}}}} sets it.')
-        check_flags(dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
+        check_flags(
+            dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad,
+            **{name: value for name, value in kwargs.items() if name in FLAGS})
         check_sizes(img_size, patch_size, pads=dynamic_img_pad)
         check_model_args(embed_dim, num_heads, depth, kwargs.get('reg_tokens', 0), patch_drop_rate)
         check_ref_grid_size(ref_grid_size)

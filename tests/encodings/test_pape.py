@@ -152,6 +152,29 @@ def test_half_needs_care(mutant, worse, monkeypatch):
     assert near_then > worse * near
 
 
+@pytest.mark.parametrize('name', ['pape', 'pape_ri'])
+@pytest.mark.parametrize('dtype, longest', [(torch.bfloat16, 513), (torch.float16, 361)])
+def test_long_sides_in_half(dtype, longest, name):
+    """On sides of even length coordinates ended in .5, which took a digit too many from 258 patches on."""
+    for side in (256, 300, longest - 1, longest):
+        encoding = create(name, (side, 2), dtype=torch.float32, **SIZES)
+        exact, grid = copy.deepcopy(encoding).double(), Grid(side, 2)
+        q = torch.zeros(1, SIZES['heads'], 2 * side, SIZES['head_dim'], dtype=dtype)
+        x = torch.randn(1, 2 * side, exact.dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found, expected = (
+            a.double() @ b.double().mT for a, b in (
+                e(t, t, values, grid=grid, scale=SCALE, hook='channels')
+                for e, t, values in ((encoding, q, x), (exact, q.double(), x.double()))))
+        places = grid.coordinates(dtype=torch.float64)
+        near = torch.cdist(places, places) <= 2
+        assert_near(found[..., near], expected[..., near], 0.02)
+    with pytest.raises(ValueError, match=f'in {dtype} is exact on grids of up to {longest} .* got 2x{longest + 1}'):
+        grid = Grid(2, longest + 1)
+        q = torch.zeros(1, SIZES['heads'], grid.num_patches, SIZES['head_dim'], dtype=dtype)
+        x = torch.zeros(1, grid.num_patches, exact.dim, dtype=dtype)
+        encoding(q, q, x, grid=grid, scale=SCALE, hook='channels')
+
+
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
 def test_gradients_in_half(dtype, tolerance):
     torch.manual_seed(0)

@@ -234,3 +234,42 @@ def test_operators_are_refused(backend, transform):
     with using_backend(backend), pytest.raises(ValueError, match=text):
         transform(function, v)
     function(v, backend=backend)
+
+
+@second_derivatives_of_distances
+def test_gradient_of_a_forward_derivative():
+    """It was NaN: the root of a square of 0 has an infinite gradient."""
+    q, k, v, table_x, table_y, _ = make_inputs((3, 4))
+    dq = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
+
+    def loss(q, **backend):
+        return sape2_attention(q, k, v, table_x, table_y, (3, 4), num_prefix_tokens=1, **backend).sin().sum()
+
+    found = grad(lambda q: jvp(loss, (q,), (dq,))[1])(q)
+    leaf = q.clone().requires_grad_()
+    first, = torch.autograd.grad(loss(leaf, backend='reference'), leaf, create_graph=True)
+    expected, = torch.autograd.grad((first * dq).sum(), leaf)
+    assert_near(found, expected, 1e-11)
+
+
+@pytest.mark.parametrize('transform', ['vmap', 'jvp', 'create_graph'])
+def test_float32_under_autocast(transform):
+    """Results keep the dtype and the accuracy of v, as without a transform."""
+    inputs = [t.float() for t in make_inputs((3, 4))[:5]]
+
+    def attention(q):
+        return sape2_attention(q, *(t.to(q) for t in inputs[1:]), (3, 4), num_prefix_tokens=1)
+
+    def result(q):
+        if transform == 'vmap':
+            return vmap(attention)(q[None])[0]
+        if transform == 'jvp':
+            return jvp(attention, (q,), (torch.ones_like(q),))[1]
+        leaf = q.clone().requires_grad_()
+        return torch.autograd.grad(attention(leaf).sin().sum(), leaf, create_graph=True)[0]
+
+    expected = result(inputs[0].double())
+    with torch.autocast('cpu', torch.bfloat16):
+        found = result(inputs[0])
+    assert found.dtype == torch.float32
+    assert_near(found.double(), expected, 1e-5)

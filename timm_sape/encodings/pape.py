@@ -21,19 +21,20 @@ from ..grid import Grid
 from .base import CoordinateEncoding, PositionEncoding
 from .registry import register_encoding
 
-# UNIT: unit of coordinates, in patches. WEIGHT: multiplies the channels of k and divides those of q. With these values
-# the channels of k fit the range of float16 on grids of up to 256 x 256. Powers of two cause no rounding.
+# UNIT: unit of coordinates, in patches. WEIGHT: multiplies the channels of k and divides those of q. Powers of two
+# cause no rounding. LONGEST: on a longer side coordinates have too many digits, or their squares leave the range.
 UNIT, WEIGHT = 16.0, 512.0
+LONGEST = {torch.bfloat16: 513, torch.float16: 361}
 
 
 class QuadraticForm(PositionEncoding, ABC):
     """The bias is a quadratic form of the offset. Its factors come from the content of the query.
 
     Everything is computed in at least float32, except the product itself, which is part of attention. It is a small
-    difference of large terms. Three things keep it accurate in half precision. Coordinates are centred, so that few
-    digits represent them exactly. The five numbers of a query are rounded first (to two channels) and everything else
-    is computed from the rounded values: the forms then differ slightly from the exact ones, but their terms still
-    cancel. And a value with more digits than the dtype holds is split over several channels.
+    difference of large terms. Three things keep it accurate in half precision. Coordinates are whole numbers around
+    0, so that few digits represent them exactly. The five numbers of a query are rounded first (to two channels) and
+    everything else is computed from the rounded values: the forms then differ slightly from the exact ones, but their
+    terms still cancel. And a value with more digits than the dtype holds is split over several channels.
     """
     skips_dropped = True
 
@@ -57,6 +58,11 @@ class QuadraticForm(PositionEncoding, ABC):
             grid: Grid,
             scale: float,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
+        longest = LONGEST.get(q.dtype)
+        if longest is not None and any(type(size) is int and size > longest for size in grid.size):
+            raise ValueError(
+                f'{self.name!r} in {q.dtype} is exact on grids of up to {longest} patches along a side, got '
+                f'{grid.height}x{grid.width}. Use float32, without autocast, or larger patches.')
         with ops.no_autocast(q):
             # A linear layer copies tokens without prefix, and torch.export then refuses one image.
             form = self.form(x, grid)[:, :, grid.num_prefix_tokens:]
@@ -66,8 +72,8 @@ class QuadraticForm(PositionEncoding, ABC):
                 high, low = _parts(form.detach(), q.dtype, 2)
                 form = form + (high + low.to(q.dtype) - form).detach()
             places = grid.keep_rows(grid.coordinates(form.device, form.dtype))  # [(B, 1,) N-P, 2]
-            row = (places[..., 0] - (grid.height - 1) / 2) / UNIT
-            column = (places[..., 1] - (grid.width - 1) / 2) / UNIT
+            row = (places[..., 0] - grid.height // 2) / UNIT
+            column = (places[..., 1] - grid.width // 2) / UNIT
             # Expand the form in y_i - y_j and x_i - x_j. `first` has the factors of 1, y_j and x_j, `second` those of
             # y_j^2, y_j x_j and x_j^2.
             yy, yx, xx, dy, dx = form.unbind(-1)

@@ -32,6 +32,9 @@ class SquaredSemanticAwareEncoding(SemanticAwareEncoding):
     difference of large terms. Three things keep it accurate in half precision. Codes are centred over the patches. The
     norms are computed from the rounded codes, so the result is the exact distance between these, which has no error
     where distances are zero. And each norm has two channels, the second for what rounding leaves of it.
+
+    Gradients are less accurate than outputs. In bfloat16, on a grid of 14x14, that of q is off by 2 % if the entries of
+    the tables have a standard deviation of .1, and by 14 % at .3, where biases reach hundreds (`sape2_k`: .2 %).
     """
 
     def channels(

@@ -161,8 +161,10 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
         if p.dtype != start.dtype:
             return f'{name} is {p.dtype}, {first} is {start.dtype}'
         names[p] = name
-    modules = dict(on_meta(build).named_modules())
-    for name, module in model.named_modules():
+    modules, found = dict(on_meta(build).named_modules()), dict(model.named_modules())
+    for name in modules.keys() - found.keys() - {'patch_drop'}:
+        return f'{name} is gone'
+    for name, module in found.items():
         if any(vars(module)[key] for key in HOOKS):
             return f'{name or "it"} has hooks, which the graft would not have'
         if name == 'patch_drop' and isinstance(module, (PatchDropout, PatchDropoutWithIndices, nn.Identity)):

@@ -132,7 +132,7 @@ class _Builder:
                 return {**weights, **added}
             except (RuntimeError, AttributeError):  # timm's NaFlexVit has the latter for tables that are not square
                 pass  # the code below loads it, or raises a better message about what does not fit
-        if not added.keys() & state_dict.keys():
+        if is_of_base and not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
         return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
 

@@ -141,7 +141,9 @@ def attend(
     # a gradient.
     if not fused or is_transformed() or is_empty(q):
         attn = probabilities(q, k, mask, scale=scale)
-        return (F.dropout(attn, dropout_p) if drop is None else drop(attn)).to(v.dtype) @ v
+        attn = (F.dropout(attn, dropout_p) if drop is None else drop(attn)).to(v.dtype)
+        with no_autocast(q) if additive else nullcontext():
+            return attn @ v
     if q.shape[-1] != v.shape[-1]:
         assert q.shape[-1] > v.shape[-1], 'encodings add channels to q and k, they take none away'
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))

@@ -7,6 +7,8 @@ from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 
+from .precision import no_autocast
+
 __all__ = ['differentiable_gradients']
 
 
@@ -29,8 +31,9 @@ def differentiable_gradients(
     # gradient of q does not contain what comes through the codes, which autograd adds itself.
     inputs = [tensor.view_as(tensor) for tensor in inputs]
     needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
-    outputs = reference(*inputs)
-    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-    outputs, grads = zip(*(pair for pair in zip(outputs, grads) if pair[0].requires_grad))
-    found = torch.autograd.grad(outputs, [inputs[i] for i in needed], grads, create_graph=True, allow_unused=True)
+    with no_autocast(inputs[0]):
+        outputs = reference(*inputs)
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        outputs, grads = zip(*(pair for pair in zip(outputs, grads) if pair[0].requires_grad))
+        found = torch.autograd.grad(outputs, [inputs[i] for i in needed], grads, create_graph=True, allow_unused=True)
     return tuple(dict(zip(needed, found)).get(i) for i in range(len(inputs)))

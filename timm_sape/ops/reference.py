@@ -133,11 +133,10 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
     """
     with no_autocast(codes):
         if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, cdist no forward mode
-            distance = (codes.unsqueeze(-2) - codes.unsqueeze(-3)).norm(dim=-1)
-        elif cdist_is_slow(codes):
+            return _root((codes.unsqueeze(-2) - codes.unsqueeze(-3)).square().sum(dim=-1), codes)
+        if cdist_is_slow(codes):
             return _distance_by_products(codes)
-        else:
-            distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
+        distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
         return distance.masked_fill(distance <= _noise(codes, torch.finfo(codes.dtype).eps), 0.0)
 
 
@@ -149,8 +148,12 @@ def _noise(codes: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _distance_by_products(codes: torch.Tensor) -> torch.Tensor:
-    squares = squares_by_products(codes, codes)
-    is_noise = squares <= _noise(codes.double(), torch.finfo(codes.dtype).eps).square()
+    return _root(squares_by_products(codes, codes), codes)
+
+
+def _root(squares: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Distances between all codes, from their squares."""
+    is_noise = squares <= _noise(codes.to(squares.dtype), torch.finfo(codes.dtype).eps).square()
     # the root of 0 has an infinite gradient
     return squares.masked_fill(is_noise, 1.0).to(codes.dtype).sqrt().masked_fill(is_noise, 0.0)
 

@@ -100,15 +100,20 @@ class _SavesGrid(PositionEncoding):
         if self.saved_grid_size() is None:
             del destination[f'{prefix}_extra_state']
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *args) -> None:
+    def _load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
         key = f'{prefix}_extra_state'
         self._buffers.pop('_extra_state', None)
-        if not isinstance(state_dict.get(key), torch.Tensor):
+        has_grid, saves_grid = isinstance(state_dict.get(key), torch.Tensor), self.saved_grid_size() is not None
+        if not has_grid or not saves_grid:
             # Where an encoding saves no grid, torch.distributed.checkpoint leaves a marker of its own.
             state_dict = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
-        if self.saved_grid_size() is None and key in missing_keys:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not saves_grid and key in missing_keys:
             missing_keys.remove(key)
+        if not saves_grid and has_grid:  # the file has another rule for other sizes
+            unexpected_keys.append(key)
 
 
 class ReferenceGridEncoding(_SavesGrid):
