@@ -124,10 +124,11 @@ def _refusal(
             return why
         if q.dtype == torch.float64 and q.device.type == 'cuda':
             return 'on a GPU its kernels do not take float64'
-        most, widest = limits_of(q.dtype), max(code_widths)
-        if head_dim > most.head_dim or widest > most.code:
+        (most_channels, most_entries), widest = limits_of(q.dtype), max(code_widths)
+        if head_dim > most_channels or widest > most_entries:
             return (
-                f'in {q.dtype} its kernels take a head dim of {most.head_dim} and codes of {most.code} entries at most')
+                f'in {q.dtype} its kernels take a head dim of {most_channels} and codes of {most_entries} entries at '
+                'most')
         needed = shared_memory(head_dim, widest, q.dtype.itemsize)
         if needed > memory:
             return (
