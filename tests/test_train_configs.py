@@ -7,6 +7,7 @@ from typing import Any, Dict, List
 
 import pytest
 import timm
+import torch
 import yaml
 from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
@@ -172,13 +173,26 @@ def test_committed_arguments_are_those_of_train_py():
     assert committed_args() == script_args(Path(os.environ['TIMM_SCRIPTS']) / 'train.py')
 
 
+def fallbacks(model, **kwargs):
+    """Names of the parameters that AdamW trains where the optimizer is Muon."""
+    optimizer = create_optimizer_v2(model, 'muon', lr=1e-3, weight_decay=0.05, **kwargs)
+    model(torch.randn(1, 3, *model.patch_embed.img_size)).square().sum().backward()
+    optimizer.step()
+    return {name for name, p in model.named_parameters() if not optimizer.state[p].get('use_muon')}
+
+
+def test_muon_chooses_by_shape():
+    """As docs/training.md says."""
+    for size, has_bias in (('tiny', True), ('small', False)):
+        model = timm.create_model(f'vit_{size}_pos_enc', pos_enc='ape+sape2_k+rpb', depth=1)
+        found = fallbacks(model)
+        assert 'pos_embed' in found and not any('sape2_k.table' in name for name in found)
+        assert any('rpb.table' in name for name in found) == has_bias
+
+
 def test_muon_can_leave_encodings_to_adamw():
     """As docs/training.md says."""
     model = timm.create_model('test_vit_pos_enc', pos_enc='ape+sape2_k+rope2d_mixed+shaw+peg')
-    optimizer = create_optimizer_v2(model, 'muon', lr=1e-3, weight_decay=0.05, fallback_no_weight_decay=True)
-    names = {p: name for name, p in model.named_parameters()}
-    by_adamw = {
-        names[p] for group in optimizer.param_groups for p in group['params']
-        if group.get('use_fallback') or p.ndim < 2}
-    assert by_adamw >= {'pos_embed', 'cls_token', *(name for name in names.values() if 'encodings.' in name)}
-    assert any(name.endswith('qkv.weight') for name in names.values() if name not in by_adamw)
+    by_adamw, names = fallbacks(model, fallback_no_weight_decay=True), [name for name, _ in model.named_parameters()]
+    assert by_adamw >= {'pos_embed', 'cls_token', *(name for name in names if 'encodings.' in name)}
+    assert any(name.endswith('qkv.weight') for name in names if name not in by_adamw)

@@ -182,12 +182,64 @@ def test_folder_that_cannot_be_written(not_built, caplog):
     refused('set TORCH_EXTENSIONS_DIR to a folder that can be written', caplog)
 
 
-def test_library_that_cannot_be_loaded(not_built, caplog):
-    """As one that was compiled for a newer C library."""
+def test_library_that_cannot_be_loaded(not_built, monkeypatch, caplog):
+    """As one that was compiled for a newer C library, or where libraries must not be loaded from."""
+    compiled = []
+
+    def compile_again(library):
+        compiled.append(library.exists())
+        library.write_bytes(bytes(64))
+
+    monkeypatch.setattr(cpp_build, '_compile', compile_again)
     not_built.parent.mkdir()
     not_built.write_bytes(bytes(64))
-    line = refused('set TORCH_EXTENSIONS_DIR', caplog)
-    assert 'kernels.so' in line
+    line = refused(r'kernels.so.* \(.*invalid ELF header.*\); set TORCH_EXTENSIONS_DIR', caplog)
+    assert 'kernels.so' in line and 'invalid ELF header' in line
+    assert compiled == [False, False]  # removed and compiled again where somebody asks
+
+
+@pytest.mark.cpp
+def test_library_of_another_system_is_replaced(not_built, monkeypatch):
+    monkeypatch.undo()
+    whole = cpp_build._library()
+    monkeypatch.setattr(cpp_build, '_is_loaded', lambda: False)
+    monkeypatch.setattr(cpp_build, '_library', lambda: not_built)
+    monkeypatch.setattr(cpp_build, '_compile', lambda library: shutil.copy(whole, library))
+    not_built.parent.mkdir()
+    not_built.write_bytes(bytes(64))
+    load = torch.ops.load_library  # what is whole is loaded already
+    monkeypatch.setattr(torch.ops, 'load_library', lambda path: None if cpp_build._is_whole(whole) and Path(
+        path).stat().st_size > 64 else load(path))
+    assert build_cpp() == not_built and not_built.read_bytes() == whole.read_bytes()
+
+
+def test_a_compiler_that_does_not_work(not_built, monkeypatch, caplog):
+    monkeypatch.setenv('CXX', '/bin/false')
+    refused('the compiler does not work .*; name another one in the variable CXX', caplog)
+
+
+@pytest.mark.cpp
+def test_sizes_that_do_not_fit():
+    """The kernels would read and write beyond the ends of tensors."""
+    q, k, v = torch.zeros(3, 1, 2, 5, 32).unbind(0)
+    table, codes, gain = torch.zeros(3, 32), torch.zeros(1, 2, 4, 2), torch.ones(1)
+    axis_codes, attention = torch.ops.timm_sape.cpp_axis_codes, torch.ops.timm_sape.cpp_distance_attention
+    grid = 2, 2, 'k', 1., 1., 1.
+    attention(q, k, v, codes, codes, gain, 1.), axis_codes(q, k, table, table, *grid)
+    for call, text in (
+            (lambda: axis_codes(q, k, table, table, 9, 9, *grid[2:]), '5 patches, and the grid is 9x9'),
+            (lambda: axis_codes(q, k[:, :1], table, table, *grid), 'must be alike'),
+            (lambda: axis_codes(q, k, table[:1], table, *grid), 'tables must be'),
+            (lambda: axis_codes(q, k, table, table[:, :16], *grid), 'tables must be'),
+            (lambda: attention(q, k[:, :1], v[:, :1], codes, codes, gain, 1.), 'must be alike'),
+            (lambda: attention(q, k, v[..., :16], codes, codes, gain, 1.), 'must be alike'),
+            (lambda: attention(q, k, torch.zeros(1, 2, 5, 48), codes, codes, gain, 1.), 'must be alike'),
+            (lambda: attention(q, k, v, codes[:, :1], codes, gain, 1.), 'codes must be'),
+            (lambda: attention(q, k, v, codes[:, :, :3], codes, gain, 1.), 'codes of 3 and 4 patches'),
+            (lambda: attention(q, k, v, torch.zeros(1, 2, 6, 2), torch.zeros(1, 2, 6, 2), gain, 1.), 'codes must be'),
+            (lambda: attention(q, k, v, codes.double(), codes.double(), gain.double(), 1.), 'codes must be')):
+        with pytest.raises(RuntimeError, match=text):
+            call()
 
 
 @pytest.mark.cpp
@@ -242,7 +294,7 @@ def test_machines_without(monkeypatch, platform, processor):
     monkeypatch.setattr(sys, 'platform', platform)
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: processor)
     with pytest.raises(RuntimeError, match=f'and this is {platform} with {processor}'):
-        cpp_build._library.__wrapped__()
+        cpp_build._library()
 
 
 def test_libraries_of_different_machines_have_different_names(monkeypatch, tmp_path):
@@ -253,7 +305,7 @@ def test_libraries_of_different_machines_have_different_names(monkeypatch, tmp_p
             (tmp_path / 'source.cpp').write_text(source)
             monkeypatch.setattr(cpp_build, 'SOURCE', tmp_path / 'source.cpp')
             monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: processor)
-            names.add(cpp_build._library.__wrapped__())
+            names.add(cpp_build._library())
     assert len(names) == 4 and all(torch.__version__ in path.name for path in names)
 
 

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -71,16 +72,26 @@ def _load(compiling: bool) -> Path:
     with _lock:
         try:
             library = _library()
-            if not _is_loaded() and not _is_whole(library):
+            if not _is_loaded() and _is_whole(library):
+                try:
+                    torch.ops.load_library(str(library))
+                except OSError:
+                    if not compiling:
+                        raise
+                    library.unlink(missing_ok=True)  # it may be of another system that shares the folder
+            if not _is_loaded():
                 if not compiling:
                     raise RuntimeError('they have not been compiled; timm_sape.ops.build_cpp() does that')
                 _compile(library)
             if not _is_loaded():
                 torch.ops.load_library(str(library))
         except OSError as e:
+            why = f'{e} ({e.__cause__})' if e.__cause__ else str(e)  # torch hides the reason of the system
             raise RuntimeError(
-                f'{e}; set TORCH_EXTENSIONS_DIR to a folder that can be written, and from which libraries can be '
+                f'{why}; set TORCH_EXTENSIONS_DIR to a folder that can be written, and from which libraries can be '
                 'loaded') from e
+        except subprocess.CalledProcessError as e:
+            raise RuntimeError(f'the compiler does not work ({e}); name another one in the variable CXX') from e
         return library
 
 
@@ -88,7 +99,6 @@ def _is_loaded() -> bool:
     return hasattr(torch.ops.timm_sape_cpp, 'attention')
 
 
-@functools.cache
 def _library() -> Path:
     """Where the library for this machine is, or would be."""
     processor = torch.backends.cpu.get_cpu_capability()
@@ -150,6 +160,8 @@ def _compile(library: Path) -> None:
                         *FLAGS, *INSTRUCTIONS[processor], f'-DCPU_CAPABILITY={processor}',
                         f'-DCPU_CAPABILITY_{processor}'],
                     extra_ldflags=openmp or ['-fopenmp'], build_directory=folder, is_python_module=False)
+                with open(built, 'rb') as f:
+                    os.fsync(f.fileno())  # so that no crash leaves a whole name and half a library
                 os.replace(built, library)
     except Timeout:
         raise RuntimeError(f'another process has been compiling for {LONGEST_WAIT} seconds') from None

@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -323,9 +324,37 @@ struct Block {
   }
 };
 
+// The kernels read and write by these sizes, so what does not fit must not get that far: any caller can pass anything.
+void check_tokens(const Tensor& q, std::initializer_list<Tensor> others) {
+  TORCH_CHECK(q.dim() == 4, "q must be [B, h, N, d], got ", q.sizes());
+  for (const Tensor& t : others) {
+    TORCH_CHECK(
+        t.sizes() == q.sizes() && t.scalar_type() == q.scalar_type(), "tensors of tokens must be alike, got ",
+        q.sizes(), " of ", q.scalar_type(), " and ", t.sizes(), " of ", t.scalar_type());
+  }
+}
+
+void check_codes(const Tensor& q, int64_t least, int64_t most, const Tensor& codes, int64_t entries) {
+  TORCH_CHECK(
+      codes.dim() == 4 && codes.size(0) == q.size(0) && codes.size(1) == q.size(1) && codes.size(2) >= least &&
+          codes.size(2) <= most && codes.size(3) == entries && codes.scalar_type() == q.scalar_type(),
+      "codes must be [B, h, N-P, C] for q of ", q.sizes(), " and ", q.scalar_type(), ", got ", codes.sizes(), " of ",
+      codes.scalar_type());
+}
+
+void check_attention(const Tensor& q, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain) {
+  for (const Tensor& codes : {codes_x, codes_y}) check_codes(q, 0, q.size(2), codes, codes.size(-1));
+  TORCH_CHECK(codes_x.size(2) == codes_y.size(2), "codes of ", codes_x.size(2), " and ", codes_y.size(2), " patches");
+  TORCH_CHECK(
+      gain.numel() == q.size(1) && gain.is_contiguous() && gain.scalar_type() == q.scalar_type(),
+      "gain must have one value for each head");
+}
+
 void attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain,
     double scale, const Tensor& out) {
+  check_tokens(q, {k, v, out});
+  check_attention(q, codes_x, codes_y, gain);
   const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3);
   const int64_t blocks = (N + BLOCK - 1) / BLOCK;
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention", [&] {
@@ -350,6 +379,9 @@ void attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
     const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
     const Tensor& grad_x, const Tensor& grad_y, const Tensor& grad_gain) {
+  check_tokens(q, {grad, k, v, grad_q, grad_k, grad_v});
+  check_attention(q, codes_x, codes_y, gain);
+  check_attention(q, grad_x, grad_y, gain);
   const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3), prefix = N - codes_x.size(2);
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention_backward", [&] {
     using T = scalar_t;
@@ -466,10 +498,28 @@ std::vector<Matrix<T>> sources_of(const std::string& mode, Matrix<T> q, Matrix<T
   return mode == "q" ? std::vector{q} : mode == "k" ? std::vector{k} : std::vector{q, k};
 }
 
+void check_lines(
+    const Tensor& q, const Tensor& table_x, const Tensor& table_y, int64_t height, int64_t width,
+    const std::string& mode, const Tensor& codes_x, const Tensor& codes_y) {
+  TORCH_CHECK(
+      q.size(2) == height * width, "q and k have ", q.size(2), " patches, and the grid is ", height, "x", width);
+  for (const Tensor& table : {table_x, table_y}) {
+    TORCH_CHECK(
+        table.dim() == 2 && table.size(0) > 1 && table.size(1) == q.size(3) && table.scalar_type() == q.scalar_type(),
+        "tables must be [npos, ", q.size(3), "] of ", q.scalar_type(), ", got ", table.sizes(), " of ",
+        table.scalar_type());
+  }
+  const int64_t sources = mode.size();
+  check_codes(q, q.size(2), q.size(2), codes_x, sources * width);
+  check_codes(q, q.size(2), q.size(2), codes_y, sources * height);
+}
+
 void codes(
     const Tensor& q, const Tensor& k, const Tensor& table_x, const Tensor& table_y, int64_t height, int64_t width,
     const std::string& mode, double gate_scale, double shrink_x, double shrink_y, const Tensor& codes_x,
     const Tensor& codes_y) {
+  check_tokens(q, {k});
+  check_lines(q, table_x, table_y, height, width, mode, codes_x, codes_y);
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes", [&] {
     using T = scalar_t;
     at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
@@ -509,6 +559,8 @@ void codes_backward(
     const Tensor& table_y, int64_t height, int64_t width, const std::string& mode, double gate_scale, double shrink_x,
     double shrink_y, bool onto, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_table_x,
     const Tensor& grad_table_y) {
+  check_tokens(q, {k, grad_q, grad_k});
+  check_lines(q, table_x, table_y, height, width, mode, grad_x, grad_y);
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "codes_backward", [&] {
     using T = scalar_t;
     const int64_t dim = q.size(3);
