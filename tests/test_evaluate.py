@@ -915,14 +915,18 @@ def test_a_file_beside_a_config(images, folders, tmp_path):
         number_classes(data, [name])
         found.append((data.reader.class_to_idx, str(preprocessing(load_model(name)))))
     assert found[0] == found[1] and found[0][0]['class2'] == 0 and '0.1' in found[0][1]
+    for config in ('{"architectures": ["ViT"]}', '[]', '{"architecture": "test_vit_nope", "pretrained_cfg": null}'):
+        (tmp_path / 'saved' / 'config.json').write_text(config)  # of another library
+        assert '0.1' not in str(preprocessing(load_model(name)))
 
 
 @pytest.mark.parametrize('names', [('Cat', 'cat'), ('1', '01')])
 def test_names_that_timm_orders_at_random(names, images, tmp_path):
     for name in names:
         shutil.copytree(images / 'val' / 'class0', tmp_path / 'data' / name)
+    data = open_dataset(tmp_path / 'data')
     with pytest.raises(ValueError, match='orders the classes .* at random, so their numbers may change .* Rename one'):
-        open_dataset(tmp_path / 'data')
+        number_classes(data, ['test_vit_nope@random'])
     (tmp_path / 'map.txt').write_text('\n'.join(names))
     data = open_dataset(tmp_path / 'data', class_map=str(tmp_path / 'map.txt'))
     assert data.reader.class_to_idx == {names[0]: 0, names[1]: 1}

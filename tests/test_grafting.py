@@ -338,7 +338,8 @@ def test_a_base_without_its_rotation(base):
 
 def test_a_saved_graft_without_its_encodings(tmp_path):
     """They were made anew, silently."""
-    save_for_hf(timm_sape.graft(base_model('vit_tiny_patch16_224', **SMALL), 'sape2_k'), str(tmp_path / 'graft'), True)
+    grafted = timm_sape.graft(base_model('vit_tiny_patch16_224', **SMALL), 'sape2_k')
+    save_for_hf(grafted, str(tmp_path / 'graft'), safe_serialization=True)
     path = tmp_path / 'graft' / 'model.safetensors'
     entries = {name: t for name, t in load_file(path).items() if 'encodings.' not in name}
     save_file(entries, path)

@@ -170,8 +170,8 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
 
     It is known if a saved config has the size of the images, or if an encoding that is resized along with the table has
     saved its grid. Otherwise four kinds of grids are tried: what other encodings have saved, the declared one, the
-    model's own, and squares. The declared one is taken if it fits the number of rows and no other saved one fits, nor
-    the model's own where the declared size is only the default of its name; another one only if no other fits.
+    model's own, and squares. The declared one is taken if it fits the number of rows and no other saved one fits, with
+    a warning if it may be only the default of the name and the model's own fits too; another one only if no other fits.
 
     Args:
         entries: The checkpoint.
@@ -204,10 +204,9 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
                 f' If it is not {_spell(others)}, because the model was resized before it was saved, load it by '
                 'load_state_dict into a model of its size, then call set_input_size.' if others else ''))
     if not known and model.grid_size != declared and {model.grid_size, declared} <= {*fits} and _is_default_size(model):
-        raise ValueError(
-            f'{has}; its grid may be {_spell([declared])}, the default of the name, or that of the model, '
-            f'{_spell([model.grid_size])}. For the latter, {say} For the former, create the model without img_size, '
-            'then call set_input_size.')
+        warnings.warn(
+            f'{has}. It is taken to be of {_spell([declared])} patches, the default of the name, and resampled to '
+            f'{_spell([model.grid_size])}, which are as many. If it is of those already, {say}')
     return declared if declared in fits else fits[0]
 
 

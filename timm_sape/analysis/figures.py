@@ -40,8 +40,8 @@ def displayed(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) 
     Returns:
         `[height, width, 3]`, from 0 to 1.
     """
-    mean, std = (
-        torch.as_tensor(adapt_to_chs(values, len(image)), dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+    mean, std = (adapt_to_chs(tuple(values), len(image)) for values in (mean, std))
+    mean, std = (torch.as_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
     image = (image.detach().cpu().float() * std + mean).clamp(0, 1)
     return image.expand(3, -1, -1).permute(1, 2, 0) if image.shape[0] == 1 else image.permute(1, 2, 0)[..., :3]
 

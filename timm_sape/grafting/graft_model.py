@@ -162,8 +162,9 @@ def _change(model: nn.Module, build: Callable[[], nn.Module]) -> str:
             return f'{name} is {p.dtype}, {first} is {start.dtype}'
         names[p] = name
     modules, found = dict(on_meta(build).named_modules()), dict(model.named_modules())
-    for name in modules.keys() - found.keys() - {'patch_drop'}:
-        return f'{name} is gone'
+    for name in modules:
+        if name not in found and name != 'patch_drop':
+            return f'{name} is gone'
     for name, module in found.items():
         if any(vars(module)[key] for key in HOOKS):
             return f'{name or "it"} has hooks, which the graft would not have'

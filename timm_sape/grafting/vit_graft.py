@@ -132,7 +132,8 @@ class _Builder:
                 return {**weights, **added}
             except (RuntimeError, AttributeError):  # timm's NaFlexVit has the latter for tables that are not square
                 pass  # the code below loads it, or raises a better message about what does not fit
-        if is_of_base and not added.keys() & state_dict.keys():
+        is_own = model.pretrained_cfg.get('source') in ('local-dir', 'hf-hub')  # not a file given along with a folder
+        if (is_of_base or not is_own) and not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
         return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
 

@@ -1,9 +1,10 @@
 """Whether the classes of images are those of a model, in the same order."""
 import warnings
-from typing import Dict, Sequence
+from typing import Dict, Iterable, Sequence
 
 import torch
 from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
+from timm.utils.misc import natural_key
 from torch.utils.data import Dataset
 
 from .images import ImageFolder, read_class_map
@@ -23,8 +24,8 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
         models: Names as for `load_model`.
 
     Raises:
-        ValueError: If a class map cannot be read, the models number the classes in different ways, or a model has only
-            some of the classes.
+        ValueError: If a class map cannot be read, the models number the classes in different ways, a model has only
+            some of the classes, or timm's order of their names is not always the same.
     """
     given = getattr(data, 'class_map', None)
     if given or given is None and not hasattr(data, 'reader'):  # one image, or a data set of the caller's own
@@ -44,6 +45,8 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
         model: read_class_map(source.class_map, data.reader.root) if source.class_map else _numbers_by_labels(
             source.trained if source.trained_in_folder else source.name, data.by_name)
         for model, source in sources.items()}
+    if any(each is data.by_name for each in numbers.values()):
+        _refuse_ties(data.by_name)
     first = next(iter(numbers))
     for model in numbers:
         if numbers[model] != numbers[first]:
@@ -52,6 +55,20 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
                 'with, by the label_names that they were saved with, or by the order of names. Measure them one at a '
                 'time, or give one map for both: --class-map FILE.')
     data.number(numbers[first])
+
+
+def _refuse_ties(names: Iterable[str]) -> None:
+    """Check that timm's order of classes is the same in each run. Classes 'Cat' and 'cat', '1' and '01' it leaves open.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    names = sorted(names, key=natural_key)
+    for first, second in zip(names, names[1:]):
+        if natural_key(first) == natural_key(second):
+            raise ValueError(
+                f'timm orders the classes {first!r} and {second!r} at random, so their numbers may change from run to '
+                'run. Rename one, or give a class map.')
 
 
 def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:

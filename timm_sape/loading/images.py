@@ -133,9 +133,8 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
             `number_classes`.
 
     Raises:
-        ValueError: If there is no such data or class map, a split has classes that `train` has not, or timm would
-            number the classes at random; on access, if an image cannot be read, which timm's reader of wds skips
-            instead.
+        ValueError: If there is no such data or class map, or a split has classes that `train` has not; on access, if an
+            image cannot be read, which timm's reader of wds skips instead.
     """
     root = Path(data)
     in_folders = reads_folders(dataset)
@@ -181,7 +180,6 @@ def open_dataset(data: str, dataset: str = '', split: str = '', transform=None, 
         found.by_name = {'': -1}
     elif not dataset and not class_map:
         found.by_name = _numbers_by_name(found, root, bool(splits))
-        _refuse_ties(found.by_name)
     if not dataset:
         found.number(read_class_map(class_map, str(root)) if class_map else found.by_name)
     found.class_map = class_map
@@ -288,20 +286,6 @@ def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:
 def _numbered(names: Iterable[str]) -> Dict[str, int]:
     """The numbers that timm gives to classes."""
     return {name: index for index, name in enumerate(sorted(set(names), key=natural_key))}
-
-
-def _refuse_ties(names: Iterable[str]) -> None:
-    """Check that timm's order of classes is the same in each run. Classes 'Cat' and 'cat', '1' and '01' it leaves open.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    names = sorted(names, key=natural_key)
-    for first, second in zip(names, names[1:]):
-        if natural_key(first) == natural_key(second):
-            raise ValueError(
-                f'timm orders the classes {first!r} and {second!r} at random, so their numbers may change from run to '
-                'run. Rename one, or give a class map.')
 
 
 def _numbers_by_name(data: ImageFolder, root: Path, is_split: bool) -> Dict[str, int]:

@@ -234,15 +234,22 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
         kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size
     if made_for or size:  # the former decides about a learned table
         cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(made_for or size))
-    folder = Path(file).parent
-    saved = Path(file).name in ('model.safetensors', 'pytorch_model.bin') and (folder / 'config.json').is_file()
-    trained = f'local-dir:{folder}' if saved else checkpoint.get('arch')
-    if saved:
-        config = _pretrained_cfg(trained)
-        cfg = {key: config[key] for key in PREPROCESSING if key in config}
+    saved = _config_beside(Path(file))
+    trained = checkpoint.get('arch') if saved is None else f'local-dir:{Path(file).parent}'
+    cfg.update({key: saved[key] for key in PREPROCESSING if saved and saved.get(key) is not None})
     # train.py ignores the class map of torchvision's data sets
     class_map = '' if is_torchvision(args.get('dataset') or '') else args.get('class_map') or ''
     return Source(name, file, kwargs, cfg, trained, class_map)
+
+
+def _config_beside(file: Path) -> Optional[Mapping[str, Any]]:
+    """The config that a model was saved with whose weights the file has. None if there is none that timm can read."""
+    if file.name not in ('model.safetensors', 'pytorch_model.bin') or not (file.parent / 'config.json').is_file():
+        return None
+    try:
+        return _pretrained_cfg(f'local-dir:{file.parent}') or {}
+    except ValueError:  # of another library
+        return None
 
 
 def _pretrained_cfg(name: str) -> Mapping[str, Any]:

@@ -324,7 +324,7 @@ struct Block {
   }
 };
 
-// The kernels read and write by these sizes, so what does not fit must not get that far: any caller can pass anything.
+// The kernels read and write by these sizes, so what does not fit must not get that far.
 void check_tokens(const Tensor& q, std::initializer_list<Tensor> others) {
   TORCH_CHECK(q.dim() == 4, "q must be [B, h, N, d], got ", q.sizes());
   for (const Tensor& t : others) {
@@ -381,7 +381,8 @@ void attention_backward(
     const Tensor& grad_x, const Tensor& grad_y, const Tensor& grad_gain) {
   check_tokens(q, {grad, k, v, grad_q, grad_k, grad_v});
   check_attention(q, codes_x, codes_y, gain);
-  check_attention(q, grad_x, grad_y, gain);
+  check_codes(q, codes_x.size(2), codes_x.size(2), grad_x, codes_x.size(3));
+  check_codes(q, codes_y.size(2), codes_y.size(2), grad_y, codes_y.size(3));
   const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3), prefix = N - codes_x.size(2);
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention_backward", [&] {
     using T = scalar_t;

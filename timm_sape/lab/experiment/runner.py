@@ -233,9 +233,10 @@ def refuse_begun_otherwise(runs: Sequence[Run], output: Path) -> None:
     """Raise ValueError if a run was started with options that would give another result, or not by us."""
     for run, result in zip(runs, read_results(runs, output)):
         folder = run.folder(output)
-        if result.config is None and (foreign := [*folder.glob('summary.csv'), *folder.glob('*.pth.tar')]):
+        begun = [*folder.glob('summary.csv'), *folder.glob('*.pth.tar')]
+        if begun and not (folder / 'config.yaml').exists():
             raise ValueError(
-                f'{foreign[0]} is not of this experiment: {folder} has no config.yaml. Name another --output, or move '
+                f'{begun[0]} is not of this experiment: {folder} has no config.yaml. Name another --output, or move '
                 'the folder elsewhere')
         key = changed_option(result.config, run.config)
         if key is not None:
