@@ -1297,6 +1297,29 @@ def test_a_rule_for_other_sizes_is_not_lost_in_silence(host, trained, named, sho
         assert not warnings_of(f'local-dir:{tmp_path / "folder"}', **given)
 
 
+@pytest.mark.parametrize('name', ['lape', 'ape2d'])
+def test_resized_tables_of_encodings_of_naflexvit(name, tmp_path):
+    """As the table of `ape`, below."""
+    save(timm.create_model(f'test_vit_{name}', img_size=(32, 48), patch_size=4), tmp_path / 'x.pth')
+    kwargs = dict(patch_size=4, pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'x.pth')))
+    with pytest.warns(UserWarning, match=r'for 8x12 patches. It is resized to 56x56,.* img_size=\(32, 48\)'):
+        timm.create_model(f'test_naflexvit_{name}', **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        timm.create_model(f'test_naflexvit_{name}', img_size=(32, 48), **kwargs)
+
+
+@pytest.mark.parametrize('saved', [True, False])
+def test_channels_of_patches_in_another_order(saved, tmp_path):
+    """The saved config says how the weights are laid out, not the model that they are loaded into."""
+    model = randomise(timm.create_model('test_naflexvit_rope2d', patchify_channels_last=saved, num_classes=10))
+    timm_sape.hub.save(model, tmp_path / 'folder')
+    x = torch.randn(1, 3, 32, 48)
+    for now in (saved, not saved):
+        loaded = from_dir(tmp_path / 'folder', patchify_channels_last=now)
+        torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-5)
+
+
 def test_resized_table_of_naflexvit(tmp_path):
     """It runs at any size, so nothing else would tell that the size of the training was forgotten."""
     for host in ('vit', 'naflexvit'):

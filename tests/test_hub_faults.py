@@ -249,6 +249,14 @@ def test_name_alone_is_ones_own_repository(processes, hub):
     assert 'hf-hub:someone/short' in hub.files('someone/short')['README.md'].decode()
 
 
+def test_private_does_not_hide_what_is_pushed_to_a_public_repository(processes, hub):
+    before = hub.files(REPO)
+    kind, message = processes.push(REPO, private=True)
+    assert kind == 'ValueError' and message.startswith(f'{REPO} exists and is public, so private=True would not hide')
+    assert hub.files(REPO) is before
+    assert processes.push('short', private=True) == processes.push('short', private=True) == ['pushed']
+
+
 def test_pulled_and_pushed_again(processes, hub, logits):
     """No path of this machine is pushed."""
     again = f'timm_sape.hub.load({REPO!r}, cache_dir={str(processes.empty_cache())!r})'

@@ -15,7 +15,8 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 import torch
 import torch.nn as nn
 
-from .conversion import GRID, GridSize, declared_grid, saved_grids, short_size, trained_kernel
+from .conversion import (
+    GRID, GridSize, declared_grid, saved_grids, short_size, trained_kernel, warn_of_resizing)
 from .encodings import (
     CoordinateEncoding,
     ReferenceGridEncoding,
@@ -88,6 +89,8 @@ def filter_state_dict(
     for path, encoding in _encodings_that_save_grids(model):
         grid = _trained_grid(state_dict, path, encoding, model, ref_grid_size, kernel)
         if grid is not None:
+            if hasattr(model, 'embeds') and isinstance(encoding, ResizedEncoding) and grid != encoding.grid_size:
+                warn_of_resizing(grid, model)
             encoding.adapt(grid, state_dict, path)
             state_dict.setdefault(path + GRID, encoding.get_extra_state())
     _drop_other_rules(state_dict, model)

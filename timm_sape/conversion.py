@@ -27,6 +27,7 @@ __all__ = [
     'saved_grids',
     'short_size',
     'trained_kernel',
+    'warn_of_resizing',
 ]
 
 GRID = '._extra_state'  # suffix of the entry in which an encoding saves its grid
@@ -95,14 +96,19 @@ def convert_to_naflex(
     table, own = out.get('embeds.pos_embed'), model.embeds.pos_embed
     if table is not None and own is not None and table.shape[1:3] != own.shape[1:3]:
         old, new = tuple(table.shape[1:3]), model.grid_size
-        size = short_size([length * patch for length, patch in zip(old, model.patch_size)])
-        warnings.warn(
-            f"The checkpoint's table is for {_spell([old])} patches. It is resized to {_spell([new])}, the model's "
-            'own, and from there to the grid of each image. To keep it as it is, create the model with '
-            f'img_size={size}.')
+        warn_of_resizing(old, model)
         table = resample_pos_embed(table.flatten(1, 2), old, new)
         out['embeds.pos_embed'] = table.unflatten(1, new)
     return out
+
+
+def warn_of_resizing(grid: GridSize, model: nn.Module) -> None:
+    """Say that a table of a checkpoint, for this grid, is resized twice in a NaFlexVit."""
+    size = short_size([length * patch for length, patch in zip(grid, model.patch_size)])
+    warnings.warn(
+        f"The checkpoint's table is for {_spell([grid])} patches. It is resized to {_spell([model.grid_size])}, the "
+        "model's own, and from there to the grid of each image. To keep it as it is, create the model with "
+        f'img_size={size}.')
 
 
 def _with_convolution(state_dict: Mapping[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -123,7 +129,8 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
     Args:
         weight: Of a convolution, `[D, C, ph, pw]`, or of a linear layer, `[D, ph*pw*C]`, for the patch size that
-            `trained_kernel` finds. C is what the model's config declares for the checkpoint.
+            `trained_kernel` finds. C is what the model's config declares for the checkpoint. A saved config says
+            whether channels come last; without one it is as in the model.
         model: timm's NaFlexVit or ours.
 
     Returns:
@@ -132,9 +139,10 @@ def fit_patch_embedding(weight: torch.Tensor, model: nn.Module) -> torch.Tensor:
     embeds, channels = model.embeds, _num_channels(model)
     trained = trained_kernel(weight, model)
     if weight.ndim == 2 and weight.shape[1] == math.prod(trained) * channels:
-        shape = (*trained, channels) if embeds.channels_last else (channels, *trained)
-        weight = weight.unflatten(1, shape)
-        weight = weight.permute(0, 3, 1, 2) if embeds.channels_last else weight
+        saved = getattr(model, 'pretrained_model_args', None)
+        channels_last = saved.get('patchify_channels_last', True) if saved else embeds.channels_last
+        weight = weight.unflatten(1, (*trained, channels) if channels_last else (channels, *trained))
+        weight = weight.permute(0, 3, 1, 2) if channels_last else weight
     if weight.ndim != 4:
         return weight
     if weight.shape[2:] != embeds.patch_size:

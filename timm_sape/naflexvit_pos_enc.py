@@ -388,11 +388,12 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             raise ValueError(
                 f'The model takes patches [B, K, {layout}] of {self.embeds.in_chans} channels, got {list(x.shape)}.')
         is_resized = x.ndim == 5 and self.supports_patch_interpolation
-        if not is_resized and math.prod(x.shape[2:]) != size:
+        sides = tuple(x.shape[2:4] if self.embeds.channels_last else x.shape[3:])
+        if not is_resized and (math.prod(x.shape[2:]) != size or x.ndim == 5 and sides != (ph, pw)):
             raise ValueError(
-                f'The patches have {math.prod(x.shape[2:])} values, they must have {size}: {ph}x{pw} pixels in '
-                f'{self.embeds.in_chans} channels. For patches [B, K, ph, pw, C] of other sizes create the model with '
-                'enable_patch_interpolator=True.')
+                f'The patches {list(x.shape[2:])} have {math.prod(x.shape[2:])} values, they must have {size}: '
+                f'{ph}x{pw} pixels in {self.embeds.in_chans} channels. For patches [B, K, ph, pw, C] of other sizes '
+                'create the model with enable_patch_interpolator=True.')
         shape = tuple(x.shape[:2])
         _check_tensor('patch_coord', coord, (*shape, 2), 'integers', x.device)
         if valid is not None:

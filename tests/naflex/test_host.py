@@ -530,6 +530,7 @@ def test_tokens_of_another_batch(pos_enc):
     ({'patches': lambda p: p[0]}, 'the input must be patches'),
     ({'patches': lambda p: p.unflatten(2, (3, 8, 8))}, r'\[B, K, ph, pw, C\] of 3 channels'),
     ({'patches': torch.zeros(2, 30, 16, 16, 3)}, 'have 768 values, .* enable_patch_interpolator=True'),
+    ({'patches': torch.zeros(2, 30, 4, 16, 3)}, r'\[4, 16, 3\] have 192 values, they must have 192: 8x8 pixels'),
     ({'grid_size': torch.tensor([[5, 6], [3, 3]])}, r'\(0, 3\) in image 1 .* outside its grid of 3x3'),
     ({'grid_size': torch.tensor([5, 6])}, 'grid_size must be integers'),
     ({'object_index': torch.zeros(2, 30).long()}, 'object_index= is for encodings that use it'),

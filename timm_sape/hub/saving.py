@@ -47,7 +47,7 @@ def push(
         repo_id: `OWNER/NAME`, or `NAME` for a repository of your own; created if missing.
         token: Of an account that may write there. Default: the one in `HF_TOKEN` or of `hf auth login`.
         revision: Branch to push to, created if missing. Default: `main`.
-        private: Whether a new repository is private.
+        private: Whether a new repository is private. An existing one must be.
         commit_message: Message of the commit.
         description: As for `save`: `recipe`, `data`, `results`, `model_card`, `model_config`, `data_config`.
 
@@ -70,6 +70,10 @@ def push(
         save(model, folder, repo_id=f'{repo_id}@{revision}' if revision else repo_id, **description)
         with plain_errors(repo_id, revision):
             api.create_repo(repo_id, private=private, exist_ok=True)
+            if private and not api.model_info(repo_id).private:
+                raise ValueError(
+                    f'{repo_id} exists and is public, so private=True would not hide what is pushed. Make it private '
+                    'on the Hub first, or choose another name.')
             if revision is not None:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             return api.upload_folder(
