@@ -24,6 +24,7 @@ __all__ = [
     'fit_patch_embedding',
     'from_timm',
     'grid_of_table',
+    'has_saved_weights',
     'saved_grids',
     'short_size',
     'trained_kernel',
@@ -280,12 +281,16 @@ def declared_grid(model: nn.Module, kernel: Tuple[int, int]) -> GridSize:
 
 
 def _saved_size(model: nn.Module) -> Union[None, int, Sequence[int]]:
-    """`img_size` of the saved config, if the weights are those that were saved with it.
+    """`img_size` of the saved config, if the weights are those that were saved with it."""
+    return model.pretrained_model_args.get('img_size') if has_saved_weights(model) else None
+
+
+def has_saved_weights(model: nn.Module) -> bool:
+    """Whether the weights are those that were saved with the config, in a folder or a repository.
 
     They are not if `pretrained_cfg_overlay` names a file, as for a checkpoint of a training that started from there.
     """
-    is_own = model.pretrained_cfg.get('source') in ('local-dir', 'hf-hub')
-    return model.pretrained_model_args.get('img_size') if is_own else None
+    return model.pretrained_cfg.get('source') in ('local-dir', 'hf-hub')
 
 
 def _num_prefix_rows(model: nn.Module) -> int:

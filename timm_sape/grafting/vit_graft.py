@@ -25,7 +25,7 @@ from timm.models.eva import Eva
 from timm.models.naflexvit import NaFlexVit
 
 from .. import checkpoints
-from ..conversion import GridSize, declared_grid, grid_of_table
+from ..conversion import GridSize, declared_grid, grid_of_table, has_saved_weights
 from ..encodings import is_auto, merge_keywords, parse_pos_enc
 from ..encodings.base import AUTO
 from ..entrypoints import build_by_timm
@@ -132,8 +132,7 @@ class _Builder:
                 return {**weights, **added}
             except (RuntimeError, AttributeError):  # timm's NaFlexVit has the latter for tables that are not square
                 pass  # the code below loads it, or raises a better message about what does not fit
-        is_own = model.pretrained_cfg.get('source') in ('local-dir', 'hf-hub')  # not a file given along with a folder
-        if (is_of_base or not is_own) and not added.keys() & state_dict.keys():
+        if (is_of_base or not has_saved_weights(model)) and not added.keys() & state_dict.keys():
             state_dict = {**state_dict, **added}
         return checkpoints.filter_state_dict(state_dict, model, ref_grid_size)
 
