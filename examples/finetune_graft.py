@@ -2,11 +2,12 @@
 
     python examples/finetune_graft.py --data-dir ROOT
 
-ROOT contains CIFAR-10, as torchvision stores it or as folders of images. A Vision Transformer of timm learns the first
-six classes; this is the pretrained base. Then it learns the other four from a few images, unchanged and grafted. A seed
-determines the images, the new head, the batches and the flips, which are the same for all models, so runs with the same
-seed are paired. The optimizer is AdamW with layer-wise learning rates, as in train_configs/finetune. The learning rate
-is the best of .0003, .001, .003, .01 and .03 for the unchanged base, chosen with a seed that is not used here.
+ROOT contains CIFAR-10, as torchvision stores it or as folders of images. For each seed, a Vision Transformer of timm
+learns the first six classes; this is the pretrained base. Then it learns the other four from a few images, unchanged
+and grafted. A seed determines the base, the images, the new head, the batches and the flips, which are the same for all
+models, so runs with the same seed are paired. The optimizer is AdamW with layer-wise learning rates, as in
+train_configs/finetune. The learning rate is the best of .0003, .001, .003, .01 and .03 for an unchanged base, chosen
+with a seed that is not used here.
 """
 import argparse
 import copy
@@ -35,15 +36,20 @@ SIZE = dict(
 BATCH = 64
 
 
-def tensors(dataset, classes, count=None, seed=0):
-    """Draw images of some classes, normalized, `[n, 3, 32, 32]`, and their labels, starting at 0, `[n]`."""
+def draw(dataset, classes, count=None, seed=0):
+    """Draw images of some classes, by default all: where they are in the dataset."""
     found = [i for i, label in enumerate(dataset.targets) if label in classes]
     if len(found) < (count or 1):
         raise ValueError(
             f'there are only {len(found)} images of classes {classes[0]} to {classes[-1]}; lower --images or '
             '--base-images')
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count].tolist()
-    pairs = [dataset[found[i]] for i in tqdm(order, desc='images', delay=2)]
+    return [found[i] for i in order]
+
+
+def tensors(dataset, classes, index):
+    """Load images of these classes, normalized, `[n, 3, 32, 32]`, and their labels, starting at 0, `[n]`."""
+    pairs = [dataset[i] for i in tqdm(index, desc='images', delay=2)]
     images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1, torch.tensor([classes.index(label) for _, label in pairs])
 
@@ -100,9 +106,9 @@ def main():
     parser.add_argument('--data-dir', type=Path, required=True, help='CIFAR-10')
     parser.add_argument('--output', type=Path, default=Path('finetune_graft.csv'))
     parser.add_argument('--graft', nargs='+', default=['sape2_k', 'rope2d'], help='encodings to graft, each by itself')
-    parser.add_argument('--seeds', type=int, default=3, help='fine-tunings of each model')
-    parser.add_argument('--base-images', type=int, default=15000)
-    parser.add_argument('--base-epochs', type=int, default=15)
+    parser.add_argument('--seeds', type=int, default=3, help='bases, each fine-tuned unchanged and with each graft')
+    parser.add_argument('--base-images', type=int, default=15000, help='number of images to train a base on')
+    parser.add_argument('--base-epochs', type=int, default=15, help='epochs of each base')
     parser.add_argument('--images', type=int, default=1000, help='number of images to fine-tune on')
     parser.add_argument('--epochs', type=int, default=20, help='epochs of fine-tuning')
     args = parser.parse_args()
@@ -114,36 +120,42 @@ def main():
         for pos_enc in args.graft:  # fail before the long computation
             timm_sape.graft('test_vit', pos_enc, **SIZE)
         train_set, test_set = list(load_cifar10_splits(args.data_dir).values())[:2]
-        base_data = tensors(train_set, BASE_CLASSES, args.base_images)
-        data = [tensors(train_set, CLASSES, args.images, seed) for seed in range(args.seeds)]
-        base_test, (test_images, test_labels) = (tensors(test_set, classes) for classes in (BASE_CLASSES, CLASSES))
+        drawn = [(
+            draw(train_set, BASE_CLASSES, args.base_images, seed),
+            draw(train_set, CLASSES, args.images, seed),
+        ) for seed in range(args.seeds)]
+        base_test, (test_images, test_labels) = (
+            tensors(test_set, classes, draw(test_set, classes)) for classes in (BASE_CLASSES, CLASSES))
         args.output.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as e:
         parser.error(str(e))
 
-    random_seed(0)
-    base = timm.create_model('test_vit', **SIZE)
-    train(base, *base_data, args.base_epochs, 'base', lr=2e-3)
-    print(f'The base has {top1(base, *base_test):.1f} % on its own six classes.\n')
-    logits = predict(base, test_images)
-    print(f'| grafted | parameters added | largest difference of a logit (largest logit: {logits.abs().max():.1f}) |')
-    print('|---|---|---|')
-    for pos_enc in args.graft:
-        model = timm_sape.graft(base, pos_enc)
-        added = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in base.parameters())
-        print(f'| {pos_enc} | {added} | {(predict(model, test_images) - logits).abs().max():.1e} |')
-
-    rows = []
-    for seed, (images, labels) in enumerate(data):
+    notes = f'{args.base_images} images and {args.base_epochs} epochs for the base'
+    notes = f'{notes}, {args.images} and {args.epochs} for each; {about(torch.device("cpu"))}'
+    rows, own, largest, moved = [], [], 0, dict.fromkeys(args.graft, 0)
+    for seed, (base_index, index) in enumerate(drawn):
+        random_seed(seed)
+        base = timm.create_model('test_vit', **SIZE)
+        base_data = tensors(train_set, BASE_CLASSES, base_index)
+        train(base, *base_data, args.base_epochs, f'base, seed {seed}', lr=2e-3)
+        own.append(top1(base, *base_test))
+        logits = predict(base, test_images)
+        largest = max(largest, logits.abs().max().item())
+        data = tensors(train_set, CLASSES, index)
         for name in ('none', *args.graft):
             random_seed(seed)
             model = copy.deepcopy(base) if name == 'none' else timm_sape.graft(base, name)
-            fine_tune(model, images, labels, args.epochs, f'{name}, seed {seed}', seed)
+            if name != 'none':
+                moved[name] = max(moved[name], (predict(model, test_images) - logits).abs().max().item())
+            fine_tune(model, *data, args.epochs, f'{name}, seed {seed}', seed)
             rows.append({
                 'graft': name, 'seed': seed, 'top1': round(top1(model, test_images, test_labels), 2),
                 'gates': ' '.join(f'{gate:.3f}' for gate in gates(model))})
-    notes = f'{args.base_images} images and {args.base_epochs} epochs for the base'
-    write_csv(rows, args.output, f'{notes}, {args.images} and {args.epochs} for each; {about(torch.device("cpu"))}')
+        write_csv(rows, args.output, notes)
+
+    print(f'\nThe bases have {spread(own, 1)} % on their own six classes. A graft moves their logits (largest logit: '
+          f'{largest:.1f}) by at most:')
+    print(', '.join(f'{name} {change:.1e}' for name, change in moved.items()))
 
     found = {name: [row['top1'] for row in rows if row['graft'] == name] for name in ('none', *args.graft)}
     print(f'\nTop-1 in percent on {len(test_labels)} images of the four new classes, {args.seeds} seeds:\n')
