@@ -11,7 +11,7 @@ __all__ = ['add']
 GUIDE = """
 Which one? Little has been measured, with small models on CIFAR-10: see results/README.md.
   from scratch           after ten epochs rope2d was ahead of ape at both learning rates tried, and ape+sape2_k at
-                         neither; after 40 epochs no lead of rope2d is shown
+                         neither; after 40 epochs no lead of rope2d is shown, but lape was ahead of ape, with caveats
   for other resolutions  at twice the size rope2d with resolution='rescale' kept 98 % of its accuracy above chance, ape
                          87 %, rope2d as it is ('extrapolate') 42 %; timm-sape adapt tries every rule of a trained model
   on pretrained weights  timm_sape.graft(NAME, 'rope2d', pretrained=True) starts from the same logits; fine-tuned,
