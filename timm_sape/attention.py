@@ -57,8 +57,8 @@ class HostsEncodings(nn.Module):
             `[B, N, D]`.
 
         Raises:
-            ValueError: If `position` is missing where an encoding needs it, is not a `Position`, or has another number
-                of tokens.
+            ValueError: If `position` is missing where an encoding needs it, is not a position, or is for another number
+                of tokens or, in a batch of several sizes, of images.
         """
         x = self.encodings.add_before(x, position)
         gate = self.gate(x).sigmoid() if self.gate is not None else None

@@ -137,11 +137,8 @@ class Grid:
         """Rows of the tokens in the sequence: `[(B|1,) P+H*W, C]` unchanged, or `[B, P+K, C]` if some were dropped."""
         if self.keep_indices is None:
             return table
-        p = self.num_prefix_tokens
-        table = table if table.ndim == 3 else table[None]
-        patches = self.keep_rows(table[:, None, p:])[:, 0]  # [B, K, C]
-        prefix = table[:, :p].expand(patches.shape[0], -1, -1)
-        return torch.cat([prefix, patches], dim=1)
+        index = self.kept_tokens()[..., None].expand(-1, -1, table.shape[-1])  # [B, P+K, C]
+        return table.expand(index.shape[0], -1, -1).gather(1, index)
 
     def kept_tokens(self) -> torch.Tensor:
         """Places of the tokens in the sequence among all tokens of the grid, if patches were dropped, `[B, P+K]`."""

@@ -50,15 +50,23 @@ class GridGroups:
         x = flat.new_zeros(self.batch_size * self.num_tokens, *flat.shape[1:])
         return x.index_copy(0, self.index, flat).unflatten(0, (self.batch_size, self.num_tokens))
 
+    def split_heads(self, x: torch.Tensor) -> List[torch.Tensor]:
+        """As `split`, `[B, h, N, ...]` to a list of `[b, h, n, ...]`."""
+        return [part.transpose(1, 2) for part in self.split(x.transpose(1, 2))]
+
+    def merge_heads(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `split_heads`, with zeros for padding."""
+        return self.merge([part.transpose(1, 2) for part in parts]).transpose(1, 2)
+
     def split_pairs(self, mask: Optional[torch.Tensor]) -> List[Optional[torch.Tensor]]:
         """Entries between the tokens of each group, out of a mask that broadcasts to `[B, h, N, N]`."""
         if mask is None:
             return [None] * len(self.grids)
         mask = mask[(None,) * (4 - mask.ndim)].expand(self.batch_size, -1, self.num_tokens, self.num_tokens)
-        rows = self.split(mask.transpose(1, 2))  # [b, n, h|1, N]
+        rows = self.split_heads(mask)  # [b, h|1, n, N]
         columns = (self.index % self.num_tokens).split([b * n for b, n in self.shapes])
-        index = (c.view(b, 1, 1, n).expand(-1, n, r.shape[2], -1) for c, r, (b, n) in zip(columns, rows, self.shapes))
-        return [r.gather(3, i).transpose(1, 2) for r, i in zip(rows, index)]  # [b, h|1, n, n]
+        index = (c.view(b, 1, 1, n).expand(*r.shape[:3], -1) for c, r, (b, n) in zip(columns, rows, self.shapes))
+        return [r.gather(3, i) for r, i in zip(rows, index)]  # [b, h|1, n, n]
 
     def is_token(self) -> torch.Tensor:
         """False for padding, `[B, N]`."""

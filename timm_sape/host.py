@@ -131,7 +131,7 @@ class PosEncModel(nn.Module):
                     {name: create(name, layer=i, **parts[name]) for name in own},
                     layer=i,
                     rotate_half=rotate_half,
-                    needs_position=bool(own) or self.encodings.act_on_blocks() or own_rotation is not None,
+                    needs_position=self.encodings.act_on_blocks() or own_rotation is not None,
                 )
         unscaled = [
             name for name, keywords in parts.items()
@@ -362,8 +362,7 @@ def keep_patches(
     """Drop patches: those that `keep_indices` leaves out, or, without it, as patch dropout decides."""
     if keep_indices is not None:
         check_keep_indices(keep_indices, x, grid.num_patches)
-        index = replace(grid, keep_indices=keep_indices).kept_tokens()
-        x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+        x = replace(grid, keep_indices=keep_indices).keep_tokens(x)
     elif isinstance(patch_drop, PatchDropoutWithIndices):
         x, keep_indices = patch_drop(x)
     elif not isinstance(patch_drop, (nn.Identity, type(None))):

@@ -388,8 +388,7 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             raise ValueError(
                 f'The model takes patches [B, K, {layout}] of {self.embeds.in_chans} channels, got {list(x.shape)}.')
         is_resized = x.ndim == 5 and self.supports_patch_interpolation
-        sides = tuple(x.shape[2:4] if self.embeds.channels_last else x.shape[3:])
-        if not is_resized and (math.prod(x.shape[2:]) != size or x.ndim == 5 and sides != (ph, pw)):
+        if not is_resized and (math.prod(x.shape[2:]) != size or self._size_of(x) != (ph, pw)):
             raise ValueError(
                 f'The patches {list(x.shape[2:])} have {math.prod(x.shape[2:])} values, they must have {size}: '
                 f'{ph}x{pw} pixels in {self.embeds.in_chans} channels. For patches [B, K, ph, pw, C] of other sizes '

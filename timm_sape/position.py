@@ -77,8 +77,8 @@ class Position:
 class MixedPosition:
     """What the layers share where the images of a batch have grids of their own.
 
-    torch.compile compiles anew for another number of parts wherever it sees `parts`. So only code under
-    `torch.compiler.disable` reads that field, and reentrant checkpointing.
+    Wherever torch.compile sees `parts`, it compiles anew for another number of them. So that field is read only under
+    `torch.compiler.disable`, and by reentrant checkpointing.
 
     Args:
         groups: The groups of images of one grid.
@@ -112,8 +112,8 @@ class MixedPosition:
         rows = []
         for table, (b, _), grid in zip(tables, self.groups.shapes, self.groups.grids):
             table = table[(None,) * (4 - table.ndim)].expand(b, -1, -1, -1)  # [b, 1|h, n-P, 2*d]
-            rows.append(grid.pad_tokens(table).transpose(1, 2))  # [b, n, 1|h, 2*d]
-        return self.groups.merge(rows).transpose(1, 2)[:, :, self.num_prefix_tokens:]
+            rows.append(grid.pad_tokens(table))  # [b, 1|h, n, 2*d]
+        return self.groups.merge_heads(rows)[:, :, self.num_prefix_tokens:]
 
     def merge_factors(
             self,
@@ -147,7 +147,7 @@ class MixedPosition:
 
 
 AnyPosition = Union[Position, MixedPosition]
-LOGIT_HOOKS = ('position_bias', 'content_bias', 'attend', 'channels', 'values')  # they act on logits or probabilities
+LOGIT_HOOKS = ('position_bias', 'content_bias', 'channels', 'values')  # they act on logits or probabilities
 
 
 # torch.fx cannot trace the methods below, because they branch on sizes and on None. `torch.fx.wrap` makes each call one
@@ -253,7 +253,8 @@ class LayerEncodings(_Encodings):
         layer: Index of the layer, from 0.
         rotate_half: Layout of the rotation's channel pairs, t and t + d/2 instead of 2t and 2t + 1. It also applies to
             a rotation that all layers share.
-        needs_position: Whether this layer needs a `Position`, because of its own encodings or of shared ones.
+        needs_position: Whether it needs a `Position` because of shared encodings, or of a rotation of the host's own.
+            For its own encodings it finds that out.
     """
 
     def __init__(
@@ -267,7 +268,8 @@ class LayerEncodings(_Encodings):
         super().__init__(encodings or {})
         self.layer = layer
         self.rotate_half = rotate_half
-        self.needs_position = needs_position
+        acts = any(encoding.acts_on() or encoding.scales_logits for encoding in self.values())  # 'nope' does not
+        self.needs_position = needs_position or acts
 
     def forward(
             self,
@@ -304,8 +306,8 @@ class LayerEncodings(_Encodings):
             `[B, h, N, d]`, before the projection.
 
         Raises:
-            ValueError: If `position` is missing where the layer needs it, is not a position, or is one of images of one
-                size with another number of tokens. If `is_causal` is asked for and images are of several sizes.
+            ValueError: If `position` is missing where the layer needs it, is not a position, or is for another number
+                of tokens or, in a batch of several sizes, of images. If `is_causal` is asked for in such a batch.
         """
         return _call(
             self, '_attend', q, k, v, x, position, scale=scale, attn_mask=attn_mask, is_causal=is_causal,
@@ -413,13 +415,10 @@ class LayerEncodings(_Encodings):
     def _attend_by_group(self, q, k, v, x, position, attn_mask, given) -> torch.Tensor:
         groups = position.groups
         parts = zip(
-            *(groups.split(t.transpose(1, 2)) for t in (q, k, v)), groups.split(x), position.parts,
-            groups.split_pairs(attn_mask))
-        out = [
-            self._attend(
-                *(t.transpose(1, 2) for t in (q, k, v)), x, part, attn_mask=mask, is_causal=False, **given)
-            for q, k, v, x, part, mask in parts]
-        return groups.merge([part.transpose(1, 2) for part in out]).transpose(1, 2)
+            *map(groups.split_heads, (q, k, v)), groups.split(x), position.parts, groups.split_pairs(attn_mask))
+        return groups.merge_heads([
+            self._attend(q, k, v, x, part, attn_mask=mask, is_causal=False, **given)
+            for q, k, v, x, part, mask in parts])
 
     def _add_before(self, x: torch.Tensor, position: Optional[AnyPosition]) -> torch.Tensor:
         self._check(position, x)
@@ -510,10 +509,9 @@ class LayerEncodings(_Encodings):
             position: MixedPosition,
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         groups = position.groups
-        of_groups = zip(*(groups.split(t.transpose(1, 2)) for t in (q, k)), groups.grids)
-        turned = [
-            encoding(q.transpose(1, 2), k.transpose(1, 2), grid=grid, hook='turn') for q, k, grid in of_groups]
-        return tuple(groups.merge([t.transpose(1, 2) for t in parts]).transpose(1, 2) for parts in zip(*turned))
+        of_groups = zip(groups.split_heads(q), groups.split_heads(k), groups.grids)
+        turned = [encoding(q, k, grid=grid, hook='turn') for q, k, grid in of_groups]
+        return tuple(map(groups.merge_heads, zip(*turned)))
 
     def _rotation(self, q: torch.Tensor, position: AnyPosition) -> Optional[torch.Tensor]:
         """Table of the rotation in this layer, `[(B, 1|h,) N-P, 2*d]`."""
@@ -554,7 +552,7 @@ class LayerEncodings(_Encodings):
                 raise ValueError(
                     f'The layer got {x.shape[0]} images of {x.shape[1]} tokens, its position is for {expected[0]} of '
                     f'{expected[1]}, padding included. Pass on what model.embed() returned along with these tokens.')
-        if position is None and (self.needs_position or any(map(self.acting_on, PositionEncoding.HOOKS))):
+        if position is None and self.needs_position:
             raise ValueError(
                 'Position acts inside this layer, so a block or attention layer cannot be called with tokens alone. '
                 'Call model(images), model.forward_features(images) or model.forward_intermediates(images); to run '

@@ -49,6 +49,14 @@ def test_model_has_nothing_of_it():
     assert with_ape.state_dict().keys() - model.state_dict().keys() == {'pos_embed'}
 
 
+def test_block_needs_no_position():
+    """Without position inside the blocks, a block takes tokens alone, as many as it is given, as with `ape`."""
+    model = build('nope').eval()
+    x, position = model.embed(images())
+    assert_near(model.blocks[0](x), model.blocks[0](x, position=position), 0)
+    assert_near(model.blocks[0](x[:, :9], position=position), model.blocks[0](x[:, :9]), 0)
+
+
 def test_no_gate():
     with pytest.raises(ValueError, match="'auto_nope': 'nope' has no neutral form"):
         build('auto_nope')

@@ -1,4 +1,4 @@
-"""Figures of the results of the analyses. Only this file and `lab.figures_sweep` use matplotlib."""
+"""Figures of the results of the analyses. Every figure of the package begins with `new_figure`."""
 import textwrap
 from typing import Optional, Sequence, Tuple
 

@@ -133,14 +133,14 @@ def draw_gallery(panels: Sequence[Panel]):
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
     groups = [(title, [panel for panel in panels if panel.group == group]) for group, title in GROUPS.items()]
     groups = [(title, _lines(own)) for title, own in groups if own]
     columns = max(len(line) for _, lines in groups for line in lines)
     rows = sum(len(lines) for _, lines in groups)
     figure = new_figure(1.25 * columns + 0.9, 1.62 * rows + 0.3 * len(groups) + 0.2)
+    from matplotlib import colormaps  # after `new_figure`, which says what to do without matplotlib
+    from matplotlib.patches import Rectangle
+
     body, side = figure.subfigures(1, 2, width_ratios=[1.25 * columns, 0.9])
     parts = body.subfigures(len(groups), 1, height_ratios=[len(lines) + 0.18 for _, lines in groups], squeeze=False)
     colours = colormaps['RdBu_r'].with_extremes(bad='#999999')

@@ -189,7 +189,7 @@ def check_device(device: str) -> None:
 
 
 def loading(args: argparse.Namespace) -> Dict[str, Any]:
-    """The data options as arguments of `sweep` and `compare`, with the data set opened.
+    """The data options as arguments of functions of `lab`, with the data set opened.
 
     Raises:
         CommandError: If a value is out of range, or no model can run on the device.

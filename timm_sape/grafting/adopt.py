@@ -13,7 +13,7 @@ from timm.models.vision_transformer_relpos import ResPostRelPosBlock, VisionTran
 
 from .. import checkpoints
 from ..attention import adopt_blocks
-from ..conversion import GridSize, convert_to_naflex, from_timm
+from ..conversion import GRID, GridSize, convert_to_naflex, from_timm
 from ..encodings import ReferenceGridEncoding, encoding_keywords, get_encoding, is_auto, parse_pos_enc
 from ..encodings.base import AUTO
 from ..encodings.registry import plain_keywords
@@ -171,7 +171,7 @@ def added_entries(model: PosEncModel) -> List[str]:
 
 def weights_for(grafted: PosEncModel, model: nn.Module) -> Dict[str, Any]:
     """The state of a timm model under our names; grids that encodings save, which it has none of, are our own."""
-    grids = {name: value for name, value in grafted.state_dict().items() if name.endswith('._extra_state')}
+    grids = {name: value for name, value in grafted.state_dict().items() if name.endswith(GRID)}
     return {**grids, **under_our_names(model.state_dict(), grafted)}
 
 

@@ -6,6 +6,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ..grid import Grid
+from .distances import empty_gradients
 from .double_backward import differentiable_gradients
 from .reference import axis_codes
 
@@ -58,7 +59,7 @@ def register_codes(forward: Callable, backward: Callable) -> None:
 
     @backward.register_fake
     def _(grad_x, grad_y, q, k, table_x, table_y, *args):
-        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table_x, table_y))
+        return empty_gradients(q, k, table_x, table_y)
 
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs[:4])

@@ -85,10 +85,7 @@ def _attention_gradients(
     grads = empty_gradients(*rows[1:], *codes)
     grad_gain = gain.new_empty(rows[0].shape[:2])
     _kernels().attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
-    grad_gain = grad_gain.sum(0)
-    if bias_scale.shape[0] == 1:
-        grad_gain = grad_gain.sum(0, keepdim=True)
-    return *grads, grad_gain
+    return *grads, grad_gain.sum_to_size(bias_scale.shape)
 
 
 @torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu', schema=CODES)

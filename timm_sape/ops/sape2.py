@@ -16,6 +16,15 @@ from .triton_operators import triton_axis_codes, triton_distance_attention, trit
 
 __all__ = ['axis_codes', 'sape2_attention', 'sape2_bias']
 
+# The operators of each backend that has any
+AXIS_CODES = {'torch': torch_axis_codes, 'cpp': cpp_axis_codes, 'triton': triton_axis_codes}
+DISTANCE_ATTENTION = {
+    'torch': torch_distance_attention,
+    'cpp': cpp_distance_attention,
+    'triton': triton_distance_attention,
+}
+SAPE2_ATTENTION = {'cpp': cpp_sape2_attention, 'triton': triton_sape2_attention}
+
 
 def sape2_bias(
         q: torch.Tensor,
@@ -111,11 +120,10 @@ def sape2_attention(
         'attention that is not fused': not fused,
         'q, k and v of different dtypes': len({t.dtype for t in (q, k, v, rotated_q, rotated_k)}) > 1,
     }, head_dim=rotated_q.shape[-1])
-    if backend in ('triton', 'cpp') and rotated_q is q and rotated_k is k and axis_keys is None and (
+    if backend in SAPE2_ATTENTION and rotated_q is q and rotated_k is k and axis_keys is None and (
             options := _operator_options(grid, mode, gate_scale, ref_grid_size)):
         height, width, mode, *factors = options
-        operator = triton_sape2_attention if backend == 'triton' else cpp_sape2_attention
-        return operator(
+        return SAPE2_ATTENTION[backend](
             q, k, v, *_wide_tables(q, table_x, table_y), bias_scale, (height, width), mode, (*factors, scale))
     codes_x, codes_y = axis_codes(
         q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size,
@@ -124,16 +132,10 @@ def sape2_attention(
         bias = bias_scale.to(codes_x.dtype).view(-1, 1, 1) * _bias(codes_x, codes_y, grid)
         mask = merge_masks(bias, mask, False, q.shape[2], q.device)
         return attend(rotated_q, rotated_k, v, mask, scale=scale, dropout_p=dropout_p, drop=drop, fused=fused)
-    if backend == 'triton':
-        operator = triton_distance_attention
-    elif backend == 'cpp':
-        operator = cpp_distance_attention
-    else:
-        operator = torch_distance_attention
     extra = rotated_q.shape[-1] - v.shape[-1]
-    if extra:  # the operators want as many channels in v
-        return operator(rotated_q, rotated_k, F.pad(v, (0, extra)), codes_x, codes_y, bias_scale, scale)[..., :-extra]
-    return operator(rotated_q, rotated_k, v, codes_x, codes_y, bias_scale, scale)
+    padded = F.pad(v, (0, extra)) if extra else v  # the operators want as many channels in v
+    out = DISTANCE_ATTENTION[backend](rotated_q, rotated_k, padded, codes_x, codes_y, bias_scale, scale)
+    return out[..., :-extra] if extra else out
 
 
 def axis_codes(
@@ -175,13 +177,7 @@ def axis_codes(
     if options is None:
         return reference.axis_codes(
             q, k, table_x, table_y, grid, mode=mode, gate_scale=gate_scale, ref_grid_size=ref_grid_size)
-    if backend == 'triton':
-        operator = triton_axis_codes
-    elif backend == 'cpp':
-        operator = cpp_axis_codes
-    else:
-        operator = torch_axis_codes
-    return operator(q, k, table_x, table_y, *options)
+    return AXIS_CODES[backend](q, k, table_x, table_y, *options)
 
 
 def _wide_tables(q: torch.Tensor, *tables: torch.Tensor) -> Tuple[torch.Tensor, ...]:

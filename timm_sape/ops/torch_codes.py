@@ -10,6 +10,7 @@ import torch
 from .chunks import chunks
 from .codes import CODES, CODES_BACKWARD, empty_codes, patches_of, register_codes
 from .counting import cells, gates_of, sources_of, suffix_sum
+from .distances import empty_gradients
 from .precision import wide, without_autocast
 
 __all__ = ['torch_axis_codes']
@@ -95,7 +96,7 @@ def torch_axis_codes_backward(
         grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
 ):
     sizes, tables = [table_x.shape[0], table_y.shape[0]], torch.cat(wide(table_x, table_y))
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k)]
+    grads = empty_gradients(q, k)
     for grad in grads:
         grad[:, :, :q.shape[2] - height * width] = 0  # prefix tokens have no codes
     q, k, grad_q, grad_k = patches_of(height, width, q, k, *grads)

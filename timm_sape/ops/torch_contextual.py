@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..grid import Grid
 from .chunks import chunks
 from .counting import cells, gates_of, suffix_sum
+from .distances import empty_gradients
 from .double_backward import differentiable_gradients
 from .precision import wide, without_autocast
 from .reference import contextual_bias
@@ -69,7 +70,7 @@ def torch_contextual_bias_backward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens, npos, dtype = q.shape[-2], table.shape[0], table.dtype
     table, = wide(table)
-    grad_q, grad_k = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k))
+    grad_q, grad_k = empty_gradients(q, k)
     grad_table = torch.zeros_like(table)
     for chunk in chunks(*q.shape[:2], num_tokens ** 2, q.device):
         q_, k_, g = wide(q[chunk], k[chunk], grad[chunk])
@@ -95,7 +96,7 @@ def torch_contextual_bias_backward(
 
 @torch_contextual_bias_backward.register_fake
 def _(grad, q, k, table, gate_scale, between, shrink):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, table))
+    return empty_gradients(q, k, table)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .chunks import chunk_size, chunks
-from .distances import ATTENTION, ATTENTION_BACKWARD, empty_out, register_attention
+from .distances import ATTENTION, ATTENTION_BACKWARD, empty_gradients, empty_out, register_attention
 from .precision import upcast, without_autocast
 from .reference import cdist_is_slow, squares_by_products
 
@@ -211,7 +211,7 @@ def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scal
     num_prefix_tokens = num_tokens - codes_x.shape[-2]
     gain = bias_scale.to(codes_x.dtype).expand(batch, num_heads)
     grad = grad.contiguous()
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, codes_x, codes_y)]
+    grads = empty_gradients(q, k, v, codes_x, codes_y)
     grad_gain = torch.empty_like(gain, memory_format=torch.contiguous_format)
     codes = _prepare(codes_x, codes_y, num_tokens)
     widths = codes_x.shape[-1], codes_y.shape[-1]
@@ -263,10 +263,7 @@ def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scal
         for whole, part in zip((*grads, grad_gain), (*found, grad_gains)):
             whole = whole[chunk]
             whole.copy_(part.view(whole.shape))
-    grad_scale = grad_gain.sum(0)
-    if bias_scale.shape[0] == 1:
-        grad_scale = grad_scale.sum(0, keepdim=True)
-    return *grads, grad_scale.to(bias_scale.dtype)
+    return *grads, grad_gain.sum_to_size(bias_scale.shape).to(bias_scale.dtype)
 
 
 register_attention(torch_distance_attention, torch_distance_attention_backward)

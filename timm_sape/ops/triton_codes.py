@@ -352,7 +352,7 @@ def codes_of(
         shrink_x: float,
         shrink_y: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The codes along x and along y. For the arguments see `codes.register_codes`."""
+    """The codes along x and along y. For the arguments see `codes.CODES`."""
     num_tokens = q.shape[2]
     q, k = patches_of(height, width, *dense_rows(q, k))
     codes = empty_codes(q, height, width, mode)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .distances import empty_out
+from .distances import empty_gradients, empty_out
 from .triton_common import dense_rows, dtype_of, load_rows, padded, to_tf32
 from .triton_prepare import PreparedCodes
 from .triton_tiles import Tiles, backward_launches, forward_tiles
@@ -487,7 +487,7 @@ def attention_backward(
     grad, out, q, k, v = dense_rows(grad, out, q, k, v)
     prefix = q.shape[2] - grad_x.shape[2]
     delta = torch.empty_like(row_max)
-    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    grad_q, grad_k, grad_v = empty_gradients(q, k, v)
     constants = _constants(q, prepared, grad_x, grad_y)
     gain = bias_scale.to(grad_x.dtype).contiguous()
     sizes = prefix, grad_x.shape[-1], grad_y.shape[-1], scale, int(len(gain) > 1)

@@ -45,7 +45,8 @@ class PositionEncoding(nn.Module):
     #: False: there are no entrypoints `..._ape` that combine it with timm's learned table. True: there are, unless it
     #: only adds something to the tokens at the start.
     supplements_ape: bool = True
-    prefix_rule: bool = True  #: The bias of every logit in the row or column of a prefix token is zero.
+    #: The bias of every logit in the row or column of a prefix token is zero. Only tests of encodings read it.
+    prefix_rule: bool = True
     relative: bool = False  #: Depends only on differences of positions.
     #: True: mirroring the image changes the features themselves. False: it only moves them to other places. None: that
     #: depends on the parameters or keywords.
