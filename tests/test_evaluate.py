@@ -1025,6 +1025,19 @@ def test_checkpoint_of_a_saved_model(folders, tmp_path):
     assert_same_state(load_model(checkpoint(tmp_path / 'last.pth.tar', name, model)), model)
 
 
+@pytest.mark.parametrize('name, options', [
+    ('test_vit_rope2d', {'dynamic_img_size': True}), ('test_naflexvit_rope2d', {})])
+def test_bare_file_of_a_saved_model_of_any_size(name, options, tmp_path):
+    """timm's folder declares the size that the architecture was made for, beside that of the model."""
+    model = randomize(timm.create_model(name, num_classes=CLASSES, img_size=(32, 64), patch_size=8, **options))
+    save_for_hf(model, tmp_path / 'saved', safe_serialization=True)
+    found = load_model(
+        f'{tmp_path}/saved@{tmp_path}/saved/model.safetensors', pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}})
+    assert found.ref_grid_size == (4, 8)
+    x = torch.randn(2, 3, 32, 64)
+    torch.testing.assert_close(found(x), model.eval()(x))
+
+
 @pytest.mark.parametrize('dataset', ['torch/image_folder', 'torch/folder'])
 def test_folders_by_the_loader_of_torchvision(dataset, images):
     found, expected = open_dataset(images, dataset), open_dataset(images)

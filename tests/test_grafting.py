@@ -891,6 +891,17 @@ def test_a_convolutional_stem_at_another_size(tmp_path):
         assert torch.equal(loaded.pos_embed, model.pos_embed) == (size == (64, 128))
 
 
+@pytest.mark.parametrize('channels', [1, 4])
+def test_a_saved_graft_with_a_convolutional_stem_of_other_channels(channels, tmp_path):
+    """timm's function for such models makes the stem from `in_chans` before its builder would fill that in."""
+    model = randomised(timm.create_model('vit_tiny_r_s16_p8_224', depth=2, img_size=64, in_chans=channels, **SMALL))
+    grafted = randomised(timm_sape.graft(model, 'sape2_k'))
+    timm_sape.hub.save(grafted, tmp_path / 'saved')
+    loaded = timm_sape.hub.load(tmp_path / 'saved').eval()
+    x = torch.randn(1, channels, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert largest_difference(loaded, grafted, x) < 1e-5
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('name, size', [('vit_tiny_r_s16_p8_224', 126), ('vit_small_r26_s32_224', 90)])
 def test_a_convolutional_stem_that_rounds_up(name, size, tmp_path):

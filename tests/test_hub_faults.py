@@ -272,8 +272,8 @@ def test_other_arguments_at_the_pull(processes):
 
 
 def test_transformers(processes, logits):
-    """TimmWrapper loads what we push, but not what stock timm pushes."""
-    stock = processes.folder / 'stock'
+    """TimmWrapper loads what we push, but not what stock timm pushes. We load what it saves, with a stale checksum."""
+    stock, tuned = processes.folder / 'stock', processes.folder / 'tuned'
     save_for_hf(make(), stock, safe_serialization=True)
     code = f"""
 import json, os
@@ -289,9 +289,15 @@ try:
     refused = ''
 except TypeError as e:
     refused = str(e)
-print(json.dumps([found, list(processor.data_config['input_size']), refused]))
+with torch.no_grad():
+    model.timm_model.head.bias += 1
+    model.save_pretrained({str(tuned)!r})
+    moved = (timm_sape.hub.load({str(tuned)!r}).eval()(x) - torch.tensor(found)).tolist()
+print(json.dumps([found, list(processor.data_config['input_size']), refused, moved]))
 """
-    found, size, refused = json.loads(processes.run(code).splitlines()[-1])
+    found, size, refused, moved = json.loads(processes.run(code).splitlines()[-1])
+    moved = torch.tensor(moved)
+    torch.testing.assert_close(moved, torch.ones_like(moved))
     assert found == logits
     assert size == [3, 48, 80]
     assert 'num_classes' in refused

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import timm_sape
 from timm_sape.analysis import probe, randomize_encodings
-from timm_sape.analysis.probe import _another_shape
+from timm_sape.analysis.probe import ProbeRow, _another_shape
 
 MODELS = [
     name if timm_sape.get_encoding(name).alone else f'sincos2d+{name}' for name in timm_sape.list_encodings()
@@ -195,6 +195,20 @@ def test_what_is_wrong():
         probe(build('nope'), picture()[..., :33])
     with pytest.raises(ValueError, match=r'images must be \[B, C, height, width\], got \[3, 32, 40\]'):
         probe(build('nope'), picture()[0])
+
+
+def test_a_model_that_computes_nan_is_refused():
+    """Its theorems neither hold nor fail."""
+    model = build('ape')
+    model.blocks[0].attn.qkv.weight.data[0] = math.nan
+    with pytest.raises(ValueError, match='logits that are not finite. Has its training diverged'):
+        probe(model, picture())
+
+
+@pytest.mark.parametrize('change, verdicts', [(4e-8, ('pass', 'fail')), (2e-6, ('fail', 'pass'))])
+def test_rounding_is_no_change(change, verdicts):
+    """4e-8 is what timm's float32 does to a trained table that is resampled."""
+    assert tuple(ProbeRow('', '', change, expected).verdict for expected in ('0', 'changes')) == verdicts
 
 
 def test_another_default_device():

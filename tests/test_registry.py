@@ -781,6 +781,19 @@ def test_sape2_that_cannot_learn_says_so():
         warnings.simplefilter('error')
         create_encoding('sape2_q', separate_keys='zero', **host)
         create_encoding('sape2_k', separate_keys='identity', **host)
+        create_encoding('sape2_k', bias_scale='learned', bias_init=0, **host)
+    with pytest.warns(UserWarning, match="'sape2_k' with bias_scale=0 does nothing and never learns"):
+        create_encoding('sape2_k', bias_scale=0, **host)
+
+
+@pytest.mark.parametrize('name', ['sape2_k', 'sape2sq_k'])
+def test_sape2_with_a_gate_and_a_gain_of_0_is_refused(name):
+    """Each of them waits for the other."""
+    host = dict(dim=32, num_heads=4, grid_size=(2, 3), bias_scale='learned')
+    with pytest.raises(ValueError, match='a gate of 0 and a learned gain of 0 would never learn. Leave bias_init out'):
+        create_encoding(f'auto_{name}', init=0, bias_init=0, **host)
+    create_encoding(f'auto_{name}', init=0.5, bias_init=0, **host)
+    create_encoding(f'auto_{name}', init=0, **host)
 
 
 def test_frozen_tables_stay_frozen_on_another_grid():

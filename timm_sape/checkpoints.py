@@ -291,10 +291,11 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     others = misfit(given, expected, ignore=tuple(f'{path}.' for path in of_other_grids))
     if not others and arguments.keys() <= {'img_size', 'num_classes'} and all(
             isinstance(encoding, ReferenceGridEncoding) for encoding, _ in of_other_grids.values()):
+        also = ", and for a graft onto one of timm's NaFlexVits" if model.base_position else ''
         for height, width in {saved for _, saved in of_other_grids.values()}:
             hint += (
-                f' To keep the size of the model, give ref_grid_size=({height}, {width}) instead of img_size (scripts: '
-                f'ref_grid_size={height},{width}).')
+                f' To keep the size of the model{also}, give ref_grid_size=({height}, {width}) instead of img_size '
+                f'(scripts: ref_grid_size={height},{width}).')
     lacks_grid = [k for k in expected if k.endswith(GRID) and k not in given]
     adapt = f'use {PRETRAINED_PATHS}' + (
         ', and give ref_grid_size=(H, W), the grid in patches that it was trained on' if lacks_grid else '')

@@ -22,11 +22,14 @@ class SpiralRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
     Channel pair t < d/4 is rotated by w_t * (y cos a_t + x sin a_t), pair d/4 + t by w_t * (x cos a_t - y sin a_t).
 
     w_t = max_freq * 10000^(-4t/d), and a_t = (floor(t / 2) mod K/2) * pi/K: pairs 2j and 2j + 1 share one of the K/2
-    directions, taken in turn; the other half of the channels is at right angles to them. Frequencies and their order
-    are those of the authors' code. That code turns the table of angles by interpolation, so angles near the edges of
-    the image are cut off; here, as in the paper, a patch is projected onto the direction. It also always rescales
-    positions to the trained grid, which is `resolution='rescale'` here, and needs a head dim that is a multiple of 4 K.
-    With another head dim some directions get more pairs than others: with d=24 and K=4, two get four and two get two.
+    directions, taken in turn; the other half of the channels is at right angles to them. If d is a multiple of 4 K,
+    frequencies and their order are those of the authors' code. With another head dim some directions get more pairs
+    than others: with d=24 and K=4, two get four and two get two. (There the code, which needs a multiple of 2 K, has
+    the directions of its second half in another order.)
+
+    The code turns the table of angles by interpolation, so angles near the edges of the image are cut off; here, as in
+    the paper, a patch is projected onto the direction. It also always rescales positions to the trained grid, which is
+    `resolution='rescale'` here.
 
     Args:
         num_directions: K, an even number of 2 or more, at most d/4 rounded up to an even number. Default: 4,

@@ -69,7 +69,8 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
         bias_scale: Factor of the bias: 'one', 'head_dim' for 1/sqrt(d), 'learned' for one gain per head, or a number.
             By the paper's equations patches with distant codes attend to each other more; by its prose (5.4) less,
             which a negative number does. Default: the preset's.
-        bias_init: Initial value of the learned gain. Default: the preset's scale.
+        bias_init: Initial value of the learned gain, not 0 if there is a gate that starts at 0. Default: the preset's
+            scale.
         npos: Table entries per axis, 2 or more. Default: W + 1 and H + 1 of the trained grid, one per position.
         table_std: Standard deviation of the tables' truncated normal initial values.
         separate_keys: Multiply k by a matrix d x d before it is used for gates and codes, one matrix for each axis,
@@ -128,7 +129,13 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             raise ValueError(f'{name!r}: bias_init must be a number, got {bias_init!r}.')
         if not learned:
             self.bias_scale = preset_scale if bias_scale is None else self._number('bias_scale', bias_scale)
+            if self.bias_scale == 0:
+                warnings.warn(f'{name!r} with bias_scale=0 does nothing and never learns.')
         self.bias_init = preset_scale if bias_init is None else float(bias_init)
+        if learned and self.bias_init == 0 and self.gate is not None and self.gate.init == 0:
+            raise ValueError(
+                f'{name!r}: a gate of 0 and a learned gain of 0 would never learn. Leave bias_init out: with the gate '
+                'the encoding does nothing at the start anyway.')
         self.npos = npos
         self.table_std = table_std
         self.separate_keys = separate_keys

@@ -189,7 +189,7 @@ class _Builder:
             **changed,
     ) -> nn.Module:
         arguments = {**{key: value for key, value in self.arguments.items() if key not in left_out}, **changed}
-        if arguments.get('in_chans') == cfg.input_size[0]:
+        if arguments.get('in_chans') == cfg.input_size[0] == 3:  # with others timm's hybrids need it
             del arguments['in_chans']  # filled in by timm's builder
         is_relpos = is_model_in_modules(self.base, ('vision_transformer_relpos',))
         # What a base is converted to takes these, but its own class does not.

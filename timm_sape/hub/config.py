@@ -123,6 +123,8 @@ def read_config(where: str, file: Path) -> Dict[str, Any]:
     except Exception as e:  # encodings of others check their keywords as they like
         raise ValueError(
             f'{where}: timm-sape {__version__} cannot make its position encoding. ({described(e)})') from e
+    if 'transformers_version' in config:  # it has saved other weights since, and copied the old checksum
+        config.get('timm_sape', {}).pop('sha256', None)
     return config
 
 

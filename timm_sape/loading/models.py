@@ -232,6 +232,9 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
             size = [side * math.isqrt(args['naflex_max_seq_len']) for side in patch_ratio(model, name)]
     if made_for and size:
         kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size
+    if not (made_for or size) and name.startswith('local-dir:'):
+        # timm writes the architecture's own input_size for models that take any size
+        made_for = _read_config(Path(name.removeprefix('local-dir:'))).get('model_args', {}).get('img_size')
     if made_for or size:  # the former decides about a learned table
         cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(made_for or size))
     saved = _config_beside(Path(file))
