@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +31,7 @@ CASES = {
     'naflex rope2d_mixed': {},
 }
 NAFLEX = 'naflex '  # before the encoding: on NaFlexVit, where the two processes get images of different sizes
+MIXED = 'rope2d_mixed', 'string'  # their frequencies are not drawn in place
 TIMEOUT = 180  # seconds for both processes, imports included
 
 
@@ -70,6 +72,14 @@ def fsdp2(model):
     return fully_shard(model, mesh=mesh)
 
 
+def initialized(pos_enc, **kwargs):
+    """A model that is built without memory, wrapped, and initialized in its parts, as FSDP2's users do it."""
+    model = fsdp2(timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, device='meta', **kwargs))
+    model.to_empty(device='cpu')
+    model.init_weights()
+    return {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+
+
 WRAPPERS = {wrap.__name__: wrap for wrap in (ddp, ddp_checkpointed, fsdp2)}
 
 
@@ -89,6 +99,9 @@ def main(folder):
                     for key, p in model.named_parameters()}
                 local = [p.to_local() if hasattr(p, 'to_local') else p for p in model.parameters()]
                 results[pos_enc, name, 'held'] = sum(p.numel() for p in local)
+    for pos_enc in MIXED:
+        torch.manual_seed(dist.get_rank())
+        results[pos_enc, 'initial'] = initialized(pos_enc)
     torch.save(results, Path(folder, f'{dist.get_rank()}.pt'))
     dist.barrier()
     dist.destroy_process_group()
@@ -138,6 +151,47 @@ def test_processes_share_the_work(pos_enc, results):
     total = sum(p.numel() for p in model.parameters())
     assert results[0][pos_enc, 'ddp', 'held'] == total
     assert max(result[pos_enc, 'fsdp2', 'held'] for result in results) < 0.6 * total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('pos_enc', MIXED)
+def test_processes_hold_parts_of_one_initial_value(pos_enc, results):
+    """Although each process drew values of its own."""
+    first, second = (result[pos_enc, 'initial'] for result in results)
+    freqs = f'blocks.0.attn.encodings.{pos_enc}.freqs'
+    assert torch.equal(first[freqs], second[freqs])
+    assert_mixed(first[freqs])
+
+
+def assert_mixed(freqs):
+    """x and y of each pair are cosine and sine of an angle, times a falling frequency."""
+    magnitude = freqs.square().sum(0).sqrt().unflatten(-1, (2, -1))  # [h, 2, d/4]
+    expected = 10 ** -torch.linspace(0, 1, magnitude.shape[-1] + 1)[:-1]
+    torch.testing.assert_close(magnitude, expected.expand_as(magnitude))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_initial_values_in_parts(one_process):
+    """Every encoding, with random values as large as in a model that is built on the CPU."""
+    cases = [(name, {}) for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).alone]
+    cases += [('sape2_k', {'separate_keys': 'identity'}), ('auto_rope2d_mixed', {})]
+    for pos_enc, keywords in cases:
+        kwargs = {'pos_enc_kwargs': {pos_enc: keywords}} if keywords else {}
+        found = initialized(pos_enc, **kwargs)
+        expected = dict(timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs).named_parameters())
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert value.isfinite().all(), (pos_enc, name)
+            if value.numel() >= 64:  # else the draw decides
+                std = expected[name].std(correction=0)
+                torch.testing.assert_close(value.std(correction=0), std, rtol=0.5, atol=1e-6, msg=f'{pos_enc}, {name}')
+    assert_mixed(found[f'blocks.0.attn.encodings.{pos_enc}.freqs'])
 
 
 def encoding_and_grid(pos_enc, **kwargs):

@@ -891,6 +891,13 @@ def test_a_convolutional_stem_at_another_size(tmp_path):
         assert torch.equal(loaded.pos_embed, model.pos_embed) == (size == (64, 128))
 
 
+def test_graft_without_memory():
+    """In the context of torch, too, in which all new tensors are on the meta device."""
+    with torch.device('meta'):
+        grafted = timm_sape.graft('test_vit', 'sape2_k')
+    assert all(p.is_meta and p.requires_grad for p in grafted.parameters())
+
+
 @pytest.mark.parametrize('channels', [1, 4])
 def test_a_saved_graft_with_a_convolutional_stem_of_other_channels(channels, tmp_path):
     """timm's function for such models makes the stem from `in_chans` before its builder would fill that in."""

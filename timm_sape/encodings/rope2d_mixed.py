@@ -11,7 +11,7 @@ import torch.nn as nn
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 
 from ..grid import Grid
-from .base import FrequencyEncoding, RotaryEncoding
+from .base import FrequencyEncoding, RotaryEncoding, fill_with
 from .registry import register_encoding
 
 
@@ -41,8 +41,7 @@ class MixedRotaryEncoding(RotaryEncoding, FrequencyEncoding):
 
     def reset_parameters(self) -> None:
         freqs = init_random_2d_freqs(self.head_dim, 1, self.num_heads, temperature=10.0, device=self.freqs.device)
-        with torch.no_grad():
-            self.freqs.copy_(freqs[:, 0])
+        fill_with(self.freqs, freqs[:, 0])
 
     def angles(self, grid: Grid) -> torch.Tensor:
         freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))

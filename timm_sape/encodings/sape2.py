@@ -23,7 +23,7 @@ import torch.nn as nn
 from .. import ops
 from ..checks import is_integer, is_number
 from ..grid import Grid
-from .base import ReferenceGridEncoding, fill_trunc_normal
+from .base import ReferenceGridEncoding, fill_trunc_normal, fill_with
 from .registry import register_encoding
 
 PRESETS = {
@@ -172,7 +172,8 @@ class SemanticAwareEncoding(ReferenceGridEncoding):
             nn.init.constant_(self.gain, self.bias_init)
         if self.separate_keys is not None:
             for matrix in (self.key_x, self.key_y):
-                nn.init.zeros_(matrix) if self.separate_keys == 'zero' else nn.init.eye_(matrix)
+                identity = torch.eye(self.head_dim, device=matrix.device)
+                fill_with(matrix, 0 * identity if self.separate_keys == 'zero' else identity)
 
     def set_ref_grid_size(self, ref_grid_size: Tuple[int, int]) -> None:
         super().set_ref_grid_size(ref_grid_size)

@@ -124,7 +124,9 @@ def graft(
 
 def _copy_settings(grafted: PosEncModel, model: nn.Module) -> None:
     """Copy from a base to its graft what is not in a state dict: which parameters are trained, modes, patch dropout."""
-    flags = {name: torch.tensor(float(p.requires_grad)).expand(p.shape) for name, p in model.named_parameters()}
+    flags = {
+        name: torch.tensor(float(p.requires_grad), device='cpu').expand(p.shape)
+        for name, p in model.named_parameters()}
     flags = under_our_names(flags, grafted)
     for name, p in grafted.named_parameters():
         p.requires_grad_(bool(flags[name].any()) if name in flags else True)

@@ -46,7 +46,7 @@ from .coordinates import CoordinateEncoding
 from .fixed import FixedEncoding
 from .frequencies import FrequencyEncoding, axial_frequencies
 from .gate import AUTO, Gate
-from .initial_values import fill_trunc_normal
+from .initial_values import fill_trunc_normal, fill_with
 from .layers import Float32LayerNorm, Float32Linear
 from .offset_bias import OffsetBiasEncoding, between_patches, per_head, slopes_for_any_heads
 from .position_encoding import PositionEncoding

@@ -85,7 +85,13 @@ class FixedEncoding(PositionEncoding, ABC):
         # Recompute the table: model.half() would round it, model.double() would not make it more exact, and to_empty()
         # leaves it uninitialized.
         before = self.table
-        super()._apply(fn, *args, **kwargs)
+        try:
+            super()._apply(fn, *args, **kwargs)
+        except NotImplementedError:  # of model.to(device), if the table is still on the meta device; see `table_like`
+            if not before.is_meta:
+                raise
+            self.table = before = self._own_table(torch.empty_like(before, device='cpu'))
+            super()._apply(fn, *args, **kwargs)
         if self.table is not before and not self.table.is_meta:
             self.table = self._own_table(ops.upcast(self.table)[0])
         return self

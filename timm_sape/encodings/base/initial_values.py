@@ -2,7 +2,7 @@
 import torch
 from timm.layers import trunc_normal_
 
-__all__ = ['fill_trunc_normal']
+__all__ = ['fill_trunc_normal', 'fill_with']
 
 
 def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
@@ -16,3 +16,12 @@ def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
     trunc_normal_(wide, std=std, a=-100 * std, b=100 * std)
     with torch.no_grad():
         parameter.copy_(wide)
+
+
+def fill_with(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Initialize with these values. Of FSDP2's parameters, which are DTensors, each process sets its own part."""
+    if hasattr(parameter, 'device_mesh'):
+        from torch.distributed.tensor import distribute_tensor  # some builds of torch have no torch.distributed
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)  # those of the first process
+    with torch.no_grad():
+        parameter.copy_(values)
