@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 import timm_sape  # noqa: F401  registers the models
-from timm_sape.lab.experiment import trained_models
+from timm_sape.lab.experiment import images_in, refuse_other_images, shape_of, trained_models
 from timm_sape.lab.intervals import difference, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.loading import load_model, open_dataset
+from timm_sape.loading import open_dataset
 
-RULES = 'own', 'extrapolate', 'rescale'  # for other sizes
+RULES = 'own', 'timm', 'extrapolate', 'rescale'  # for other sizes
 
 
 def lines_of(rows, at, value):
@@ -34,7 +34,7 @@ def lines_of(rows, at, value):
     values = {}
     for row in rows:
         rule = row.get('rule', 'own')
-        line = row['model'], '' if rule == 'own' else rule
+        line = row['model'], '' if rule in RULES[:2] else rule
         values.setdefault(line, {}).setdefault(row[at], {})[row['seed']] = row[value]
     return values
 
@@ -92,19 +92,22 @@ def main():
         for path in files:
             if path.exists():
                 raise ValueError(f'{path} exists; name a new folder')
-        args.output.mkdir(parents=True, exist_ok=True)
+        refuse_other_images(images_in(['test'], Path(args.data_dir)), args.runs)  # they may be what it was trained on
+        own_size, width, num_classes = shape_of(trained)
+        if own_size != width:
+            raise ValueError(f'the models must be of a square size, not {own_size}x{width}')
         data = open_dataset(args.data_dir, split='test')
-        model = load_model(str(trained[0].checkpoint))
-        own_size, chance = model.patch_embed.img_size[0], 100 / model.num_classes
+        args.output.mkdir(parents=True, exist_ok=True)
+        chance = 100 / num_classes
         sizes = sorted({own_size, *args.sizes})
         options = dict(num_images=args.num_images, batch_size=250)
         measured_on = about(torch.device('cpu'))
         for label, seed, checkpoint in trained:
             about_run = {'model': label, 'seed': seed}  # replaces the path of the checkpoint
-            resolutions += [
-                {**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, rules=RULES, **options)]
             shifts += [{**row, **about_run} for row in shift_sweep(
                 [str(checkpoint)], data, [0, *args.shifts], fill=args.fill, **options)]
+            resolutions += [
+                {**row, **about_run} for row in sweep([str(checkpoint)], data, sizes, rules=RULES, **options)]
             notes = f'{shifts[0]["num_images"]} images; {measured_on}'
             for rows, path in zip((resolutions, shifts), files):
                 write_csv(rows, path, notes)

@@ -49,7 +49,7 @@ from timm_sape.lab.intervals import difference, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.position_data import load_cifar10_splits
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.loading import load_model, preprocessing
+from timm_sape.loading import image_size_of, load_model, patch_size_of, preprocessing
 
 SIDE, PATCH = 32, 4
 DIGIT = 24  # pixels, three times the eight of scikit-learn
@@ -91,7 +91,10 @@ def write_data(source, output, counts, ink, seed):
     rng = np.random.default_rng(seed)
 
     def draw(textures):
-        return np.asarray(textures[int(rng.integers(len(textures)))][0].convert('RGB'), dtype=float)
+        image = textures[int(rng.integers(len(textures)))][0]
+        if image.size != (SIDE, SIDE):
+            raise ValueError(f'--source has an image of {image.width}x{image.height}; all must be {SIDE}x{SIDE}')
+        return np.asarray(image.convert('RGB'), dtype=float)
 
     for (split, textures), images, labels, count in zip(source.items(), parts[:2], parts[2:], counts):
         for index in tqdm(range(count), desc=split, delay=2):
@@ -104,6 +107,10 @@ def write_data(source, output, counts, ink, seed):
                 path = output / folder / str(labels[i]) / f'{index:05}.png'
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(pixels.round().astype(np.uint8)).save(path)
+        if lacking := sorted({str(n) for n in range(10)} - {path.name for path in (output / split).iterdir()}):
+            raise ValueError(
+                f'there is no {lacking[0]} among {count} images of {split}/, so train.py would number its classes in '
+                'another way; raise --images, or change --seed')
 
 
 def read_test(folder, count):
@@ -188,6 +195,8 @@ def shuffled(scores, foreground):
 
 def measure(args):
     images, foreground = read_test(args.data_dir, args.images)
+    if len(images) <= SHUFFLES:
+        raise ValueError(f'masks of {SHUFFLES} other images are needed for each, but there are {len(images)} images')
     trained = [(str(runs), *run) for runs in args.runs for run in trained_models(runs, args.models)]
     counts = [(foreground == side).sum(1).float().mean() for side in (1, 0)]
     notes = (
@@ -203,12 +212,17 @@ def measure(args):
         add(values[:, None], runs='', model='', seed='', state='no model', score=score)
     for runs, label, seed, checkpoint in tqdm(trained, unit='model'):
         model = load_model(str(checkpoint))
+        if (size := image_size_of(model), patch := patch_size_of(model)) != ((SIDE, SIDE), (PATCH, PATCH)):
+            raise ValueError(
+                f'{label} takes {size[0]}x{size[1]} pixels in patches of {patch[0]}x{patch[1]}, the masks are for '
+                f'{SIDE}x{SIDE} in patches of {PATCH}x{PATCH}; choose others by --models')
         config = yaml.safe_load((checkpoint.parent / 'config.yaml').read_text())
         transform = preprocessing(model, crop_pct=1.0)  # the whole image, like the mask
         inputs = torch.stack([transform(image) for image in images])
         random_seed(seed)  # as in train.py
         fresh = timm.create_model(
-            config['model'], num_classes=model.num_classes, **config.get('model_kwargs', {}))
+            config['model'], num_classes=model.num_classes, global_pool=model.global_pool,
+            **config.get('model_kwargs', {}))
         for state, each in (('trained', model), ('untrained', fresh)):
             for score, values in scores_of(each, inputs).items():
                 add(values, runs=runs, model=label, seed=seed, state=state, score=score)

@@ -105,6 +105,7 @@ def main():
         loader, test_loader = make_loader(data, model, True, args), make_loader(test_data, model, False, args)
         optimizer = create_optimizer_v2(model, args.opt, lr=args.lr, weight_decay=0.05)
         for epoch in range(args.epochs):
+            loader.dataset.set_epoch(epoch)  # other batches, of other lengths
             model.train()
             for batch, labels in loader:
                 loss = F.cross_entropy(model(batch), labels)

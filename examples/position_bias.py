@@ -40,6 +40,8 @@ def tensors(dataset, count, seed):
     """Draw a random subset of a data set, as normalized images `[n, 3, 32, 32]` and labels `[n]`."""
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     pairs = [dataset[i] for i in tqdm(order, desc='images', delay=2)]
+    if other := next((image.size for image, _ in pairs if image.size != (32, 32)), None):
+        raise ValueError(f'--data-dir has an image of {other[0]}x{other[1]}; all must be 32x32')
     images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1, torch.tensor([label for _, label in pairs])
 
@@ -96,12 +98,12 @@ def main():
         for pos_enc in args.pos_enc:  # fail before the long computation
             timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **SIZE)
         splits = list(load_cifar10_splits(args.data_dir).values())[:2]
+        train_set, test_set = (CIFAR10Position(split, seed=args.seed + i) for i, split in enumerate(splits))
+        images, labels = tensors(train_set, args.train_images, args.seed)
+        test_images, test_labels = tensors(test_set, args.test_images, args.seed)
         args.output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as e:
         parser.error(str(e))
-    train_set, test_set = (CIFAR10Position(split, seed=args.seed + i) for i, split in enumerate(splits))
-    images, labels = tensors(train_set, args.train_images, args.seed)
-    test_images, test_labels = tensors(test_set, args.test_images, args.seed)
     dependent = [label in train_set.position_labels for label in range(len(train_set.classes))]
 
     results, rows = [], []

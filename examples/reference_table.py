@@ -60,7 +60,7 @@ from timm_sape.lab.machine import about
 from timm_sape.lab.shifts import shift_sweep
 from timm_sape.lab.sweep import sweep
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.loading import load_images, load_model, open_dataset, preprocessing
+from timm_sape.loading import image_size_of, load_images, load_model, open_dataset, preprocessing
 
 ROOT = Path(__file__).parents[1]
 PLAN = ROOT / 'train_configs' / 'cpu_cifar10' / 'reference.yaml'
@@ -79,7 +79,7 @@ def trials_of(run):
     found = {}
     for share in SHARES:
         rate = run.config['lr'] * share
-        epochs = run.config['epochs'] // 2
+        epochs = max(1, run.config['epochs'] // 2)
         # evaluated after the last epoch only
         options = dict(lr=rate, epochs=epochs, val_interval=epochs, val_split='held_out', seed=TRIAL_SEED)
         found[rate] = run._replace(
@@ -126,7 +126,7 @@ def measure(checkpoint, data_dir, device):
     """Measure what the table shows beside accuracy."""
     data, model = open_dataset(data_dir, split='test'), load_model(checkpoint).to(device)
     options = dict(batch_size=250, device=device, progress=False)
-    sizes = [round(scale * model.patch_embed.img_size[0]) for scale in SCALES]
+    sizes = [tuple(round(scale * side) for side in image_size_of(model)) for scale in SCALES]
     rows = sweep([checkpoint], data, sizes, num_images=TESTED, **options)  # a rotation has eight rules
     shifted, = shift_sweep([checkpoint], data, [SHIFT], **options)
     data.transform = preprocessing(model)
@@ -269,7 +269,7 @@ def table(args):
         f'{trained} of {len(planned)} rows{" so far" if trained < len(planned) else ""}. Intervals are corrected for '
         f'{comparisons} comparisons, those of Dunnett for {len(intervals)} with {plan.baseline}. {trained_with(rows)}. '
         f'Step and memory, at 224 px: {costs[0]["notes"]}; empty: not measured there')
-    about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order.'
+    about_columns = f'P-SHAP is Position-SHAP of {EXPLAINED} test images in random order, or of all if there are fewer.'
     text = '\n\n'.join([
         summary_table(rows, plan.baseline), notes_of(rows, plan.baseline), about_columns, markdown(beside), about_rows,
     ]) + '\n'

@@ -56,6 +56,7 @@ from timm_sape.lab.experiment import (
     images_in,
     lock,
     refuse_other_images,
+    shape_of,
     trained_models,
     write_text,
 )
@@ -64,7 +65,8 @@ from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
 from timm_sape.lab.sweep import check_sizes
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.loading import image_size_of, load_images, load_model, open_dataset, preprocessing
+from timm_sape.loading import load_images, load_model, number_classes, open_dataset, preprocessing
+from timm_sape.vit_pos_enc import VisionTransformerPosEnc
 
 BASES = ('APE', 'sincos2d', 'RoPE-2D', 'RoPE-2D mixed')
 AGAINST = 'RoPE-2D'
@@ -75,10 +77,17 @@ BATCH = 32
 SHOWN = 'A difference is shown if both intervals, corrected for all rows of the table, exclude 0.'
 
 
+def open_split(data_dir, split, checkpoint):
+    """The images of a split, with the classes numbered as in the training of a checkpoint."""
+    data = open_dataset(data_dir, split=split)
+    number_classes(data, [str(checkpoint)])
+    return data
+
+
 @lru_cache(maxsize=1)  # the models of a base follow each other
 def train_images(data_dir, checkpoint):
     """All images to train with, `[n, 3, height, width]`, as the model of a checkpoint gets them, and labels, `[n]`."""
-    data = open_dataset(data_dir, split='train')
+    data = open_split(data_dir, 'train', checkpoint)
     data.transform = preprocessing(load_model(str(checkpoint)))
     images, labels = zip(*DataLoader(data, batch_size=500))
     return torch.cat(images), torch.cat(labels)
@@ -111,14 +120,15 @@ def add_encoding(checkpoint, name):
     config = yaml.safe_load((checkpoint.parent / 'config.yaml').read_text())
     start = {} if timm_sape.get_encoding(name).gate_init == 1 else {'init': 0}  # 1: it is zero itself
     kwargs = {
-        **config['model_kwargs'],
+        **config.get('model_kwargs', {}),
         'pos_enc': f'{base.pos_enc}+auto_{name}',
         'pos_enc_kwargs': {**base.pos_enc_kwargs, f'auto_{name}': start},
     }
     overlay = {key: base.pretrained_cfg[key] for key in ('mean', 'std', 'crop_pct', 'interpolation')}
     family = '_'.join(config['model'].split('_')[:2])  # vit_tiny, test_vit, ...
     model = timm.create_model(
-        f'{family}_pos_enc', num_classes=config['num_classes'], pretrained_cfg_overlay=overlay, **kwargs)
+        f'{family}_pos_enc', num_classes=base.num_classes, global_pool=base.global_pool,
+        pretrained_cfg_overlay=overlay, **kwargs)
     missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
     assert not unexpected and all(f'auto_{name}' in key for key in missing), (missing, unexpected)
     return model
@@ -160,17 +170,18 @@ def contributions(model, encoding, images):
     return found
 
 
-def sweep_rules(spec, rules, args, own_size):
+def sweep_rules(spec, checkpoint, rules, args, own_size):
     """Test a model with all rules on held_out/, and with the best one of each size on test/.
 
-    All sizes draw their images in the same order, so that `own_top1` is the accuracy at the own size on the same ones.
+    The checkpoint is the base's, which knows how classes are numbered. All sizes draw their images in the same order,
+    so that `own_top1` is the accuracy at the own size on the same ones.
     """
     rows, right = [], {}
     for size in sorted(set(args.sizes), key=lambda size: (size != own_size, size)):
         tried = list(rules)[:1] if size == own_size else list(rules)  # there no rule changes anything
         fewer = min(1, (2 * own_size / size) ** 2)  # above twice the size, every size takes about as long
         for split, number in (('held_out', args.choose_images), ('test', args.num_images)):
-            data = open_dataset(args.data_dir, split=split)
+            data = open_split(args.data_dir, split, checkpoint)
             data.transform = preprocessing(load_model(spec), (size, size), crop_mode='squash')
             batches = list(load_images(data, 100, max(1, round(number * fewer)), shuffle=True))
             top1 = {}
@@ -196,7 +207,7 @@ def measure(run, name, args, own_size):
     if name == ALONE:
         model = load_model(str(run.checkpoint))
         return {'layers': None, 'rows': sweep_rules(
-            str(run.checkpoint), choices(run.checkpoint, model), args, own_size)}
+            str(run.checkpoint), run.checkpoint, choices(run.checkpoint, model), args, own_size)}
     encoding = None if name == UNCHANGED else name
     images, labels = train_images(args.data_dir, run.checkpoint)
     random_seed(run.seed)
@@ -208,7 +219,8 @@ def measure(run, name, args, own_size):
         timm_sape.hub.save(model, folder)
         return {
             'layers': contributions(model, encoding, images[::-(-len(images) // 100)]) if encoding else None,
-            'rows': sweep_rules(f'local-dir:{folder}', choices(run.checkpoint, model, encoding), args, own_size),
+            'rows': sweep_rules(
+                f'local-dir:{folder}', run.checkpoint, choices(run.checkpoint, model, encoding), args, own_size),
         }
 
 
@@ -221,16 +233,18 @@ def settings_of(args, trained):
         raise ValueError('--epochs, --num-images and --choose-images must be 1 or more.')
     for name in args.encodings:
         timm_sape.get_encoding(f'auto_{name}')  # refuses what has no gate
-    shapes = {}
     for run in trained:
         model = load_model(str(run.checkpoint))
+        if not isinstance(model, VisionTransformerPosEnc):
+            raise ValueError(f'{run.label} is a {type(model).__name__}. The bases must be vit_* models of timm_sape.')
         check_sizes(run.label, [(size, size) for size in args.sizes], model.patch_embed.patch_size)
-        shapes.setdefault((*image_size_of(model), model.num_classes), run)
-    (height, width, classes), run = next(iter(shapes.items()))
-    if len(shapes) > 1 or height != width:
-        raise ValueError(f'The bases must be of one square size and have the same classes, got {list(shapes)}.')
+    height, width, classes = shape_of(trained)
+    if height != width:
+        raise ValueError(f'The bases must be of a square size, not {height}x{width}.')
     if height not in args.sizes:
-        raise ValueError(f'--sizes must contain {height}, the size that {run.label} was trained at.')
+        raise ValueError(f'--sizes must contain {height}, the size that the bases were trained at.')
+    if len(open_dataset(args.data_dir, split='train')) < BATCH:
+        raise ValueError(f'{args.data_dir} needs at least {BATCH} images in train/, one batch.')
     return {
         'images': images, 'own_size': height, 'classes': classes, 'sizes': sorted(set(args.sizes)),
         'num_images': args.num_images, 'choose_images': args.choose_images, 'epochs': args.epochs, 'lr': args.lr}

@@ -25,12 +25,14 @@ import torch
 import torch.nn.functional as F
 
 from timm_sape.cli.files import write_files
-from timm_sape.lab.experiment import check_splits, hash_of, images_in, refuse_other_images, trained_models
+from timm_sape.host import PosEncModel
+from timm_sape.lab.experiment import check_splits, hash_of, images_in, refuse_other_images, shape_of, trained_models
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.loading import image_size_of, load_images, load_model, open_dataset, preprocessing
+from timm_sape.loading import (
+    image_size_of, load_images, load_model, open_dataset, patch_size_of, preprocessing)
 
 SCALES = (1, 2)  # of the trained size
 IMAGES = {'train': 4000, 'held_out': 1000, 'test': 4000}  # at most, at the trained size
@@ -51,7 +53,7 @@ def boxes(count, grid_size, seed):
 
 def composites(model, data_dir, split, scale):
     """Batches of images, `[b, 3, height, width]`, and the classes of their patches, `[b, N]`."""
-    grid_size = model.patch_embed.grid_size
+    grid_size = model.grid_size if isinstance(model, PosEncModel) else model.patch_embed.grid_size
     size = [scale * side for side in image_size_of(model)]
     data = open_dataset(data_dir, split=split)
     data.transform = preprocessing(model, tuple(size), crop_mode='squash')
@@ -133,7 +135,7 @@ def measure(spec, data_dir, only_pixels=False):
         size = tuple(scale * side for side in image_size_of(model))
         batches = {split: composites(model, data_dir, split, scale) for split in IMAGES}
         if only_pixels:
-            readers = {'': lambda images: pixels_of(model.patch_embed.patch_size, images)}
+            readers = {'': lambda images: pixels_of(patch_size_of(model), images)}
         else:
             rules = rules_of(model)
             if scale == 1:
@@ -229,6 +231,7 @@ def main():
     path = Path(f'{args.output}.csv')
     try:
         trained = trained_models(args.runs, args.models)
+        shape_of(trained)  # raises ValueError if they differ
         rows = read_rows(path)
         check_splits(IMAGES, Path(args.data_dir))
         images = images_in(IMAGES, Path(args.data_dir))

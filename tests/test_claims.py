@@ -403,13 +403,16 @@ def test_what_the_reference_table_measures(digits, runs, tmp_path):
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'DIGITS'], 'exists; name a new file'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'TEST', '--output', 'a'], 'has no masks; name a folder'),
     (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--images', '0'], 'be 1 or more'),
+    (['foreground.py', 'measure', 'RUNS', '--data-dir', 'DIGITS', '--output', 'a', '--images', '5'], 'of 5 other'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new', '--images', '0', '9'], '--images must be 1'),
+    (['foreground.py', 'data', '--source', 'SOURCE', '--output', 'new', '--images', '99', '8'], 'among 8 images of'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'new'], 'nowhere has neither cifar-10-batches-py'),
     (['foreground.py', 'data', '--source', 'nowhere', '--output', 'DIGITS'], 'exists; name a new folder'),
 ])
 def test_examples_say_what_is_wrong(command, text, digits, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    script, *args = (str({'RUNS': runs, 'DIGITS': digits, 'TEST': digits / 'test'}.get(word, word)) for word in command)
+    places = {'RUNS': runs, 'DIGITS': digits, 'TEST': digits / 'test', 'SOURCE': digits.parent / 'source'}
+    script, *args = (str(places.get(word, word)) for word in command)
     monkeypatch.setattr(sys, 'argv', [script, *args])
     with pytest.raises(SystemExit, match='2'):
         load(script).main()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch.nn.functional as F
 from PIL import Image
 
 import timm_sape
@@ -54,6 +55,20 @@ def test_a_saved_model_and_a_graft(run, folder):
             ['--model', f'local-dir:{folder / "saved"}', '--pretrained', '--kwargs', '{}'],
             ['--model', 'vit_graft', '--kwargs', json.dumps(graft)]):
         assert len(run('--data-dir', str(folder), '--epochs', '1', '--batch-size', '4', *arguments)) == 1
+
+
+def test_epochs_have_other_batches(run, folder, monkeypatch):
+    seen = []
+
+    def spy(logits, labels):
+        seen.append(labels.tolist())
+        return cross_entropy(logits, labels)
+
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(F, 'cross_entropy', spy)
+    run('--data-dir', str(folder), '--epochs', '4', '--batch-size', '4')
+    epochs = [seen[i:i + len(seen) // 4] for i in range(0, len(seen), len(seen) // 4)]
+    assert len(epochs) == 4 and any(epoch != epochs[0] for epoch in epochs)
 
 
 @pytest.mark.parametrize('options, text', [

@@ -17,7 +17,7 @@ from timm.utils import random_seed
 
 from timm_sape.grid import Grid
 from timm_sape.lab.evaluate import Predictions
-from timm_sape.lab.experiment import lock
+from timm_sape.lab.experiment import lock, shape_of, trained_models
 from timm_sape.lab.intervals import corrected_intervals
 from timm_sape.loading import load_model
 
@@ -141,7 +141,7 @@ def test_it_continues_and_refuses_what_does_not_fit(example, start, runs, data, 
 
     refused('has epochs 1, now it is 2. Use the former, or name another --output', '--epochs', '2')
     refused('has sizes [32, 48], now it is [32, 64]', '--sizes', '32', '64')
-    refused('must contain 32, the size that RoPE-2D was trained at', '--sizes', '48')
+    refused('must contain 32, the size that the bases were trained at', '--sizes', '48')
     refused('Use 40x40 or 48x48', '--sizes', '32', '44')
     refused('it has 1, 2', '--seeds', '9')
     refused('must be 1 or more', '--num-images', '0')
@@ -202,7 +202,7 @@ def test_the_rule_is_chosen_on_held_out_images(example, runs, data, monkeypatch)
     checkpoint = runs / 'RoPE-2D' / 'seed1' / 'last.pth.tar'
     rules = example.choices(checkpoint, load_model(str(checkpoint)))
     args = argparse.Namespace(data_dir=str(data), sizes=[64, 32], choose_images=20, num_images=30)
-    rows = example.sweep_rules(str(checkpoint), rules, args, 32)
+    rows = example.sweep_rules(str(checkpoint), checkpoint, rules, args, 32)
     held_out = {row['rule']: row['top1'] for row in rows if (row['split'], row['size']) == ('held_out', 64)}
     assert list(held_out) == list(rules) and held_out['ntk'] == 100 and held_out['yarn'] == 50
     test = [row for row in rows if row['split'] == 'test']
@@ -222,7 +222,7 @@ def test_larger_images_are_fewer_and_the_first_of_the_same(example, runs, data, 
     checkpoint = runs / 'APE' / 'seed1' / 'last.pth.tar'
     args = argparse.Namespace(data_dir=str(data), sizes=[32, 64, 128], choose_images=20, num_images=24)
     rows = example.sweep_rules(
-        str(checkpoint), example.choices(checkpoint, load_model(str(checkpoint))), args, 32)
+        str(checkpoint), checkpoint, example.choices(checkpoint, load_model(str(checkpoint))), args, 32)
     test = {row['size']: row for row in rows if row['split'] == 'test'}
     assert {size: row['num_images'] for size, row in test.items()} == {32: 24, 64: 24, 128: 6}
     assert seen[128, 6].equal(seen[32, 24][:6])
@@ -239,6 +239,49 @@ def test_an_encoding_is_added_to_a_base_without_changing_it(name, example, runs)
     assert set(model.pos_enc.split('+')) == {'rope2d', f'auto_{name}'}
     # it is shown the same images
     assert tuple(model.pretrained_cfg['mean']) == tuple(base.pretrained_cfg['mean']) == (0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize('pooling', [{'fc_norm': True}, {'fc_norm': False}, {'class_token': False}], ids=str)
+def test_a_graft_reads_the_class_as_its_base(pooling, example, runs):
+    checkpoint = runs / 'RoPE-2D' / 'seed1' / 'last.pth.tar'
+    kwargs = {**KWARGS, **pooling}
+    model = timm.create_model('vit_tiny_rope2d', num_classes=2, global_pool='avg', **kwargs)
+    config = {'model': 'vit_tiny_rope2d', 'num_classes': 2, 'gp': 'avg', 'model_kwargs': kwargs}
+    (checkpoint.parent / 'config.yaml').write_text(yaml.safe_dump(config))
+    torch.save({
+        'arch': 'vit_tiny_rope2d', 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}, checkpoint)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = load_model(str(checkpoint))(images)
+        torch.testing.assert_close(
+            example.add_encoding(checkpoint, 'rpb').eval()(images), expected, rtol=0, atol=1e-5)
+
+
+def test_classes_are_numbered_as_in_the_training(example, data, runs):
+    checkpoint = runs / 'APE' / 'seed1' / 'last.pth.tar'
+    names = data / 'names.txt'
+    for order in (['bright', 'dark'], ['dark', 'bright']):
+        names.write_text('\n'.join(order))
+        state = torch.load(checkpoint, weights_only=False)
+        state['args'].class_map = str(names)
+        torch.save(state, checkpoint)
+        found = example.open_split(str(data), 'test', checkpoint)
+        assert {found.files[i][1]: found[i][1] for i in range(len(found))} == {
+            name: label for label, name in enumerate(order)}
+
+
+def test_models_of_two_sizes_are_refused(runs):
+    """Where a comparison takes the size or the chance level of the first for that of all."""
+    trained = trained_models(runs)
+    assert shape_of(trained) == (32, 32, 2)
+    checkpoint = runs / 'APE' / 'seed1' / 'last.pth.tar'
+    kwargs = {**KWARGS, 'img_size': (16, 64)}
+    model = timm.create_model('vit_tiny_ape', num_classes=2, **kwargs)
+    torch.save({
+        'arch': 'vit_tiny_ape', 'state_dict': model.state_dict(),
+        'args': argparse.Namespace(num_classes=2, model_kwargs=kwargs)}, checkpoint)
+    with pytest.raises(ValueError, match='APE 16x64, 2 classes, RoPE-2D 32x32, 2 classes; choose among them'):
+        shape_of(trained)
 
 
 def test_each_part_has_its_rule(example, runs):

@@ -14,12 +14,12 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 from timm.utils import load_checkpoint_metadata
 
-from ...loading import load_model
+from ...loading import image_size_of, load_model
 from .plan import Run
 
 __all__ = [
     'ENDED', 'Record', 'Trained', 'alone', 'hash_of', 'last_checkpoint', 'loading_share', 'lock', 'lock_path',
-    'not_finite', 'read_summary', 'trained_models', 'write_summary', 'write_text',
+    'not_finite', 'read_summary', 'shape_of', 'trained_models', 'write_summary', 'write_text',
 ]
 
 ENDED = ('finished', 'crashed', 'diverged')
@@ -234,6 +234,22 @@ def trained_models(output: Path, labels: Optional[Sequence[str]] = None) -> List
         if label not in there:
             raise ValueError(f'{output} has no finished run of {label!r}; it has {", ".join(there)}')
     return sorted((run for run in found if run.label in order), key=lambda run: (order.index(run.label), run.seed))
+
+
+def shape_of(trained: Sequence[Trained]) -> Tuple[int, int, int]:
+    """Height and width of the images of trained models, in pixels, and the number of their classes.
+
+    Raises:
+        ValueError: If the models differ in that.
+    """
+    shapes: Dict[Tuple[int, int, int], Trained] = {}
+    for run in trained:
+        model = load_model(str(run.checkpoint))
+        shapes.setdefault((*image_size_of(model), model.num_classes), run)
+    if len(shapes) > 1:
+        found = ', '.join(f'{run.label} {h}x{w}, {classes} classes' for (h, w, classes), run in shapes.items())
+        raise ValueError(f'the models must have one image size and number of classes: {found}; choose among them')
+    return next(iter(shapes))
 
 
 def hash_of(checkpoint: Path) -> str:
