@@ -289,7 +289,7 @@ def refuse_other_images(images: Dict[str, str], output: Path) -> None:
                 if images.get(split, old) != old:
                     raise ValueError(
                         f'{run} was trained on other images: {split!r} had {old}, and has {images[split]} in '
-                        '--data-dir now; name the folder used then, or another --output')
+                        '--data-dir now; name the folder used then, or another folder for the runs')
 
 
 def work(
