@@ -120,7 +120,8 @@ def sape2_attention(
             same, compiled for the CPU at the first call), 'triton' (NVIDIA GPUs), or None: what `TIMM_SAPE_BACKEND`
             says, else the fastest that can be used. Only the reference supports masks, causality, dropout, q, k and v
             of different dtypes, torch.func and forward mode. Second derivatives are computed by the reference,
-            whatever the backend; torch 2.11 has none. Exported graphs always contain the reference.
+            whatever the backend; torch 2.11 has none, nor has the reference on a CPU if only v needs a gradient.
+            Exported graphs always contain the reference.
 
     Returns:
         `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever

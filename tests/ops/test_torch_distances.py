@@ -7,6 +7,7 @@ from operators import make_inputs, make_near_codes, run
 from timm_sape.functional import sape2_attention
 from timm_sape.ops import reference, torch_distances
 from timm_sape.ops.chunks import chunks
+from timm_sape.ops.distances import distance_attention
 
 ALL = slice(None), slice(None)
 
@@ -56,6 +57,25 @@ def test_gradient_of_distances_by_products(offset):
     direction = torch.where(distance > 0, difference / distance, 0.0)
     exact = ((weights + weights.mT).double().unsqueeze(-1) * direction).sum(dim=-2)
     assert_near(found, exact, 1e-6)
+
+
+@pytest.mark.parametrize('distance', [1e-6, 1e-9])
+def test_gradient_of_many_small_distances_in_float64(distance):
+    """There is no wider dtype for their sums, so each is computed from a difference."""
+    codes = make_near_codes(30, distance).double()
+    codes[1, :30] = codes[1, :1] + distance * torch.randn(30, 6, generator=torch.Generator().manual_seed(1)).double()
+    q, k, v, *_ = make_inputs((5, 8), 0, heads=2)
+    inputs = [q, k, v, codes[None], codes[None].flip(-1), torch.tensor([0.7, -0.4], dtype=torch.float64)]
+
+    def gradients(attention):
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        weights = torch.randn(v.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        return torch.autograd.grad((attention(leaves) * weights).sum(), leaves)
+
+    found = gradients(lambda leaves: torch_distances.torch_distance_attention(*leaves, 0.3))
+    expected = gradients(lambda leaves: distance_attention(0.3, *leaves))
+    for a, b in zip(found, expected):
+        assert_near(a, b, 1e-12)
 
 
 def test_nan_stays_off_prefix_tokens():

@@ -7,8 +7,9 @@ are computed from products in float64.
 
 The backward pass computes the blocks again. With G the gradient of a distance D and R = G / D, the gradient of the
 codes is rowsum(R + R^T) w - (R + R^T) w. Where a distance is small, R is large and the two terms nearly cancel. Such
-pairs are taken out and summed as r * (w_i - w_j). If there are many, everything is computed in float64 instead. Other
-devices than the CPU do not count the pairs, and treat them as many.
+pairs are taken out and summed as r * (w_i - w_j). If there are many, everything is computed in float64 instead, unless
+the codes are float64 already. Other devices than the CPU do not count the pairs, and treat them as many; there the
+gradients of float64 codes that are nearly equal lose digits.
 
 The gain's gradient is the sum of G D, whose terms have both signs. G carries the rounding error of the logits. With a
 head dim of 256 logits reach hundreds, and in float32 that gradient can be off by 1e-3 where it is 1. Like the
@@ -107,7 +108,7 @@ def _squares(codes: _Codes, rows: slice, num_prefix_tokens: int, squares: torch.
         _, num_rows, num_tokens = squares.shape
         small = squares.view(-1, num_tokens).index_select(0, lines) <= limit[lines].unsqueeze(-1)
         line, column = small.nonzero().unbind(-1)
-        if len(line) * w.shape[-1] > squares.numel():
+        if len(line) * w.shape[-1] > squares.numel() and w.dtype != torch.float64:
             _precise_squares(codes, rows, num_prefix_tokens, squares)
             return 'many'
         row = lines[line]
