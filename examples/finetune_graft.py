@@ -43,11 +43,11 @@ def draw(dataset, classes, count=None, seed=0):
         raise ValueError(
             f'there are only {len(found)} images of classes {classes[0]} to {classes[-1]}; lower --images or '
             '--base-images')
-    width, height = dataset[found[0]][0].size
-    if (width, height) != (32, 32):
-        raise ValueError(f'--data-dir has an image of {width}x{height}; all must be 32x32')
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count].tolist()
-    return [found[i] for i in order]
+    drawn = [found[i] for i in order]
+    if other := next((size for i in drawn if (size := dataset[i][0].size) != (32, 32)), None):
+        raise ValueError(f'--data-dir has an image of {other[0]}x{other[1]}; all must be 32x32')
+    return drawn
 
 
 def tensors(dataset, classes, index):

@@ -198,6 +198,13 @@ def measure(args):
     if len(images) <= SHUFFLES:
         raise ValueError(f'masks of {SHUFFLES} other images are needed for each, but there are {len(images)} images')
     trained = [(str(runs), *run) for runs in args.runs for run in trained_models(runs, args.models)]
+    for _, label, _, checkpoint in trained:
+        model = load_model(str(checkpoint))
+        size, patch = image_size_of(model), patch_size_of(model)
+        if (size, patch) != ((SIDE, SIDE), (PATCH, PATCH)):
+            raise ValueError(
+                f'{label} takes {size[0]}x{size[1]} pixels in patches of {patch[0]}x{patch[1]}, the masks are for '
+                f'{SIDE}x{SIDE} in patches of {PATCH}x{PATCH}; choose others by --models')
     counts = [(foreground == side).sum(1).float().mean() for side in (1, 0)]
     notes = (
         f'{len(images)} images, of {foreground.shape[1]} patches {counts[0]:.1f} foreground and {counts[1]:.1f} '
@@ -212,10 +219,6 @@ def measure(args):
         add(values[:, None], runs='', model='', seed='', state='no model', score=score)
     for runs, label, seed, checkpoint in tqdm(trained, unit='model'):
         model = load_model(str(checkpoint))
-        if (size := image_size_of(model), patch := patch_size_of(model)) != ((SIDE, SIDE), (PATCH, PATCH)):
-            raise ValueError(
-                f'{label} takes {size[0]}x{size[1]} pixels in patches of {patch[0]}x{patch[1]}, the masks are for '
-                f'{SIDE}x{SIDE} in patches of {PATCH}x{PATCH}; choose others by --models')
         config = yaml.safe_load((checkpoint.parent / 'config.yaml').read_text())
         transform = preprocessing(model, crop_pct=1.0)  # the whole image, like the mask
         inputs = torch.stack([transform(image) for image in images])

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from timm_sape.cli.files import write_files
-from timm_sape.host import PosEncModel
 from timm_sape.lab.experiment import check_splits, hash_of, images_in, refuse_other_images, shape_of, trained_models
 from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
@@ -53,7 +52,7 @@ def boxes(count, grid_size, seed):
 
 def composites(model, data_dir, split, scale):
     """Batches of images, `[b, 3, height, width]`, and the classes of their patches, `[b, N]`."""
-    grid_size = model.grid_size if isinstance(model, PosEncModel) else model.patch_embed.grid_size
+    grid_size = [side // of_patch for side, of_patch in zip(image_size_of(model), patch_size_of(model))]
     size = [scale * side for side in image_size_of(model)]
     data = open_dataset(data_dir, split=split)
     data.transform = preprocessing(model, tuple(size), crop_mode='squash')

@@ -1027,15 +1027,34 @@ def test_checkpoint_of_a_saved_model(folders, tmp_path):
 
 @pytest.mark.parametrize('name, options', [
     ('test_vit_rope2d', {'dynamic_img_size': True}), ('test_naflexvit_rope2d', {})])
-def test_bare_file_of_a_saved_model_of_any_size(name, options, tmp_path):
-    """timm's folder declares the size that the architecture was made for, beside that of the model."""
+def test_file_of_a_saved_model_of_any_size(name, options, tmp_path):
+    """timm's folder declares the size that the architecture was made for, beside that of the model.
+
+    train.py trains at the former.
+    """
     model = randomize(timm.create_model(name, num_classes=CLASSES, img_size=(32, 64), patch_size=8, **options))
     save_for_hf(model, tmp_path / 'saved', safe_serialization=True)
     found = load_model(
         f'{tmp_path}/saved@{tmp_path}/saved/model.safetensors', pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}})
     assert found.ref_grid_size == (4, 8)
+    assert tuple(found.pretrained_cfg['input_size']) == (3, 32, 64)
     x = torch.randn(2, 3, 32, 64)
     torch.testing.assert_close(found(x), model.eval()(x))
+    path = checkpoint(tmp_path / 'last.pth.tar', f'local-dir:{tmp_path}/saved', model, img_size=None, input_size=None)
+    declared = timm.get_pretrained_cfg(name).input_size
+    assert tuple(load_model(path).pretrained_cfg['input_size']) == declared != (3, 32, 64)
+
+
+def test_bare_file_of_a_saved_model_of_one_channel(tmp_path):
+    model = randomize(timm.create_model(
+        'test_vit_ape', num_classes=CLASSES, img_size=(32, 64), patch_size=8, in_chans=1))
+    timm_sape.hub.save(model, tmp_path / 'saved')
+    file = f'{tmp_path}/saved@{tmp_path}/saved/model.safetensors'
+    found = load_model(file)
+    assert tuple(found.pretrained_cfg['input_size']) == (1, 32, 64)
+    x = torch.randn(2, 1, 32, 64)
+    torch.testing.assert_close(found(x), model.eval()(x))
+    torch.testing.assert_close(load_model(file, in_chans=3)(x.expand(-1, 3, -1, -1)), model(x))
 
 
 @pytest.mark.parametrize('dataset', ['torch/image_folder', 'torch/folder'])

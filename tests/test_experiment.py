@@ -1368,7 +1368,8 @@ def test_other_images_than_it_was_begun_with(lab, change, capsys):
     capsys.readouterr()
     assert lab('--models', 'B', '--seeds', 2) == 2
     err = capsys.readouterr().err
-    assert 'seed1 was trained on other images' in err and 'name the folder used then, or another folder for the runs' in err
+    assert 'seed1 was trained on other images' in err
+    assert 'name the folder used then, or another folder for the runs' in err
     for path, content in before.items():
         assert path.suffix in ('.csv', '.md', '.png') or path.read_bytes() == content
 

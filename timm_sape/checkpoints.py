@@ -291,7 +291,7 @@ def refuse_misfit(model: nn.Module, state_dict: Mapping[str, Any], strict: bool)
     others = misfit(given, expected, ignore=tuple(f'{path}.' for path in of_other_grids))
     if not others and arguments.keys() <= {'img_size', 'num_classes'} and all(
             isinstance(encoding, ReferenceGridEncoding) for encoding, _ in of_other_grids.values()):
-        also = ", and for a graft onto one of timm's NaFlexVits" if model.base_position else ''
+        also = ", and in any case if the base is one of timm's NaFlexVits" if model.base_position else ''
         for height, width in {saved for _, saved in of_other_grids.values()}:
             hint += (
                 f' To keep the size of the model{also}, give ref_grid_size=({height}, {width}) instead of img_size '

@@ -26,7 +26,7 @@ class GoldenRotaryEncoding(FixedRotaryEncoding):
     equal ratios: w_t = min_freq * (max_freq / min_freq)^((t - z) / (d/2 - z - 1)). Pair t consists of the channels t
     and t + d/2. Positions are relative to the image: x goes from -sqrt(W/H) to sqrt(W/H) in W steps, y from -sqrt(H/W)
     to sqrt(H/W) in H steps. There is a post with code, no paper. An axis of one patch is at 0 here; the code has it
-    at its lower edge.
+    at the lower end of its range.
 
     Args:
         min_freq: Smallest frequency, in radians for half the side of a square image. More than 0.

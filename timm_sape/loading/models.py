@@ -232,9 +232,10 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
             size = [side * math.isqrt(args['naflex_max_seq_len']) for side in patch_ratio(model, name)]
     if made_for and size:
         kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size
-    if not (made_for or size) and name.startswith('local-dir:'):
-        # timm writes the architecture's own input_size for models that take any size
+    if not args and name.startswith('local-dir:'):  # a bare file; train.py trains at the input_size of the folder
+        # which for models that take any size is that of the architecture, as timm writes it
         made_for = _read_config(Path(name.removeprefix('local-dir:'))).get('model_args', {}).get('img_size')
+        channels = (_pretrained_cfg(name).get('input_size') or (3,))[0]
     if made_for or size:  # the former decides about a learned table
         cfg['input_size'] = (args.get('in_chans') or channels, *to_2tuple(made_for or size))
     saved = _config_beside(Path(file))
