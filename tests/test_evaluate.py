@@ -1103,6 +1103,22 @@ def test_checkpoint_of_a_model_for_any_size(name, kwargs, args, tmp_path):
     torch.testing.assert_close(found(x), model(x))
 
 
+@pytest.mark.parametrize('first, own', [(True, None), (False, False), (True, False)])
+def test_checkpoint_knows_the_layout_of_patches(first, own, tmp_path):
+    """Weights are for patches as train.py's loader made them, whatever the model says of itself."""
+    kwargs = {'img_size': 32, 'patch_size': PATCH, **({} if own is None else {'patchify_channels_last': own})}
+    model = randomize(timm.create_model('test_naflexvit_rope2d', num_classes=CLASSES, **kwargs)).eval()
+    path = checkpoint(
+        tmp_path / 'last.pth.tar', 'test_naflexvit_rope2d', model, kwargs, naflex_loader=True, naflex_max_seq_len=16,
+        naflex_patchify_channels_first=first)
+    x = torch.randn(2, 3, 32, 32)
+    patches = x.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH))  # [B, C, H, ph, W, pw]
+    patches = patches.permute(*((0, 2, 4, 1, 3, 5) if first else (0, 2, 4, 3, 5, 1))).flatten(3).flatten(1, 2)
+    n = 32 // PATCH
+    coord = torch.cartesian_prod(torch.arange(n), torch.arange(n)).expand(2, -1, -1)
+    torch.testing.assert_close(load_model(path)(x), model(patches, coord))
+
+
 @pytest.mark.parametrize('suffix', ['safetensors', 'pth'])
 def test_a_file_without_a_classifier(suffix, tmp_path):
     model = timm.create_model('test_vit_rope2d', num_classes=0)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import timm
 import torch
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, RuntimeException
 from PIL import Image
@@ -90,6 +91,16 @@ def test_deprecated_exporter(pos_enc, tmp_path):
     check_export(
         model, tmp_path / 'model.onnx', images((3, 5)), images((3, 5), 1), *other, dynamo=False,
         dynamic_size=dynamic_size)
+
+
+@pytest.mark.filterwarnings(*DEPRECATED)
+@pytest.mark.parametrize('pos_enc', rarely(['ape', 'rope2d', 'sape2_k', 'rpb'], ['rope2d']))
+def test_deprecated_exporter_on_naflexvit(pos_enc, tmp_path):
+    """It passes all arguments of `forward` by place."""
+    model = timm.create_model('test_naflexvit_pos_enc', pos_enc=pos_enc, img_size=32, patch_size=8, depth=1).eval()
+    x = torch.randn(2, 3, 32, 32)
+    onnx_export(model, str(tmp_path / 'model.onnx'), x, use_dynamo=False)
+    check_parity(tmp_path / 'model.onnx', model, x)
 
 
 @pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, ['sape2_k']))

@@ -409,7 +409,6 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
             patch_coord: Optional[torch.Tensor] = None,
             patch_valid: Optional[torch.Tensor] = None,
             attn_mask: Optional[torch.Tensor] = None,
-            *,
             grid_size: Optional[torch.Tensor] = None,
             keep_indices: Optional[torch.Tensor] = None,
             object_index: Optional[torch.Tensor] = None,

@@ -230,6 +230,9 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
         if args.get('naflex_loader'):
             cfg['crop_pct'] = 1.0  # its loader shows whole images
             size = [side * math.isqrt(args['naflex_max_seq_len']) for side in patch_ratio(model, name)]
+            last = not args.get('naflex_patchify_channels_first')
+            if model.embeds.channels_last != last:  # the weights are for patches as they were shown
+                kwargs['patchify_channels_last'] = last
     if made_for and size:
         kwargs['img_size'] = to_2tuple(size)  # if they differ, it takes images of any size
     if not args and name.startswith('local-dir:'):  # a bare file; train.py trains at the input_size of the folder
