@@ -110,13 +110,16 @@ def main():
     parser.add_argument('--output', type=Path, default=Path('finetune_graft.csv'))
     parser.add_argument('--graft', nargs='+', default=['sape2_k', 'rope2d'], help='encodings to graft, each by itself')
     parser.add_argument('--seeds', type=int, default=3, help='bases, each fine-tuned unchanged and with each graft')
+    parser.add_argument('--first-seed', type=int, default=0, help='for runs that confirm earlier ones (default: 0)')
     parser.add_argument('--base-images', type=int, default=15000, help='number of images to train a base on')
     parser.add_argument('--base-epochs', type=int, default=15, help='epochs of each base')
     parser.add_argument('--images', type=int, default=1000, help='number of images to fine-tune on')
     parser.add_argument('--epochs', type=int, default=20, help='epochs of fine-tuning')
     args = parser.parse_args()
-    if args.seeds < 2 or min(args.base_epochs, args.epochs) < 1 or min(args.base_images, args.images) < BATCH:
-        parser.error(f'--seeds must be at least 2, the epochs 1 and the images {BATCH}')
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    least = args.seeds - 1, args.first_seed + 1, args.base_epochs, args.epochs
+    if min(least) < 1 or min(args.base_images, args.images) < BATCH:
+        parser.error(f'--seeds must be at least 2, --first-seed 0, the epochs 1 and the images {BATCH}')
     try:
         if args.output.exists():
             raise ValueError(f'{args.output} exists; name a new file by --output')
@@ -126,7 +129,7 @@ def main():
         drawn = [(
             draw(train_set, BASE_CLASSES, args.base_images, seed),
             draw(train_set, CLASSES, args.images, seed),
-        ) for seed in range(args.seeds)]
+        ) for seed in seeds]
         base_test, (test_images, test_labels) = (
             tensors(test_set, classes, draw(test_set, classes)) for classes in (BASE_CLASSES, CLASSES))
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,7 @@ def main():
     notes = f'{args.base_images} images and {args.base_epochs} epochs for the base'
     notes = f'{notes}, {args.images} and {args.epochs} for each; {about(torch.device("cpu"))}'
     rows, own, largest, moved = [], [], 0, dict.fromkeys(args.graft, 0)
-    for seed, (base_index, index) in enumerate(drawn):
+    for seed, (base_index, index) in zip(seeds, drawn):
         random_seed(seed)
         base = timm.create_model('test_vit', **SIZE)
         base_data = tensors(train_set, BASE_CLASSES, base_index)

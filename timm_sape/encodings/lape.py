@@ -1,9 +1,10 @@
 """LaPE (Yu et al., 'LaPE: Layer-adaptive Position Embedding for Vision Transformers with Independent Layer
 Normalization', ICCV 2023).
 
-A learned table like that of 'ape', but passed from layer to layer separately from the tokens, with another LayerNorm in
-each. Only the resampling of its table is 2-D. Costs one LayerNorm of the table per layer, whatever the batch size, and
-one addition per token entry and layer.
+A learned table like that of 'ape', but it is passed from layer to layer beside the tokens: each layer applies a
+LayerNorm of its own to what the layer before used, and adds the result to the input of its attention. Only the
+resampling of the table is 2-D. Costs one LayerNorm of the table per layer, whatever the batch size, and one addition
+per token entry and layer.
 """
 from typing import Tuple
 

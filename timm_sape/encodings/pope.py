@@ -30,9 +30,10 @@ class PolarEncoding(FixedEncoding, FrequencyEncoding):
     lucidrains' code keeps phases between -2 pi and 0. Here they are free: that range holds every angle, and a phase
     that reached a limit would stop learning.
 
-    The paper is about sequences without a class token. Lengths are positive, so at the start, of patches that look the
-    same the nearest has the largest logit. A class token in a corner would look at that corner. Here prefix tokens are
-    in the centre of the grid, so at the start they look there most. Their keys have no phases. Both are our choices.
+    The paper is about sequences without a class token. All lengths are positive. So at the start, if patches
+    look the same, the nearest one has the largest logit. A class token in a corner would look at that corner. Here
+    prefix tokens are in the centre of the grid, so at the start they look there most. Their keys have no phases. Both
+    are our choices.
 
     A gate multiplies angles and phases, and what softplus changes: at 0 the product is q.k. No parameter gets weight
     decay. Computed in at least float32.

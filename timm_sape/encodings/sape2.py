@@ -1,8 +1,8 @@
 """SaPE2 (Chen et al., 'A 2D Semantic-Aware Position Encoding for Vision Transformers', 2025).
 
-Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. The sum of
-the gates from column m to the end of the row is the position that i gives to column m: it counts patches that matter to
-i, not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i, one for
+Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. For each
+column m, it adds up its gates from column m to the end of the row. This sum is the position of column m as patch i sees
+it: it counts patches that matter to i, not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i, one for
 each column, are the code of i along x. The code along y comes from the column of i in the same way. Two patches get a
 bias in attention: the distance between their codes along x plus that along y.
 

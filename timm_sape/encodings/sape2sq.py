@@ -1,6 +1,6 @@
 """SaPE2 with squared distances, so that any attention kernel can compute it. Our extension, not in the paper.
 
-The codes are SaPE2's (see `sape2`). Their squared distance is |c_i|^2 + |c_n|^2 - 2 c_i.c_n, which is a product of
+The codes are SaPE2's (see `sape2_k`). Their squared distance is |c_i|^2 + |c_n|^2 - 2 c_i.c_n, which is a product of
 vectors, so the bias takes W + H + 2 further channels of q and k. No N x N tensor is made and attention stays fused. It
 has the 2-D form and the blind spots of SaPE2, so combine it with another encoding, such as `ape`. Squaring gives less
 weight to small distances and more to large ones.

@@ -55,7 +55,8 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
             those with many are not, and logits are scaled up.
         ramp: For 'yarn', two numbers of turns, at least 0, the first below the second: pairs with fewer turns than the
             first number are rescaled, with more than the second are not. YaRN's are for long texts: on 14 x 14 patches
-            no pair of 'rope2d' turns more than 2.3 times, so 'yarn' is nearly 'rescale' with larger logits.
+            no pair of 'rope2d' turns more than 2.3 times, so there 'yarn' is nearly 'rescale' with larger logits
+            (but pairs of 'rope1d' turn up to 31 times).
 
     Raises:
         ValueError: If `resolution` is none of these, or `ramp` is not two such numbers.
