@@ -181,7 +181,8 @@ def choosing():
          '`rope2d` or `rope2d_mixed`, with a [rule](resolutions.md#rules) chosen on held-out images '
          '(`timm-sape adapt`)',
          'they keep more of their accuracy than `ape`'],
-        ['start from a pretrained backbone', "the backbone's own encoding", 'no gain of a graft is shown'],
+        ['start from a pretrained backbone', "the backbone's own encoding",
+         'a graft of `rope2d` gained little, as the best of three; of `sape2_k` and `rpb` no gain is shown'],
         ['segment by maps of features', '`ape`', '`rope2d` and `rope2d_mixed` are behind it'],
         ['study SaPE2', '`ape+sape2_k`, at half the learning rate of `ape`',
          'at the same rate it is behind `ape`. It is not shown to improve `ape` at either'],

@@ -2,9 +2,9 @@
 
 Each patch i compares its query with the keys of its row and gets a gate between 0 and 1 for each of them. For each
 column m, it adds up its gates from column m to the end of the row. This sum is the position of column m as patch i sees
-it: it counts patches that matter to i, not all patches. Positions are looked up in a learned table, and their products with the key (or query) of i, one for
-each column, are the code of i along x. The code along y comes from the column of i in the same way. Two patches get a
-bias in attention: the distance between their codes along x plus that along y.
+it: it counts patches that matter to i, not all patches. Positions are looked up in a learned table, and their products
+with the key (or query) of i, one for each column, are the code of i along x. The code along y comes from the column of
+i in the same way. Two patches get a bias in attention: the distance between their codes along x plus that along y.
 
 The paper's equations and the code in its Appendix D differ in two scales; `preset` chooses between them. A public
 repository that appears to be the authors' swaps K and Q: `help(timm_sape.get_encoding('sape2_k'))` has a table.
