@@ -453,7 +453,7 @@ def claims():
         ('without a class token, it is as far behind APE: {}',
          pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
         ('SaPE2(Q)+APE is ahead, five seeds, half the rate: {}; both intervals', rows['q.e+APE'], rows['APE'], 2, True),
-        ('If neither model has LayerScale, its lead is {}. That is not shown: the interval that is not paired includes 0.',
+        ('If neither model has LayerScale, its lead is {}. That is not shown: the interval that is not paired includes',
          rows['q.e+APE'], rows[f'APE{equal}'], 2, False),
         ('Q is ahead of K by {}, but the other interval includes 0.', rows['q.e+APE'], rows['k.e+APE'], 2, False),
         ('it changes RoPE-2D mixed by {}.', rows[mixed], rows[mixed + equal], 2, True),
