@@ -75,7 +75,9 @@ def blocks_alone(make):
     model, x = make(), make.images()
     tokens, position = model.embed(x)
     acts = position.rotation is not None or position.bias is not None or position.layer_terms is not None
-    acts |= any(len(block.attn.encodings) for block in model.blocks)
+    acts |= any(
+        encoding.acts_on() or encoding.scales_logits for block in model.blocks
+        for encoding in block.attn.encodings.values())
     mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
     if acts:
         for wrong in (

@@ -97,7 +97,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
         check_no_embed_class, F, 'pad', lambda x, widths: pad(x, (0, 0, *widths[:1:-1]))),
     'kept patches in raster order': (KEPT, Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens)),
     'first patches instead of kept ones': (
-        KEPT, Grid, 'keep_rows', lambda self, table: table[:, :, :8].expand(3, -1, -1, -1)),
+        KEPT, Grid, 'keep_tokens', lambda self, table: table[:, :1 + 8].expand(3, -1, -1)),
     'resampled without antialias': (
         COARSER, F, 'interpolate', lambda *args, **kwargs: interpolate(*args, **{**kwargs, 'antialias': False})),
     'linear': (COARSER, F, 'interpolate', lambda *args, **kwargs: interpolate(*args, **{**kwargs, 'mode': 'bilinear'})),

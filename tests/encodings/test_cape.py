@@ -234,7 +234,7 @@ AUGMENTED_MUTANTS = {  # what is checked, owner, attribute, replacement
     'scaled before it is shifted': (TRAINED, Cape, '_augmented', scales_first),
     'steps of one axis for both': (TRAINED, Cape, '_positions', steps_of_one_axis),
     'kept patches in raster order': (
-        functools.partial(check_augmentation, (3, 5), 1, 8), Grid, 'keep_rows', in_raster_order(Grid.keep_rows)),
+        functools.partial(check_augmentation, (3, 5), 1, 8), Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens)),
 }
 
 

@@ -64,7 +64,7 @@ class TestOpe(TermTests):
         'one image for all': (PLAIN, (
             ObjectPositionEncoding, 'embed', lambda *args, **kwargs: own_embed(*args, **kwargs)[:1])),
         'trained grid ignored': TRAINED_GRID_IGNORED,
-        'kept patches in raster order': (DROPPED, (Grid, 'keep_rows', in_raster_order(Grid.keep_rows))),
+        'kept patches in raster order': (DROPPED, (Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens))),
     }
 
     def actual(self, encoding, tokens, grid):

@@ -63,7 +63,7 @@ class TestPeg(TokenTests):
             ('tokens twice', PLAIN, lambda self, x, grid: x + embed(self, x, grid)),
         ]},
         'kept patches in sequence': (DROPPED, (Grid, 'scatter', in_sequence)),
-        'kept patches in raster order': (DROPPED, (Grid, 'keep_rows', in_raster_order(Grid.keep_rows))),
+        'kept patches in raster order': (DROPPED, (Grid, 'keep_tokens', in_raster_order(Grid.keep_tokens))),
         'prefix behind': MUTANTS['prefix behind'],
     }
 
