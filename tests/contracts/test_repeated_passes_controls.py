@@ -48,7 +48,7 @@ class RemembersHeight(PositionEncoding):
 
     def content_bias(self, q, k, grid):
         self.height = grid.height
-        time.sleep(0.001)
+        time.sleep(0.01)
         return q @ k.transpose(-2, -1) * self.height
 
 
