@@ -148,7 +148,6 @@ def choosing():
     assert {row['lr'] for row in five if row['model'] in ('APE', 'RoPE-2D', 'SaPE2(K)+APE')} == {'0.0015'}
     eleven = six + five  # of these three models all have the recipe's learning rate
     three, four = (read_csv(RESULTS / 'cpu_long' / f'long{end}.csv') for end in ('', '_seeds'))
-    grafts = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
     at_64 = {name: kept(name, '64') for name in ('APE', 'RoPE-2D', 'RoPE-2D mixed')}
     others = {row['base'] for row in read_csv(RESULTS / 'cpu_cifar10' / 'retrofit' / 'retrofit.csv')} - {'APE'}
     two_heads = {row['model'] for row in five if not row['model'].endswith('4 heads')}
@@ -168,7 +167,9 @@ def choosing():
         ['', '`lape`, `rope2d`; four heads', *comparison(long_lape(), 'LaPE, 4 heads', 'RoPE-2D, 4 heads')],
         ['accuracy kept at twice the size', '`rope2d`, `ape`', *difference_cells(at_64['RoPE-2D'], at_64['APE'], 1)],
         ['', '`rope2d_mixed`, `ape`', *difference_cells(at_64['RoPE-2D mixed'], at_64['APE'], 1)],
-        ['top-1 after fine-tuning', '`rope2d` grafted, nothing grafted', *comparison(grafts, 'rope2d', 'none')],
+        ['top-1 after fine-tuning', '`rope2d` grafted, nothing grafted',
+         *comparison(grafted('cpu') + grafted('confirm'), 'rope2d', 'none')],
+        ['', 'the same; eight of the seeds, new', *comparison(grafted('confirm'), 'rope2d', 'none')],
         *dense(),
     ]
     corrected = [corrected_cells(at_64[name], at_64['APE'], len(others))['shown'] for name in list(at_64)[1:]]
@@ -181,8 +182,9 @@ def choosing():
          '`rope2d` or `rope2d_mixed`, with a [rule](resolutions.md#rules) chosen on held-out images '
          '(`timm-sape adapt`)',
          'they keep more of their accuracy than `ape`'],
-        ['start from a pretrained backbone', "the backbone's own encoding",
-         'a graft of `rope2d` gained little, as the best of three; of `sape2_k` and `rpb` no gain is shown'],
+        ['start from a pretrained backbone', "the backbone's own encoding; or try a graft of `rope2d`",
+         '`rope2d` gained little in a [small test](grafting.md#fine-tune), and its new seeds alone do not show it; of '
+         '`sape2_k` and `rpb` no gain is shown'],
         ['segment by maps of features', '`ape`', '`rope2d` and `rope2d_mixed` are behind it'],
         ['study SaPE2', '`ape+sape2_k`, at half the learning rate of `ape`',
          'at the same rate it is behind `ape`. It is not shown to improve `ape` at either'],
@@ -367,14 +369,21 @@ def sizes():
     return table(['top-1 (%)', *(f'{width} px' for width in widths)], found) + f'\n\n{measured_with(rows)}'
 
 
+def grafted(name):
+    return [{**row, 'model': row['graft']} for row in read_csv(RESULTS / f'finetune_graft_{name}.csv')]
+
+
 def finetune():
-    rows = [{**row, 'model': row['graft']} for row in read_csv(RESULTS / 'finetune_graft_cpu.csv')]
-    base = values_of(rows, 'none')
     found = []
-    for model in dict.fromkeys(row['model'] for row in rows):
-        found.append([model if model == 'none' else f'`{model}`', *beside(values_of(rows, model), base)])
-    return table(['grafted', 'top-1 (%)', 'difference from none', 'not paired'], found) + (
-        f'\n\n{len(base)} seeds, each with a base of its own; 95 % intervals; {measured_with(rows)}')
+    for seeds, rows in (('0 to 7', grafted('cpu')), ('8 to 15, new', grafted('confirm'))):
+        base = values_of(rows, 'none')
+        for model in dict.fromkeys(row['model'] for row in rows):
+            name = model if model == 'none' else f'`{model}`'
+            found.append([name, seeds, *beside(values_of(rows, model), base)])
+    rows = grafted('cpu') + grafted('confirm')
+    found.append(['`rope2d`', 'all', *beside(values_of(rows, 'rope2d'), values_of(rows, 'none'))])
+    return table(['grafted', 'seeds', 'top-1 (%)', 'difference from none', 'not paired'], found) + (
+        f'\n\nEach seed has a base of its own; 95 % intervals; {measured_with(rows)}')
 
 
 def position_bias():

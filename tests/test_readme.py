@@ -1156,16 +1156,21 @@ def test_figures_in_docs():
         assert rule != 'yarn' or not all(verdicts(*pair))
         assert corrected_cells(*(dict(enumerate(values)) for values in pair), 8)['shown'] == 'no'
 
-    grafts = read_csv(RESULTS / 'finetune_graft_cpu.csv')  # README.md, docs/grafting.md, docs/choosing.md
-    top1 = {name: {row['seed']: float(row['top1']) for row in grafts if row['graft'] == name}
-            for name in ('none', 'sape2_k', 'rope2d', 'rpb')}
+    def fine_tuned(*files):
+        rows = [row for name in files for row in read_csv(RESULTS / f'finetune_graft_{name}.csv')]
+        return {name: {row['seed']: float(row['top1']) for row in rows if row['graft'] == name}
+                for name in ('none', 'sape2_k', 'rope2d', 'rpb')}
+
+    top1 = fine_tuned('cpu')  # README.md, docs/grafting.md, docs/choosing.md
     assert {name: corrected_cells(values, top1['none'], 1)['shown'] for name, values in top1.items()
             if name != 'none'} == {'sape2_k': 'no', 'rope2d': 'yes', 'rpb': 'no'}
-    gains = [value - top1['none'][seed] for seed, value in top1['rope2d'].items()]
-    assert [f'{value:.2f}' for value in mean_interval(gains)] == ['0.90', '0.39', '1.41']
-    corrected = corrected_cells(top1['rope2d'], top1['none'], 3)
-    assert corrected['corrected, pairs'].startswith('[+') and corrected['corrected, not paired'].startswith('[-')
-    assert '`rope2d` gained 0.90 points (0.39 to 1.41, eight seeds)' in prose(ROOT / 'README.md')
+    new, both = fine_tuned('confirm'), fine_tuned('cpu', 'confirm')
+    assert max(map(int, top1['none'])) == 7 and set(map(int, new['none'])) == set(range(8, 16))
+    assert corrected_cells(new['rope2d'], new['none'], 1)['shown'] == 'no'
+    assert corrected_cells(both['rope2d'], both['none'], 3)['shown'] == 'yes'
+    gain = mean_interval([value - both['none'][seed] for seed, value in both['rope2d'].items()])
+    text = '`rope2d` gained {:.2f} points ({:.2f} to {:.2f}, sixteen seeds)'.format(*gain)
+    assert text in prose(ROOT / 'README.md')
 
     counts = dict(re.findall(r'\| `(\w+)` \| (\d+ \| \d+ \| \d+) \|', (RESULTS / 'naflex_grafts.md').read_text()))
     naflex, eva, plain = (counts[name].split(' | ') for name in ('naflexvit', 'eva', 'vision_transformer'))

@@ -15,7 +15,7 @@ Which one? Little has been measured, with small models on CIFAR-10: see results/
   for other resolutions  at twice the size rope2d with resolution='rescale' kept 98 % of its accuracy above chance, ape
                          87 %, rope2d as it is ('extrapolate') 42 %; timm-sape adapt tries every rule of a trained model
   on pretrained weights  timm_sape.graft(NAME, 'rope2d', pretrained=True) starts from the same logits; fine-tuned,
-                         neither sape2_k nor rope2d made a clear difference
+                         rope2d gained little, and sape2_k nothing that is shown
 
 Models are called vit_{tiny,small,base}_{name}, with this encoding alone. vit_{tiny,small,base}_{name}_ape, where there
 is one, has timm's learned table too. `timm-sape list models` shows all names. pemix needs another encoding, so there is
