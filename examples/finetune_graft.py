@@ -37,24 +37,22 @@ BATCH = 64
 
 
 def draw(dataset, classes, count=None, seed=0):
-    """Draw images of some classes, by default all: where they are in the dataset."""
+    """Draw images of some classes, by default all, uint8 `[n, 3, 32, 32]`, and their labels, starting at 0, `[n]`."""
     found = [i for i, label in enumerate(dataset.targets) if label in classes]
     if len(found) < (count or 1):
         raise ValueError(
             f'there are only {len(found)} images of classes {classes[0]} to {classes[-1]}; lower --images or '
             '--base-images')
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:count].tolist()
-    drawn = [found[i] for i in order]
-    if other := next((size for i in drawn if (size := dataset[i][0].size) != (32, 32)), None):
+    pairs = [dataset[found[i]] for i in tqdm(order, desc='images', delay=2)]
+    if other := next((image.size for image, _ in pairs if image.size != (32, 32)), None):
         raise ValueError(f'--data-dir has an image of {other[0]}x{other[1]}; all must be 32x32')
-    return drawn
-
-
-def tensors(dataset, classes, index):
-    """Load images of these classes, normalized, `[n, 3, 32, 32]`, and their labels, starting at 0, `[n]`."""
-    pairs = [dataset[i] for i in tqdm(index, desc='images', delay=2)]
     images = torch.from_numpy(np.stack([np.asarray(image.convert('RGB')) for image, _ in pairs]))
-    return images.permute(0, 3, 1, 2).float() / 127.5 - 1, torch.tensor([classes.index(label) for _, label in pairs])
+    return images.permute(0, 3, 1, 2), torch.tensor([classes.index(label) for _, label in pairs])
+
+
+def normalized(images, labels):
+    return images.float() / 127.5 - 1, labels
 
 
 def train(model, images, labels, epochs, name, lr, layer_decay=None):
@@ -131,7 +129,7 @@ def main():
             draw(train_set, CLASSES, args.images, seed),
         ) for seed in seeds]
         base_test, (test_images, test_labels) = (
-            tensors(test_set, classes, draw(test_set, classes)) for classes in (BASE_CLASSES, CLASSES))
+            normalized(*draw(test_set, classes)) for classes in (BASE_CLASSES, CLASSES))
         args.output.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as e:
         parser.error(str(e))
@@ -139,15 +137,14 @@ def main():
     notes = f'{args.base_images} images and {args.base_epochs} epochs for the base'
     notes = f'{notes}, {args.images} and {args.epochs} for each; {about(torch.device("cpu"))}'
     rows, own, largest, moved = [], [], 0, dict.fromkeys(args.graft, 0)
-    for seed, (base_index, index) in zip(seeds, drawn):
+    for seed, (base_data, data) in zip(seeds, drawn):
         random_seed(seed)
         base = timm.create_model('test_vit', **SIZE)
-        base_data = tensors(train_set, BASE_CLASSES, base_index)
-        train(base, *base_data, args.base_epochs, f'base, seed {seed}', lr=2e-3)
+        train(base, *normalized(*base_data), args.base_epochs, f'base, seed {seed}', lr=2e-3)
         own.append(top1(base, *base_test))
         logits = predict(base, test_images)
         largest = max(largest, logits.abs().max().item())
-        data = tensors(train_set, CLASSES, index)
+        data = normalized(*data)
         for name in ('none', *args.graft):
             random_seed(seed)
             model = copy.deepcopy(base) if name == 'none' else timm_sape.graft(base, name)

@@ -30,8 +30,7 @@ from timm_sape.lab.intervals import corrected_cells, spread
 from timm_sape.lab.machine import about
 from timm_sape.lab.rules import rules_of
 from timm_sape.lab.tables import markdown, write_csv
-from timm_sape.loading import (
-    image_size_of, load_images, load_model, open_dataset, patch_size_of, preprocessing)
+from timm_sape.loading import image_size_of, load_images, load_model, open_dataset, patch_size_of, preprocessing
 
 SCALES = (1, 2)  # of the trained size
 IMAGES = {'train': 4000, 'held_out': 1000, 'test': 4000}  # at most, at the trained size
@@ -52,8 +51,9 @@ def boxes(count, grid_size, seed):
 
 def composites(model, data_dir, split, scale):
     """Batches of images, `[b, 3, height, width]`, and the classes of their patches, `[b, N]`."""
-    grid_size = [side // of_patch for side, of_patch in zip(image_size_of(model), patch_size_of(model))]
-    size = [scale * side for side in image_size_of(model)]
+    own_size = image_size_of(model)
+    grid_size = [side // of_patch for side, of_patch in zip(own_size, patch_size_of(model))]
+    size = [scale * side for side in own_size]
     data = open_dataset(data_dir, split=split)
     data.transform = preprocessing(model, tuple(size), crop_mode='squash')
     count = min(IMAGES[split], len(data)) // scale ** 2  # about as many patches at each size
