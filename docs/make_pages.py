@@ -350,11 +350,16 @@ def rules():
         [f"`'{rule}'`", text, ', '.join(having[rule])] for rule, text in RULES.items()])
 
 
+COMMIT = re.compile(r'(?<=commit )\w+')
+
+
+def commits_of(rows):
+    return ', '.join(dict.fromkeys(COMMIT.search(row['notes'])[0] for row in rows))
+
+
 def measured_with(rows):
     """The settings, machine and versions of a table. Its rows may be of several commits, and differ in nothing else."""
-    commit = re.compile(r'(?<=commit )\w+')
-    commits = dict.fromkeys(commit.search(row['notes'])[0] for row in rows)
-    notes, = {commit.sub(', '.join(commits), row['notes']) for row in rows}
+    notes, = {COMMIT.sub(commits_of(rows), row['notes']) for row in rows}
     return notes
 
 
@@ -413,7 +418,7 @@ def cost_epyc():
 SAPE2_FILES = (
     ('sape2_cpu', '[AMD EPYC](../results/sape2_cpu.csv), two threads'),
     ('sape2_cpu_1thread', '[AMD EPYC](../results/sape2_cpu_1thread.csv), one thread'),
-    ('sape2_cpu_xeon', 'an earlier version, [Intel Xeon](../results/sape2_cpu_xeon.csv), two threads'),
+    ('sape2_cpu_xeon', '[Intel Xeon](../results/sape2_cpu_xeon.csv), two threads'),
 )
 
 
@@ -429,15 +434,17 @@ def sape2_compiled():
     """Operator and models in one table: the backends of each file were measured in the same run."""
     found = []
     for name, where in COMPILED_FILES:
+        calls, models = read_csv(RESULTS / f'{name}.csv'), read_csv(RESULTS / f'{name}-models.csv')
+        commit = commits_of(calls + models)
         rows = [
             ({'torch': 'PyTorch', 'cpp': 'compiled'}[row['backend']], row['n'] + ' patches', row['both_vs_plain'])
-            for row in read_csv(RESULTS / f'{name}.csv') if row['backend'] in ('torch', 'cpp')]
+            for row in calls if row['backend'] in ('torch', 'cpp')]
         rows += [
             ({'torch': 'PyTorch', 'cpp': 'compiled'}[row['backend']], row['setting'], row['step_ratio'])
-            for row in read_csv(RESULTS / f'{name}-models.csv') if row['pos_enc'] == 'ape+sape2_k']
+            for row in models if row['pos_enc'] == 'ape+sape2_k']
         for what in ('PyTorch', 'compiled'):
             own = {column: f'{float(ratio):.2f}' for made, column, ratio in rows if made == what}
-            found.append((f'{what}, [{where}](../results/{name}.csv)', own))
+            found.append((f'{what}, [{where}](../results/{name}.csv), commit {commit}', own))
     return table_of('', found)
 
 
@@ -445,7 +452,8 @@ def sape2():
     found = []
     for name, where in SAPE2_FILES:
         rows = read_csv(RESULTS / f'{name}.csv')
-        for backend, what in (('torch', f'ours, {where}'), ('appendix', 'the code printed in the paper, corrected')):
+        ours = f'ours, {where}, commit {commits_of(rows)}'
+        for backend, what in (('torch', ours), ('appendix', 'the code printed in the paper, corrected')):
             own = {f'{int(row["n"]):,}': f'{float(row["both_vs_plain"]):.1f}'
                    for row in rows if row['backend'] == backend}
             found.append((what, own))
@@ -458,7 +466,7 @@ def sape2_models():
         rows = read_csv(RESULTS / f'{name}-models.csv')
         own = {row['setting']: f'{float(row["step_ratio"]):.2f}' for row in rows
                if row['pos_enc'] == 'ape+sape2_k' and row['backend'] == 'torch'}
-        found.append((where.replace('.csv', '-models.csv'), own))
+        found.append((f'{where.replace(".csv", "-models.csv")}, commit {commits_of(rows)}', own))
     return table_of('image size / patch size', found)
 
 
@@ -699,8 +707,9 @@ def pages():
 
         text = path.read_text(encoding='utf-8')
         text = re.sub(r'\[\d+ position encodings\]', f'[{len(timm_sape.list_encodings())} position encodings]', text)
-        texts[path] = re.sub(
+        texts[path], count = re.subn(
             r'(<!-- begin (\w+): python docs/make_pages\.py -->)\n.*?(<!-- end \2 -->)', fill, text, flags=re.DOTALL)
+        assert count == text.count('<!-- begin') == text.count('<!-- end'), f'{path}: a mark without its other'
     for name in timm_sape.list_encodings():
         texts[DOCS / 'encodings' / f'{name}.md'] = page(name)
     return texts

@@ -56,7 +56,8 @@ thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower t
         help='sape2: numbers of patches (default: 64 196 576 1024 4096)')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, metavar='N', help=f'images in a step (default: {BATCH_SIZE})')
-    parser.add_argument('--repeats', type=int, default=5, help='steps of each, for medians (default: %(default)s)')
+    parser.add_argument(
+        '--repeats', type=int, metavar='N', default=5, help='steps of each, for medians (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
     parser.add_argument('--model', help=f'one of our models, except with timm (default: {MODEL})')
     add_output_options(parser, plot='the memory of sape2 over N')
@@ -184,5 +185,6 @@ def _bench_sape2(args: argparse.Namespace, settings: List[str], where: str) -> i
     rows = bench_sape2.bench_models(
         backends, settings, device=args.device, batch_size=args.batch_size, repeats=args.repeats, amp=args.amp,
         model=args.model)
-    _tabulate(rows, f'{args.model}, ratios to ape, {where}', markdown, outputs[1], args.force)
+    notes = f'{args.model}, ratios to ape, batch {args.batch_size}, {where}'
+    _tabulate(rows, notes, markdown, outputs[1], args.force)
     return 0
