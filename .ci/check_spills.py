@@ -155,6 +155,8 @@ def main():
             writer.writeheader()
             notes = f'sm_{args.arch}, Triton {triton.__version__}, torch {torch.__version__}'
             writer.writerows({**row, 'notes': notes} for row in rows)
+    if not counts['kernels']:
+        sys.exit('no kernel was compiled')
     if counts['bad']:
         sys.exit(f'{counts["bad"]} of {counts["kernels"]} kernels spill more bytes than {MAX_SPILL} or need too much '
                  f'shared memory with Triton {triton.__version__}')

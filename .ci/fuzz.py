@@ -224,7 +224,7 @@ def states(rng, folder):
 
 
 def outcome(i, seed, folder):
-    """'right', 'refused', or a finding in words."""
+    """The name of an area, and 'right', 'refused', or a finding in words."""
     rng = random.Random(f'{seed}-{i}')
     torch.manual_seed(rng.randrange(2 ** 32))
     area = rng.choices([functions, strings, models, patches, configs, states], [6, 5, 5, 4, 2, 2])[0]
@@ -234,12 +234,12 @@ def outcome(i, seed, folder):
     faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # in the middle of an operator
     try:
         area(rng, folder, *[HUB] * (area is moments.downloads))
-        return 'right'
+        return area.__name__, 'right'
     except odd.Refused:
-        return 'refused'
+        return area.__name__, 'refused'
     except (Exception, Hang) as e:
         where = ', '.join(f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)[-3:])
-        return f'{area.__name__}: {type(e).__name__}: {" ".join(str(e).split())[:300]} ({where})'
+        return area.__name__, f'{type(e).__name__}: {" ".join(str(e).split())[:300]} ({where})'
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
@@ -262,14 +262,20 @@ def main():
     start, counts = time.monotonic(), Counter()
     with tempfile.TemporaryDirectory() as folder:
         for i in range(args.first, args.first + args.inputs):
-            found = outcome(i, args.seed, Path(folder))
-            counts[found] += 1
-            if found not in ('right', 'refused'):
-                print(f'input {i}, {found}', flush=True)
-    findings = args.inputs - counts['right'] - counts['refused']
-    print(f'{args.inputs} inputs, seed {args.seed}: {counts["right"]} results, {counts["refused"]} refusals, '
-          f'{findings} findings, {time.monotonic() - start:.0f} s')
-    return min(findings, 1)
+            area, found = outcome(i, args.seed, Path(folder))
+            kind = found if found in ('right', 'refused') else 'finding'
+            counts[area, kind] += 1
+            if kind == 'finding':
+                print(f'input {i}, {area}: {found}', flush=True)
+    areas = dict.fromkeys(area for area, _ in counts)
+    right, refused, findings = (sum(counts[area, kind] for area in areas) for kind in ('right', 'refused', 'finding'))
+    print(f'{args.inputs} inputs, seed {args.seed}: {right} results, {refused} refusals, {findings} findings, '
+          f'{time.monotonic() - start:.0f} s')
+    # where nearly everything is refused, refusals of what is right would not be noticed
+    idle = [area for area in areas if counts[area, 'refused'] > 20 * max(counts[area, 'right'], 2)]
+    if idle:
+        print(f'{", ".join(idle)}: nearly all of the inputs were refused')
+    return min(findings + len(idle), 1)
 
 
 if __name__ == '__main__':

@@ -6,7 +6,7 @@
 
 | stage | what |
 |---|---|
-| `contact` | versions, a compiler; attention in bfloat16 at 14 x 14 against float64, then other dtypes and shapes |
+| `contact` | attention in bfloat16 at 14 x 14 against float64, then other dtypes and shapes |
 | `tests` | the tests of the operators with compiled kernels |
 | `operator` | the operator in CUDA graphs, by kernels; its benchmark `timm-sape bench sape2`: CSV files, a picture |
 | `steps` | training steps: eager, compiled, CUDA graphs, checkpointed, two streams, without waiting; a profile |
@@ -21,8 +21,9 @@ Environment: `PYTHON`; `WHEELS`, a folder of wheels that are missing, say timm's
 train.py, and `CIFAR10`, the folder with `cifar-10-batches-py` in it, for `epoch` and `plans`, left out without them.
 
 A step may take at most three times as long as it is expected to, so that one that hangs does not use up all the time.
-To go on on another machine, copy OUT there. What is not timed may run side by side, which takes half as long:
-`.ci/gpu OUT contact && (.ci/gpu OUT tests & .ci/gpu OUT sanitizer & wait)`.
+The exit status is 75 if some had no time left. To go on on another machine, copy OUT there: steps that succeeded with
+another GPU, other versions or another commit are repeated. What is not timed may run side by side, which takes half as
+long: `.ci/gpu OUT contact && (.ci/gpu OUT tests & .ci/gpu OUT sanitizer & wait)`.
 
 After `contact`, `tests` and `sanitizer` have passed, enter the GPU in `TRITON_TESTED_ON` of timm_sape/ops/backend.py.
 """
@@ -92,7 +93,6 @@ def stages(out):
     naflex = f'{COMMAND} bench naflex --device cuda --amp --repeats 9 --force --output {out}/naflex_gpu.csv'
     return {
         'contact': [
-            ('versions', f'{CHECKS} versions', 20),
             ('first', f'CUDA_LAUNCH_BLOCKING=1 {CHECKS} contact --only bfloat16-14x14', 40),
             ('contact', f'{CHECKS} contact --jobs {JOBS}', 150),
         ],
@@ -127,10 +127,24 @@ def stop(process, patience=20):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(step, command, out, seconds):
-    """Whether a step has succeeded, now or before. Its output is in OUT/STEP.log."""
+def machine():
+    """GPU, versions and commit in a line. Ends the program where there is no GPU: tests would interpret the kernels."""
+    done = subprocess.run(f'{CHECKS} versions', shell=True, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, end='')
+    if done.returncode:
+        sys.exit(f'{done.stderr}\nNo GPU that works: nothing was tried.')
+    return done.stdout.splitlines()[0]
+
+
+def is_done(step, out, where):
+    """Whether a step has succeeded before, on the same GPU with the same versions and commit."""
     done = out / f'{step}.ok'
-    if done.exists():
+    return done.exists() and where in done.read_text().splitlines()
+
+
+def run(step, command, out, seconds, where):
+    """Whether a step has succeeded, now or before. Its output is in OUT/STEP.log."""
+    if is_done(step, out, where):
         print(f'{step:<32} done before')
         return True
     start = time.monotonic()
@@ -145,7 +159,7 @@ def run(step, command, out, seconds):
     took = time.monotonic() - start
     print(f'{step:<32} {"ok" if code == 0 else f"FAILED ({code})"}, {took:.0f} s')
     if code == 0:
-        done.write_text(f'{took:.0f} s: {command}\n')
+        (out / f'{step}.ok').write_text(f'{took:.0f} s: {command}\n{where}\n')
     else:
         print('    ' + '\n    '.join((out / f'{step}.log').read_text(errors='replace').splitlines()[-15:]))
     return code == 0
@@ -164,6 +178,12 @@ def main():
     unknown = set(args.stages) - every.keys()
     if unknown:
         parser.error(f'no stage {", ".join(sorted(unknown))}; there are {", ".join(every)}')
+    has_data = bool(os.environ.get('TIMM_SCRIPTS') and os.environ.get('CIFAR10'))
+    wanting = [stage for stage in args.stages or every if stage in ('epoch', 'plans') and not has_data]
+    if wanting and args.stages:
+        parser.error(f'{" and ".join(wanting)}: set TIMM_SCRIPTS and CIFAR10')
+    for stage in wanting:
+        print(f'{stage}: left out, set TIMM_SCRIPTS and CIFAR10')
     out.mkdir(parents=True, exist_ok=True)
     if os.environ.get('WHEELS'):
         site = tempfile.mkdtemp()
@@ -172,23 +192,21 @@ def main():
             *map(str, Path(os.environ['WHEELS']).glob('*.whl'))], check=True)
         os.environ['PYTHONPATH'] = f'{site}:{os.environ["PYTHONPATH"]}'
     end, failed, left = time.monotonic() + 60 * args.minutes, [], []
+    where = '' if args.dry_run else machine()
     for stage in args.stages or every:
-        if stage in ('epoch', 'plans') and not (os.environ.get('TIMM_SCRIPTS') and os.environ.get('CIFAR10')):
-            print(f'{stage}: left out, set TIMM_SCRIPTS and CIFAR10')
-            continue
-        for step, command, expected in every[stage]:
+        for step, command, expected in every[stage] if stage not in wanting else ():
             seconds = end - time.monotonic()  # five minutes are worth starting what goes on in the next call
             if args.dry_run:
                 print(f'{step}: {command}')
-            elif seconds < min(expected, 300) and not (out / f'{step}.ok').exists():
+            elif seconds < min(expected, 300) and not is_done(step, out, where):
                 left.append(step)
-            elif not run(step, command, out, min(seconds, 3 * expected)):
+            elif not run(step, command, out, min(seconds, 3 * expected), where):
                 failed.append(step)
-                if step in ('versions', 'first'):
+                if step == 'first':
                     sys.exit('The kernels do not work here: nothing else was tried.')
     if left:
         print(f'Left for the next call: {", ".join(left)}')
-    sys.exit(f'Failed: {", ".join(failed)}' if failed else 0)
+    sys.exit(f'Failed: {", ".join(failed)}' if failed else 75 if left else 0)  # 75: EX_TEMPFAIL
 
 
 if __name__ == '__main__':

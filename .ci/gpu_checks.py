@@ -138,7 +138,7 @@ def contact_case(case):
     try:
         found = attend(inputs, (height, width), mode, 'triton', dtype, trained)
         errors = errors_of(found, reference(inputs, (height, width), mode, trained))
-        is_bad = not max(errors) < TOLERANCE[dtype]
+        is_bad = not all(error < TOLERANCE[dtype] for error in errors)  # max() can lose a NaN
         say(f'{name} {mode}', *(f'{n} {e:.1e}' for n, e in zip(NAMES, errors)), 'BAD' if is_bad else '')
     except Exception as e:  # what one size needs too much of, others may not
         is_bad = True
@@ -253,7 +253,8 @@ def tiles_time(side, head_dim, batch, what, candidate):
     """ms, and the difference to what the kernel computes as shipped."""
     call = tiles_call(side, head_dim, batch, what, candidate)
     found, expected = call(), tiles_call(side, head_dim, batch, what, None)()
-    error = max([((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)] or [0])
+    errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, expected)]
+    error = torch.tensor([0, *errors]).max().item()  # Python's max() can lose a NaN
     return milliseconds(call if CPU else captured(call), 10), error
 
 
@@ -429,8 +430,10 @@ def steps(args):
 
                 plain = training()
                 plain.amp = False
-                exact, usual = plain.gradients(), training().gradients()
-                tolerance = 4 * ((usual - exact).norm() / exact.norm()).item() + 1e-3  # that of bfloat16 itself
+                with using_backend('torch' if backend else None):
+                    exact = plain.gradients()
+                usual = (training().gradients() - exact).norm() / exact.norm()
+                tolerance = min(4 * usual.item() + 1e-3, 0.05)  # that of bfloat16 itself, if it is rounding
                 for way in args.ways:
                     if CPU and way not in ('float32', 'eager', 'checkpointed'):
                         continue
@@ -457,7 +460,7 @@ def steps(args):
                         ape_ms.setdefault(way, took)  # of APE, the first model
                         ratio = round(took / ape_ms[way], 3)
                         row.update(error=f'{error:.1e}', ms=round(took, 3), to_ape=ratio, notes='')
-                        if not error < tolerance:
+                        if not error < (1e-3 if way == 'float32' else tolerance):
                             bad.append(f'{name} {backend} {way}: {error:.1e}')
                     except Exception as e:
                         row['notes'] = described(e)
@@ -500,7 +503,7 @@ def two_streams(first, second, exact, repeats):
         with torch.cuda.stream(stream):
             found.append(training.gradients())
     torch.cuda.synchronize()
-    error = max(((f - exact).norm() / exact.norm()).item() for f in found)
+    error = torch.stack([(f - exact).norm() / exact.norm() for f in found]).max().item()
 
     def both():
         for training, stream in zip((first, second), streams):

@@ -81,7 +81,7 @@ def test_several_patch_sizes_and_patch_dropout(data, output):
 
 
 def test_fine_tuning_a_graft(data, output):
-    """A plain model of timm's, trained on its square images, gets an encoding and images of all shapes."""
+    """A graft onto a plain model of timm's, not pretrained, learns from images of all shapes."""
     shape = ['img_size=32', 'patch_size=4', 'fc_norm=True', 'base=test_vit', 'pos_enc=sape2_k', 'use_naflex=True']
     epochs = train(data, output, 'vit_graft', '--epochs', '3', shape=shape)
     assert float(epochs[-1]['train_loss']) < float(epochs[0]['train_loss'])

@@ -18,7 +18,7 @@ from statistics import mean
 import timm
 
 import timm_sape
-from timm_sape.encodings.registry import encoding_title, encodings_table
+from timm_sape.encodings.registry import encoding_title
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.intervals import corrected_cells, difference, spread, unpaired_interval
 
@@ -107,9 +107,9 @@ def rows_of_table(text):
     return [dict(zip(head, row)) for row in rows]
 
 
-def values_of(rows, model, key='top1'):
-    """Values of a model's runs by their seed."""
-    return {row['seed']: float(row[key]) for row in rows if row['model'] == model}
+def values_of(rows, model):
+    """Top-1 of a model's runs by their seed."""
+    return {row['seed']: float(row['top1']) for row in rows if row['model'] == model}
 
 
 def beside(values, base, digits=2):
@@ -335,8 +335,16 @@ def longer_lape():
 
 
 def encodings():
-    """The table of the registry, with a link to the page of each."""
-    return re.sub(r'^\| `(\w+)`', r'| [`\1`](encodings/\1.md)', encodings_table(), flags=re.MULTILINE)
+    """All encodings, with a link to the page of each."""
+    names = {}
+    for name in timm_sape.list_encodings(aliases=True):
+        names.setdefault(timm_sape.get_encoding(name), []).append(name)
+    head = ['name', 'full name', 'acts on', 'relative', 'attention', 'parameters added', 'on another grid', 'paper']
+    return table(head, [
+        [', '.join([f'[`{cls.name}`](encodings/{cls.name}.md)', *(f'`{name}`' for name in own if name != cls.name)]),
+         encoding_title(cls.name), ', '.join(cls.acts_on()) or 'nothing', 'yes' if cls.relative else 'no',
+         cls.attention_kernel(), cls.adds, cls.on_other_grids, f'[link]({cls.paper})' if cls.paper else '']
+        for cls, own in sorted(names.items(), key=lambda item: item[0].name)])
 
 
 def rules():

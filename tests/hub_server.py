@@ -14,11 +14,14 @@ import base64
 import contextlib
 import hashlib
 import json
+import os
 import re
 import socket
 import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = ('.safetensors', '.bin')
@@ -282,3 +285,13 @@ def serve(token):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def environment(hub, cache):
+    """The environment of a process that talks to this Hub alone and keeps its files in `cache`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith('HF_') and not k.lower().endswith('_proxy')}
+    path = [str(Path(find_spec('timm_sape').origin).parents[1]), env.get('PYTHONPATH', '')]
+    return {
+        **env, 'HF_ENDPOINT': hub.url, 'HF_TOKEN': hub.token, 'HF_HOME': str(cache), 'HF_HUB_DISABLE_XET': '1',
+        'HF_HUB_DISABLE_TELEMETRY': '1', 'HF_HUB_DISABLE_PROGRESS_BARS': '1', 'OMP_NUM_THREADS': '1',
+        'PYTHONPATH': os.pathsep.join(path)}

@@ -1,9 +1,6 @@
 """Tools for the paper's claims: separation of foreground and background, shifted images, and the two examples that use
 them on the models of an experiment."""
-import argparse
 import csv
-import importlib.util
-import json
 import math
 import subprocess
 import sys
@@ -14,12 +11,12 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-import yaml
 from PIL import Image
 from sklearn.metrics import roc_auc_score
 from timm.models import save_for_hf
 from timm.utils import random_seed
 
+from example_tools import load_script, write_run
 from timm_sape.analysis import position_shap, separation
 from timm_sape.lab import shifts as shifts_module
 from timm_sape.lab.evaluate import wilson_interval
@@ -197,23 +194,12 @@ def runs(tmp_path_factory):
             ('APE', 'vit_tiny_ape', KWARGS), ('K', 'vit_tiny_sape2_k', KWARGS),
             ('K, negative', 'vit_tiny_sape2_k', negative), ('RoPE', 'vit_tiny_rope2d', KWARGS)):
         for seed in (1, 2, 3):
-            random_seed(seed)
-            config = {'model': name, 'num_classes': 10, 'seed': seed, 'model_kwargs': kwargs}
-            model = timm.create_model(name, num_classes=10, **kwargs)
-            folder = root / label / f'seed{seed}'
-            folder.mkdir(parents=True)
-            (folder / 'config.yaml').write_text(yaml.safe_dump(config))
-            (folder / 'run.json').write_text(json.dumps({'label': label, 'status': 'finished' if seed < 3 else None}))
-            state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
-            torch.save(state, folder / 'last.pth.tar')
+            write_run(root, label, seed, name, 10, kwargs, status='finished' if seed < 3 else None)
     return root
 
 
 def load(script):
-    spec = importlib.util.spec_from_file_location(script.removesuffix('.py'), EXAMPLES / script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLES / script)
 
 
 def run(*command):

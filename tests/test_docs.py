@@ -1,6 +1,5 @@
 """The documents: what is generated is up to date, links lead somewhere, and the code runs."""
 import argparse
-import importlib.util
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import timm_sape
+from example_tools import load_script
 from test_add_encoding import ENCODING
 from timm_sape.analysis.gallery import _lines
 from timm_sape.cli import main, make_parser
@@ -46,10 +46,7 @@ def pages_but_long(long):
 
 @pytest.fixture(scope='module')
 def make_pages():
-    spec = importlib.util.spec_from_file_location('make_pages', ROOT / 'docs' / 'make_pages.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / 'docs' / 'make_pages.py')
 
 
 def blocks(path, language):

@@ -48,25 +48,14 @@ def test_what_has_no_parameters_is_kept(name, monkeypatch):
         model(make.images(grid=(4, 6)))
 
 
-@pytest.mark.parametrize('name', BIASES)
-def test_a_bias_is_made_once(name, monkeypatch):
-    """Once in each layer, or once for the model if the layers share it."""
+@pytest.mark.parametrize('hook, name', [
+    *(('position_bias', name) for name in BIASES), *(('blocks', name) for name in BLOCKS)])
+def test_made_once(hook, name, monkeypatch):
+    """A bias, and matrices for q and k together: once in each layer, or once for the model if the layers share it."""
     make = Maker(name)
     model = make(depth=3)
     cls, calls = timm_sape.get_encoding(name), []
-    position_bias = cls.position_bias
-    monkeypatch.setattr(cls, 'position_bias', lambda self, grid: calls.append(grid) or position_bias(self, grid))
+    method = getattr(cls, hook)
+    monkeypatch.setattr(cls, hook, lambda self, grid: calls.append(grid) or method(self, grid))
     model(make.images())
     assert len(calls) == (3 if cls.per_layer else 1)
-
-
-@pytest.mark.parametrize('name', BLOCKS)
-def test_matrices_are_made_once(name, monkeypatch):
-    """Once in each layer, for q and k together."""
-    make = Maker(name)
-    model = make(depth=3)
-    cls, calls = timm_sape.get_encoding(name), []
-    blocks = cls.blocks
-    monkeypatch.setattr(cls, 'blocks', lambda self, grid: calls.append(grid) or blocks(self, grid))
-    model(make.images())
-    assert len(calls) == 3

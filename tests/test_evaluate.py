@@ -605,7 +605,9 @@ def test_files_that_are_there_are_kept_unless_forced(tmp_path):
     path = tmp_path / 'a.csv'
     path.write_text('mine')
     writes = {path: lambda path: path.write_text('yours')}
-    for refused in (lambda: files.write_files(writes, force=False), lambda: files.check_outputs([path], force=False)):
+    for refused in (
+            lambda: files.write_files(writes, force=False),
+            lambda: files.check_outputs([path], False, ('.csv',))):
         with pytest.raises(CommandError, match='--force overwrites what is there: .*a.csv'):
             refused()
     assert path.read_text() == 'mine'
@@ -617,7 +619,7 @@ def test_files_that_are_there_are_kept_unless_forced(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         files.write_files({path: interrupted}, force=True)
     assert path.read_text() == 'mine'
-    files.check_outputs([path], force=True)
+    files.check_outputs([path], True, ('.csv',))
     files.write_files(writes, force=True)
     assert path.read_text() == 'yours' and list(tmp_path.iterdir()) == [path]
 

@@ -1,6 +1,5 @@
 """Experiments, with a stand-in for train.py that writes what timm's writes and takes a fraction of a second."""
 import csv
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -23,6 +22,7 @@ import torch
 import yaml
 from PIL import Image
 
+from example_tools import load_script
 from timm_sape.analysis.figures import new_figure
 from timm_sape.loading import split_folder
 from timm_sape.cli import main
@@ -307,9 +307,7 @@ def test_experiment(lab, capsys):
 @pytest.fixture
 def reference(lab, monkeypatch):
     """Calls the example of the reference table on a plan of three models. C diverges."""
-    spec = importlib.util.spec_from_file_location('reference_table', CHECKOUT / 'examples' / 'reference_table.py')
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_script(CHECKOUT / 'examples' / 'reference_table.py')
     measured = {
         'top1_48px_own': 40., 'top1_64px_own': 30., 'top1_shifted_4px': 45., 'same_shifted_4px': 90.,
         'position_shap': .25}

@@ -1,6 +1,5 @@
 """Fine-tuning a grafted model: the example, on handwritten digits, and the parameter groups of the recipe."""
 import csv
-import importlib.util
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 
 import timm_sape
+from example_tools import load_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / 'examples' / 'finetune_graft.py'
@@ -24,10 +24,7 @@ NUMBER = r'[-+]?\d+\.\d+'
 
 @pytest.fixture(scope='module')
 def example():
-    spec = importlib.util.spec_from_file_location('finetune_graft', EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLE)
 
 
 @pytest.fixture(scope='module')

@@ -1,5 +1,4 @@
 """.ci/gpu: its commands exist, its checks run on a CPU in small, and it goes on where it stopped."""
-import importlib.util
 import os
 import re
 import subprocess
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from example_tools import load_script
 from timm_sape.cli import make_parser
 
 ROOT = Path(__file__).parents[1]
@@ -18,9 +18,8 @@ def gpu(monkeypatch):
     monkeypatch.setenv('TIMM_SCRIPTS', '/scripts')
     monkeypatch.setenv('CIFAR10', '/cifar10')
     monkeypatch.setenv('PYTHONPATH', str(ROOT))
-    spec = importlib.util.spec_from_file_location('gpu', ROOT / '.ci' / 'gpu.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(ROOT / '.ci' / 'gpu.py')
+    monkeypatch.setattr(module, 'machine', lambda: 'GPU, versions, commit')
     return module
 
 
@@ -35,7 +34,7 @@ def test_commands(gpu, tmp_path, monkeypatch, capsys):
     """Files that the commands name exist, and `timm-sape` knows the options."""
     assert not call(gpu, monkeypatch, tmp_path / 'out', '--dry-run')
     commands = capsys.readouterr().out.splitlines()
-    assert len(commands) == 29
+    assert len(commands) == 28
     for command in commands:
         for file in re.findall(r'(?:tests|train_configs|examples|\.ci)/[\w./]+', command):
             assert (ROOT / file).is_file(), command
@@ -48,20 +47,42 @@ def test_goes_on_where_it_stopped(gpu, tmp_path, monkeypatch, capsys):
     out = tmp_path / 'out'
     repaired = tmp_path / 'repaired'
     monkeypatch.setattr(gpu, 'stages', lambda out: {
-        'contact': [('versions', 'echo once', 1)],
+        'contact': [('once', 'echo once', 1)],
         'tests': [('broken', f'echo why; ls {repaired}', 1), ('slow', 'sleep 60', 1), ('later', 'true', 30)]})
     assert call(gpu, monkeypatch, out, 'contact', '--minutes', '0.05', 'tests') == 'Failed: broken, slow'
     printed = capsys.readouterr().out
-    assert re.search('versions +ok', printed) and re.search(r'broken +FAILED \(2\)', printed) and 'why' in printed
+    assert re.search('once +ok', printed) and re.search(r'broken +FAILED \(2\)', printed) and 'why' in printed
     assert re.search(r'slow +FAILED \(out of time\)', printed) and 'Left for the next call: later' in printed
 
     repaired.touch()
     monkeypatch.setattr(gpu, 'stages', lambda out: {
-        'contact': [('versions', 'false', 1)],
+        'contact': [('once', 'false', 1)],
         'tests': [('broken', f'ls {repaired}', 1), ('slow', 'true', 1), ('later', 'true', 30)]})
     assert not call(gpu, monkeypatch, out)
     printed = capsys.readouterr().out
-    assert re.search('versions +done before', printed) and printed.count(' ok, ') == 3
+    assert re.search('once +done before', printed) and printed.count(' ok, ') == 3
+
+    monkeypatch.setattr(gpu, 'machine', lambda: 'another GPU')
+    assert call(gpu, monkeypatch, out) == 'Failed: once'
+    assert capsys.readouterr().out.count(' ok, ') == 3
+
+
+def test_status_says_what_is_left(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, 'stages', lambda out: {'tests': [('soon', 'true', 1), ('later', 'true', 30)], 'epoch': []})
+    assert call(gpu, monkeypatch, tmp_path / 'out', '--minutes', '0.05') == 75
+    assert 'Left for the next call: later' in capsys.readouterr().out
+    monkeypatch.delenv('CIFAR10')
+    assert call(gpu, monkeypatch, tmp_path / 'out', 'epoch') == 2
+    assert 'epoch: set TIMM_SCRIPTS and CIFAR10' in capsys.readouterr().err
+
+
+def test_nothing_without_a_gpu(gpu, tmp_path, monkeypatch):
+    """The tests would pass, with kernels that are interpreted."""
+    monkeypatch.undo()
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    assert 'nothing was tried' in call(gpu, monkeypatch, tmp_path / 'out', 'tests')
+    assert not list((tmp_path / 'out').glob('*.ok'))
 
 
 def test_a_step_that_hangs_leaves_time_for_others(gpu, tmp_path, monkeypatch, capsys):

@@ -1,12 +1,10 @@
 """Encodings grafted onto timm's ViTs, which have random weights here instead of pretrained ones."""
 import copy
 import json
-import os
 import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import timm
@@ -17,7 +15,7 @@ from timm.models import get_model_args, resolve_model_input_args, save_for_hf
 from timm.models.naflexvit import NaFlexVit
 
 import timm_sape
-from hub_server import serve
+from hub_server import environment, serve
 
 SMALL = dict(embed_dim=96, num_heads=4)
 ARCHITECTURES = {  # by name: arguments that make it small enough for a test, if there are any
@@ -1107,11 +1105,9 @@ def test_pretrained_weights_of_the_base(tmp_path):
     with serve(token='secret') as hub:
         hub.repos['timm/test_vit.r160_in1k'] = {'private': False, 'commits': {}, 'branches': {}}
         hub.commit('timm/test_vit.r160_in1k', {'model.safetensors': save(base.state_dict())})
-        env = {k: v for k, v in os.environ.items() if not k.startswith('HF_') and not k.lower().endswith('_proxy')}
-        env.update(
-            HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / 'cache'), HF_HUB_DISABLE_XET='1', HF_HUB_DISABLE_TELEMETRY='1',
-            PYTHONPATH=os.pathsep.join([str(Path(timm_sape.__file__).parents[1]), env.get('PYTHONPATH', '')]))
-        done = subprocess.run([sys.executable, '-c', DOWNLOAD], env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, '-c', DOWNLOAD], env=environment(hub, tmp_path / 'cache'), capture_output=True, text=True,
+            timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ['RepositoryNotFoundError']
 

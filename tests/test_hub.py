@@ -4,18 +4,15 @@ The Hub is a stand-in on this machine, see hub_server.py. test_hub_faults.py doe
 always runs.
 """
 import json
-import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
 
-import timm_sape
-from hub_server import serve
+from hub_server import environment, serve
 
 pytestmark = pytest.mark.full
 
@@ -87,19 +84,9 @@ assert 'timm_sape' not in sys.modules
 
 def run(script, hub, folder, cache):
     """Run a script in a process of its own with an empty cache. Returns its output."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith('HF_') and not k.lower().endswith('_proxy')}
-    env.update(
-        HF_ENDPOINT=hub.url,
-        HF_TOKEN=TOKEN,
-        HF_HOME=str(folder / cache),
-        HF_HUB_DISABLE_XET='1',
-        HF_HUB_DISABLE_TELEMETRY='1',
-        HF_HUB_DISABLE_PROGRESS_BARS='1',
-        PYTHONPATH=os.pathsep.join([str(Path(timm_sape.__file__).parents[1]), env.get('PYTHONPATH', '')]),
-    )
     done = subprocess.run(
         [sys.executable, '-c', script, json.dumps(MODELS), str(folder)],
-        env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+        env=environment(hub, folder / cache), cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,7 +5,6 @@ process that has imported everything and done nothing else.
 """
 import io
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -20,7 +19,7 @@ import yaml
 from timm.models import save_for_hf
 
 import timm_sape
-from hub_server import etag, serve
+from hub_server import environment, etag, serve
 from timm_sape.hub import files
 
 TOKEN = 'a-token-of-the-tests'
@@ -90,21 +89,6 @@ OURS = 'lambda: timm_sape.hub.load({repo!r}, cache_dir=cache{more})'
 STOCK = 'lambda: timm.create_model("hf-hub:" + {repo!r}, pretrained=True, cache_dir=cache{more})'
 
 
-def environment(hub, folder, cache):
-    env = {k: v for k, v in os.environ.items() if not k.startswith('HF_') and not k.lower().endswith('_proxy')}
-    env.update(
-        HF_ENDPOINT=hub.url,
-        HF_TOKEN=TOKEN,
-        HF_HOME=str(folder / cache),
-        HF_HUB_DISABLE_XET='1',
-        HF_HUB_DISABLE_TELEMETRY='1',
-        HF_HUB_DISABLE_PROGRESS_BARS='1',
-        OMP_NUM_THREADS='1',
-        PYTHONPATH=os.pathsep.join([str(Path(timm_sape.__file__).parents[1]), env.get('PYTHONPATH', '')]),
-    )
-    return env
-
-
 class Processes:
     """Runs code in processes that share only the Hub."""
 
@@ -113,7 +97,7 @@ class Processes:
         self.folder = folder
         self.count = 0
         self.worker = subprocess.Popen(
-            [sys.executable, '-c', WORKER], env=environment(hub, folder, 'no-cache'), cwd=folder, text=True,
+            [sys.executable, '-c', WORKER], env=environment(hub, folder / 'no-cache'), cwd=folder, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(self, code, **env):
@@ -309,7 +293,7 @@ def test_example(processes, hub):
     for command in ('push', 'pull'):
         done = subprocess.run(
             [sys.executable, str(EXAMPLE), command, 'someone/digits', '--epochs', '1'],
-            env=environment(hub, processes.folder, f'cache-{command}'), cwd=processes.folder, capture_output=True,
+            env=environment(hub, processes.folder / f'cache-{command}'), cwd=processes.folder, capture_output=True,
             text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         said[command] = done.stdout.splitlines()

@@ -1,5 +1,4 @@
 """The example that trains at native aspect ratios runs, learns, and takes saved models and grafts."""
-import importlib.util
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import timm_sape
+from example_tools import load_script
 
 SCRIPT = Path(__file__).parent.parent / 'examples' / 'native_aspect.py'
 
@@ -18,9 +18,7 @@ SCRIPT = Path(__file__).parent.parent / 'examples' / 'native_aspect.py'
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the script. Returns loss and top-1 of each epoch."""
-    spec = importlib.util.spec_from_file_location('native_aspect', SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(SCRIPT)
 
     def main(*arguments):
         monkeypatch.setattr('sys.argv', ['native_aspect.py', *arguments])

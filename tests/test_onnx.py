@@ -1,6 +1,5 @@
 """ONNX export of every encoding by timm's function and script. ONNX Runtime must give the model's logits."""
 import copy
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from timm.utils.onnx import onnx_export
 
 import timm_sape
 from common import COMPOSITIONS, FEW, POS_ENCS, Maker, ToyLayer, images, rarely, registered
+from example_tools import load_script
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'export.py'
 ENCODINGS = [pos_enc for pos_enc in POS_ENCS if pos_enc not in COMPOSITIONS] + ['auto_rope2d', 'ape+sape2_k']
@@ -208,10 +208,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def example():
-    spec = importlib.util.spec_from_file_location('export', EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(EXAMPLE)
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """The example with the controlled test of Position-SHAP, on ten colours, which a model learns in seconds."""
 import csv
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
+from example_tools import load_script
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'position_bias.py'
 
@@ -44,9 +45,7 @@ def test_example(colours, tmp_path):
 @pytest.fixture
 def refused(colours, tmp_path, monkeypatch, capsys):
     """Starts the script, which must stop before the long computation. Returns the error."""
-    spec = importlib.util.spec_from_file_location('position_bias', EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_script(EXAMPLE)
     monkeypatch.setattr(example, 'tensors', None)
 
     def main(*options):

@@ -1,5 +1,4 @@
 """The quick start, run like a user does but shorter, writes the promised files, and its figures are right."""
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 from PIL import Image
 
 import timm_sape
+from example_tools import load_script
 
 SCRIPT = Path(__file__).parent.parent / 'examples' / 'quickstart.py'
 NUMBER = r'-?\d+\.\d+'
@@ -19,10 +19,7 @@ NUMBER = r'-?\d+\.\d+'
 
 @pytest.fixture(scope='module')
 def quickstart():
-    spec = importlib.util.spec_from_file_location('quickstart', SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture(scope='module')

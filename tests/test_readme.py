@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from timm_sape.cli import experiment, main
-from timm_sape.encodings.registry import encodings_table
 from timm_sape.lab.bench import cost_table
 from timm_sape.lab.experiment import load_plan, summary_table
 from timm_sape.lab.experiment.results import read_archive
@@ -33,11 +32,6 @@ NUMBERS = ('top1', 'top5', 'minutes', 'gpu_utilisation')
 def read_csv(path):
     with open(path, newline='') as f:
         return list(csv.DictReader(f))
-
-
-def test_table_is_that_of_the_registry():
-    page = re.sub(r'\[(`\w+`)\]\(encodings/\w+\.md\)', r'\1', (DOCS / 'encodings.md').read_text())
-    assert encodings_table() in page, 'run `python docs/make_pages.py`'
 
 
 def test_costs_are_those_that_were_measured():
@@ -1192,7 +1186,3 @@ def test_figures_in_docs():
     exact = [float(row['float64']) for row in grafts if row['float64']]
     assert 'In float64 they move by at most 4e-15, or by 1e-8 if the model is converted' in text
     assert max(exact) <= 1e-8 and 3e-15 < max(error for error in exact if error < 1e-12) <= 4e-15
-
-
-if __name__ == '__main__':
-    print(encodings_table())

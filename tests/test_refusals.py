@@ -9,7 +9,6 @@ from torch.nn.utils import prune
 
 import timm_sape
 from timm_sape.analysis import position_shap
-from timm_sape.analysis.gallery import gallery_panels
 from timm_sape.attention import adopt_blocks
 from timm_sape.checkpoints import unwrap
 from timm_sape.cli import main
@@ -65,7 +64,6 @@ MISTAKES = {
     'a pruned table': (lambda: pruned('rpb').set_input_size(128), 'blocks.0.attn.encodings.rpb.table is pruned'),
     "timm's table, pruned": (lambda: pruned('ape').set_input_size(128), 'pos_embed is pruned'),
     'weights that are no dict': (lambda: unwrap([1]), 'not a state dict but a list'),
-    'gallery off the grid': (lambda: gallery_panels(['ape'], grid_size=(4, 4), patch=(4, 0)), 'no patch'),
     'no such file': (lambda: load_model('test_vit_ape@nothing.pth'), "no file 'nothing.pth'"),
     'image files of 5 channels': (lambda: preprocessing(timm.create_model('test_vit_ape', in_chans=5)), '5 channels'),
     'oblong patches of any aspect ratio': (

@@ -1,6 +1,5 @@
 """examples/retrofit.py, on tiny models and a handful of images."""
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import yaml
 from PIL import Image
 from timm.utils import random_seed
 
+from example_tools import load_script
 from timm_sape.grid import Grid
 from timm_sape.lab.evaluate import Predictions
 from timm_sape.lab.experiment import lock, shape_of, trained_models
@@ -26,10 +26,7 @@ MODELS = ('not fine-tuned', 'unchanged', 'rpb')
 
 
 def load():
-    spec = importlib.util.spec_from_file_location('retrofit', Path(__file__).parents[1] / 'examples' / 'retrofit.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parents[1] / 'examples' / 'retrofit.py')
 
 
 @pytest.fixture

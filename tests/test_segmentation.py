@@ -1,8 +1,5 @@
 """examples/segmentation.py: the probe against plain loops, and the command on tiny models and images of one colour."""
-import argparse
 import csv
-import importlib.util
-import json
 import sys
 from pathlib import Path
 
@@ -10,10 +7,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-import yaml
 from PIL import Image
-from timm.utils import random_seed
 
+from example_tools import load_script, write_run
 from timm_sape.lab.tables import write_csv
 
 KWARGS = {'img_size': 32, 'patch_size': 8, 'embed_dim': 32, 'depth': 2, 'num_heads': 2}
@@ -22,11 +18,7 @@ COUNTS = {'train': 24, 'held_out': 12, 'test': 16}  # images of each class
 
 @pytest.fixture
 def example():
-    path = Path(__file__).parents[1] / 'examples' / 'segmentation.py'
-    spec = importlib.util.spec_from_file_location('segmentation', path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parents[1] / 'examples' / 'segmentation.py')
 
 
 @pytest.fixture
@@ -43,15 +35,7 @@ def made(tmp_path):
                 Image.fromarray(pixels).save(folder / f'{i}.png')
     for label, name in (('APE', 'vit_tiny_ape'), ('RoPE-2D', 'vit_tiny_rope2d')):
         for seed in (1, 2):
-            random_seed(seed)
-            config = {'model': name, 'num_classes': 3, 'seed': seed, 'model_kwargs': KWARGS}
-            model = timm.create_model(name, num_classes=3, **KWARGS)
-            folder = tmp_path / 'runs' / label / f'seed{seed}'
-            folder.mkdir(parents=True)
-            (folder / 'config.yaml').write_text(yaml.safe_dump(config))
-            (folder / 'run.json').write_text(json.dumps({'label': label, 'status': 'finished'}))
-            state = {'arch': name, 'state_dict': model.state_dict(), 'args': argparse.Namespace(**config)}
-            torch.save(state, folder / 'last.pth.tar')
+            write_run(tmp_path / 'runs', label, seed, name, 3, KWARGS)
     return tmp_path
 
 

@@ -530,10 +530,10 @@ class NaFlexVitPosEnc(PosEncModel, NaFlexVit):
 
 
 def _refuse_position_of_timm(cfg: NaFlexVitCfg, kwargs: Mapping[str, Any]) -> None:
-    """Refuse the fields of timm's configuration that choose a position encoding.
+    """Refuse the fields of timm's configuration that choose a position encoding, or other blocks or attention layers.
 
     Raises:
-        ValueError: If position is chosen by fields of timm's configuration, which have no effect here.
+        ValueError: If one of them is given, as it has no effect here.
     """
     chosen = [field.name for field in fields(cfg) if getattr(cfg, field.name) != field.default] + list(kwargs)
     for name in chosen:

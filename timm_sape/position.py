@@ -78,7 +78,7 @@ class MixedPosition:
     """What the layers share where the images of a batch have grids of their own.
 
     Wherever torch.compile sees `parts`, it compiles anew for another number of them. So that field is read only under
-    `torch.compiler.disable`, and by reentrant checkpointing.
+    `torch.compiler.disable`, by reentrant checkpointing, and by libraries that call `to`.
 
     Args:
         groups: The groups of images of one grid.

@@ -7,8 +7,8 @@ timm's VisionTransformer with any set of the registered encodings:
           -> blocks, in whose attention encodings rotate q and k, and add to the logits and to the values
           -> timm's norm, pooling and head
 
-Every entrypoint is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
-encodings.
+Every `vit_<size>_...` is timm's `vit_<size>_patch16_224` except for its encoding, so two of them differ only in their
+encodings. `test_vit_...` are smaller, for tests; timm's `test_vit` has another shape.
 """
 import inspect
 import math

@@ -27,7 +27,7 @@ class Contracts(dict):
         """Decorates a contract. One that is not about positions needs a single grid only.
 
         With --full each runs for all encodings on all grids. Without, it does so for one encoding of each kind
-        (`ALWAYS`), and, unless it takes long, on its first grid for a third of the others, which are not the same for
+        (`ALWAYS`), and, unless it takes long, on its first grid for a quarter of the others, which are not the same for
         each contract.
         """
         if fn is None:

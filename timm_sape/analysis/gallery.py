@@ -1,12 +1,11 @@
 """Every encoding draws itself: what it adds between one patch and all others, side by side."""
 import math
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence
 
 import timm
 import torch
 
 from ..encodings import get_encoding, list_encodings
-from ..grid import Grid
 from .figures import displayed, new_figure
 from .maps import position_maps, similarity
 from .probe import randomize_encodings
@@ -19,7 +18,8 @@ GROUPS = {
     'geometry': 'added to logits, from geometry (first head)',
     'content': 'added to logits, from the content of the scene (first head)',
 }
-PATCH_SIZE = 4
+GRID, PATCH_SIZE = (14, 14), 4
+SEEN_FROM = 5, 4  # (y, x) of the patch that all panels are seen from
 COLUMNS = 12  # at most so many panels in a line
 
 
@@ -30,16 +30,10 @@ class Panel(NamedTuple):
     """A key of `GROUPS`."""
     values: torch.Tensor
     """To each patch of the grid, `[H, W]`. Cosines, or logits."""
-    patch: Tuple[int, int]
-    """(y, x) of the patch that it is seen from."""
 
 
 @torch.no_grad()
-def gallery_panels(
-        names: Optional[Sequence[str]] = None,
-        grid_size: Tuple[int, int] = (14, 14),
-        patch: Tuple[int, int] = (5, 4),
-) -> List[Panel]:
+def gallery_panels(names: Optional[Sequence[str]] = None) -> List[Panel]:
     """Compute what encodings add between one patch and all others, in untrained models of one layer.
 
     The image is a drawn scene, a disc in front of sky and ground, and the keys are the queries, so that patches that
@@ -47,27 +41,20 @@ def gallery_panels(
 
     Args:
         names: Encodings. Default: all of them.
-        grid_size: (H, W).
-        patch: (y, x) of the patch.
 
     Returns:
         A panel for each encoding, by group.
-
-    Raises:
-        ValueError: If the patch is not on the grid.
     """
-    if not all(0 <= at < size for at, size in zip(patch, grid_size)):
-        raise ValueError(f'There is no patch {tuple(patch)} on a grid of {grid_size[0]} x {grid_size[1]}.')
-    panels = [_panel(name, grid_size, tuple(patch)) for name in names or list_encodings()]
+    panels = map(_panel, names or list_encodings())
     return sorted(panels, key=lambda panel: list(GROUPS).index(panel.group))
 
 
-def _panel(name: str, grid_size: Tuple[int, int], patch: Tuple[int, int]) -> Panel:
+def _panel(name: str) -> Panel:
     cls = get_encoding(name)
     torch.manual_seed(0)
     model = timm.create_model(
         'vit_small_pos_enc', pos_enc=name if cls.alone else f'{name}+sincos2d',
-        img_size=[size * PATCH_SIZE for size in grid_size], patch_size=PATCH_SIZE, depth=1, num_classes=0,
+        img_size=[size * PATCH_SIZE for size in GRID], patch_size=PATCH_SIZE, depth=1, num_classes=0,
         class_token=False, global_pool='avg').eval()
     if cls.gate_init == 1:
         randomize_encodings(model, std=1)
@@ -82,23 +69,23 @@ def _panel(name: str, grid_size: Tuple[int, int], patch: Tuple[int, int]) -> Pan
         group = 'content' if any('content' in place for place in places) else 'geometry'
         qkv.weight[:dim] *= 3
         qkv.weight[dim:2 * dim] = qkv.weight[:dim]
-    maps = position_maps(model, _scene(grid_size))
-    index = patch[0] * grid_size[1] + patch[1]
+    maps = position_maps(model, _scene())
+    index = SEEN_FROM[0] * GRID[1] + SEEN_FROM[1]
     if places and places[0].startswith('tokens'):
         group = 'tokens'
         vectors = maps.vectors if maps.vectors is not None else maps.layers[0].vectors
         if vectors is None:  # added after a block
             encoding, = model.position_encodings().values()
-            vectors = encoding(torch.ones(1, maps.grid.num_patches, dim), grid=Grid(*grid_size), hook='embed')
+            vectors = encoding(torch.ones(1, maps.grid.num_patches, dim), grid=maps.grid, hook='embed')
         values = similarity(vectors if vectors.ndim == 2 else vectors[0])[index]
     else:
         values = maps.layers[0].position[0, 0, index]
-    return Panel(name, group, values.view(grid_size), patch)
+    return Panel(name, group, values.view(GRID))
 
 
-def _scene(grid_size: Tuple[int, int]) -> torch.Tensor:
+def _scene() -> torch.Tensor:
     """A disc in front of sky and ground, `[1, 3, height, width]`."""
-    height, width = (size * PATCH_SIZE for size in grid_size)
+    height, width = (size * PATCH_SIZE for size in GRID)
     y = torch.linspace(0, 1, height)[:, None].expand(-1, width)
     x = torch.linspace(0, 1, width).expand(height, -1)
     sky, ground, disc = (torch.tensor(c).view(3, 1, 1) for c in ([-1., 0., 1.5], [0., 1., -1.], [1.5, -0.5, -1.]))
@@ -158,7 +145,7 @@ def draw_gallery(panels: Sequence[Panel]):
                 is_cosine = panel.group == 'tokens'
                 shown = values if is_cosine or not largest else values / largest
                 drawn = axis.imshow(shown.numpy(), cmap=colours, vmin=-1, vmax=1, interpolation='nearest')
-                y, x = panel.patch
+                y, x = SEEN_FROM
                 axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor='black', linewidth=1.5))
                 axis.set(xticks=[], yticks=[])
                 axis.set_title(panel.name, fontsize=9)
@@ -168,7 +155,7 @@ def draw_gallery(panels: Sequence[Panel]):
     bar.ax.tick_params(labelsize=8)
     if len(panels) > 1:
         axis = side.add_axes([0.05, 0.08, 0.8, 0.2])
-        axis.imshow(displayed(_scene(panels[0].values.shape)[0], [0.5] * 3, [0.3] * 3).numpy())
+        axis.imshow(displayed(_scene()[0], [0.5] * 3, [0.3] * 3).numpy())
         axis.set(xticks=[], yticks=[])
         axis.set_title('the scene', fontsize=9)
     return figure

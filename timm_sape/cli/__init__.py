@@ -29,7 +29,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         argv: Arguments after the program's name. Default: those of the process.
 
     Returns:
-        The exit code: 0, 2 if the user made a mistake, or 141 if what reads the output has stopped reading.
+        The exit code: 0; 1 if a theorem of `probe` failed or a run of `experiment` is not finished; 2 if the user made
+        a mistake; 130 after Ctrl-C; 141 if what reads the output has stopped reading.
     """
     args = make_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook

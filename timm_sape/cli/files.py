@@ -43,11 +43,7 @@ def add_output_options(parser: argparse.ArgumentParser, plot: str = '') -> None:
     parser.add_argument('--force', action='store_true', help='overwrite existing files')
 
 
-def check_outputs(
-        paths: Iterable[Optional[Path]],
-        force: bool,
-        suffixes: Tuple[str, ...] = TABLES + FIGURES,
-) -> None:
+def check_outputs(paths: Iterable[Optional[Path]], force: bool, suffixes: Tuple[str, ...]) -> None:
     """Check that files can be written, before any work is done.
 
     Args:

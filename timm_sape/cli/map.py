@@ -113,7 +113,7 @@ def _map(args: argparse.Namespace) -> int:
 
     notes = f'{named(args)}, {args.image}, {WHAT[args.what]}; {about(torch.device("cpu"))}'
     if args.what == 'distance':
-        distances = [_finite(attention_distance(layer.attention, maps.grid), args.model) for layer in maps.layers]
+        distances = [_without_nan(attention_distance(layer.attention, maps.grid), args.model) for layer in maps.layers]
         rows = [
             {'layer': layer.index, 'head': head, 'distance': distance}
             for layer, found in zip(maps.layers, distances) for head, distance in enumerate(found.tolist())]
@@ -181,7 +181,7 @@ def _check_memory(model, image, layers: Optional[List[int]], args: argparse.Name
             f'machine has {memory / 1e9:,.1f} GB; give a smaller --img-size or fewer --layers')
 
 
-def _finite(numbers, model: str):
+def _without_nan(numbers, model: str):
     """The same numbers, which may be infinite, as some encodings mask, but not NaN.
 
     Raises:
@@ -203,14 +203,14 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
         for title, found in vectors.items():
             if found is not None:
                 titles.append(title)
-                matrices.append(similarity(_finite(found if found.ndim == 2 else found[0], args.model)))
+                matrices.append(similarity(_without_nan(found if found.ndim == 2 else found[0], args.model)))
         if not titles:
             raise CommandError(
                 f'no encoding of {args.model} adds vectors to its tokens; try --what attention')
         return titles, matrices
     for layer in maps.layers:
         found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
-        _finite(found, args.model)
+        _without_nan(found, args.model)
         if args.what == 'bias' and not found.any():
             if maps.vectors is not None or layer.vectors is not None:
                 raise CommandError(

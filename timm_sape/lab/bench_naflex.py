@@ -19,7 +19,7 @@ from .bench import exact_convolutions, peak_megabytes, timed
 __all__ = ['DEFAULT_POS_ENCS', 'GRIDS', 'bench_naflex']
 
 PATCH = 16
-#: (H, W) of the images of a batch: eight aspect ratios from 1:4 to 4:1, each of at most 196 patches.
+#: (H, W) of the images of a batch: eight aspect ratios from 1:4 to 3:1, each of at most 196 patches.
 GRIDS = ((14, 14), (12, 16), (16, 12), (10, 19), (19, 10), (8, 24), (24, 8), (7, 28))
 DEFAULT_POS_ENCS = ('ape', 'rope2d', 'rope2d_mixed', 'rpb', 'cope', 'sape2_k', 'ape+sape2_k', 'sape2sq_k')
 TOLERANCE = 1e-4

@@ -303,11 +303,6 @@ def _backward(
         tl.store(to + M * HEAD_DIM, dlast, mask=d < HEAD_DIM)
 
 
-def tiles_for(head_dim: int, length: int, npos: int) -> Dict[str, int]:
-    """Padded sizes: channels of a head, patches of a line, cells."""
-    return {'D': padded(head_dim), 'C': padded(length), 'M': padded(npos - 1)}
-
-
 def _lines_each(lines: int, length: int) -> int:
     """How many lines a program owns: about the same number for all."""
     programs = -(-lines * padded(length) // PATCHES)
@@ -331,13 +326,14 @@ def _programs(axis: Dict[str, object]) -> int:
 def _launch(kernel, axis, q, k, tensors, table, num_tokens, mode, gate_scale, **constants) -> None:
     """For the lines of all heads, of q and k without prefix tokens."""
     batch, num_heads, num_patches, head_dim = q.shape
+    length, npos = axis['length'], len(table)
     with torch.cuda.device_of(q):
         kernel[(_programs(axis) * batch * num_heads,)](
             q, k, table, *tensors, *q.stride()[:3], *k.stride()[:3],
             num_heads, num_tokens, num_patches, **axis, gate_scale=gate_scale, root=axis['shrink'] ** 0.5,
-            HEAD_DIM=head_dim, NPOS=table.shape[0], **tiles_for(head_dim, axis['length'], table.shape[0]),
+            HEAD_DIM=head_dim, D=padded(head_dim), C=padded(length), NPOS=npos, M=padded(npos - 1),
             USES_Q='q' in mode, USES_K='k' in mode, DTYPE=dtype_of(table),
-            **codes_options(head_dim, axis['length'], q.element_size(), len(mode), 'ADD' in constants), **constants)
+            **codes_options(head_dim, length, q.element_size(), len(mode), 'ADD' in constants), **constants)
 
 
 def codes_of(

@@ -119,23 +119,6 @@ def encoding_title(name: str) -> str:
     return (get_encoding(name).__doc__ or '').partition('\n')[0].removesuffix('.')
 
 
-def encodings_table() -> str:
-    """All encodings as a Markdown table, for the documentation."""
-    rows = [
-        '| name | full name | acts on | relative | attention | parameters added | on another grid | paper |',
-        '|---|---|---|---|---|---|---|---|',
-    ]
-    for name, cls in sorted(_encodings.items()):
-        shown = ', '.join(f'`{n}`' for n in [name, *(alias for alias in _aliases if _aliases[alias] == name)])
-        link = f'[link]({cls.paper})' if cls.paper else ''
-        acts_on = ', '.join(cls.acts_on()) or 'nothing'
-        cells = (
-            shown, encoding_title(name), acts_on, 'yes' if cls.relative else 'no', cls.attention_kernel(), cls.adds,
-            cls.on_other_grids)
-        rows.append(f'| {" | ".join(cells)} | {link} |')
-    return '\n'.join(rows)
-
-
 def is_auto(name: str) -> bool:
     """Whether a name is that of a gated encoding, such as `auto_rope2d`."""
     return name.startswith(AUTO)
