@@ -31,7 +31,8 @@ STAGES = {
 }
 NEEDED = ('TIMM_SCRIPTS', 'CIFAR10_SMALL')  # without them tests are skipped
 KEPT = re.compile(  # lines of a log that go into the section
-    r'=+ .*(passed|failed)|\d+ (passed|failed)|\+ |  (in torch|Hub\))|.*inputs, seed|input \d+,|.*were refused|.*kernels, |FAILED |\|')
+    r'=+ .*(passed|failed)|\d+ (passed|failed)|\+ |  (in torch|Hub\))|input \d+,|FAILED |\||'
+    r'.*(inputs, seed|were refused|kernels, )')
 TABLES = {  # of the stage 'scripts', whose tests write a row each
     'rows': 'train.py with the recipe `smoke` (10 epochs, 2,000 training and 500 test images of CIFAR-10, seed 42):',
     'naflex_rows': 'train.py with `--naflex-loader` (8 epochs of the same images, cropped and enlarged to many shapes; '
