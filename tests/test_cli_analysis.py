@@ -76,6 +76,28 @@ def test_map(folder, tmp_path, heads):
     assert found[0]['map'] == ('layer 0, mean of 4 heads' if heads == 'mean' else 'layer 0, head 0')
 
 
+@pytest.mark.parametrize('pool, layer', [('token', 0), ('avg', 1)])
+def test_the_layer_of_a_map(pool, layer, tmp_path, capsys):
+    """With a class token, what the last layer has between patches does not reach the class, and learns nothing."""
+    model = timm.create_model(
+        'test_vit_sape2_k', num_classes=2, img_size=(24, 32), patch_size=8, depth=2, global_pool=pool)
+    timm_sape.hub.save(model, tmp_path / 'pooled')
+    arguments = [str(tmp_path / 'pooled'), '--image', 'china.jpg', '--numbers', str(tmp_path / 'map.csv')]
+    assert main(['map', *arguments, '--output', str(tmp_path / 'map.png')]) == 0
+    assert {row['map'] for row in rows_of(tmp_path / 'map.csv')} == {f'layer {layer}, mean of 4 heads'}
+
+
+def test_layers_without_position_are_left_out(tmp_path, capsys):
+    model = timm.create_model(
+        'test_vit_pos_enc', pos_enc='auto_sape2_k', pos_enc_kwargs={'auto_sape2_k': {'init': 0}}, num_classes=2,
+        img_size=(24, 32), patch_size=8, depth=2)
+    model.blocks[0].attn.encodings['auto_sape2_k'].gate.weight.data.fill_(0.01)
+    timm_sape.hub.save(model, tmp_path / 'gated')
+    arguments = [str(tmp_path / 'gated'), '--image', 'china.jpg', '--layers', '0', '1']
+    assert main(['map', *arguments, '--output', str(tmp_path / 'map.png')]) == 0
+    assert 'position adds nothing to the logits of layer 1 of' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('what, suffix', [('attention', 'svg'), ('similarity', 'pdf'), ('distance', 'png')])
 def test_other_maps(tmp_path, what, suffix):
     out, numbers = tmp_path / f'map.{suffix}', tmp_path / 'map.json'
@@ -145,8 +167,9 @@ def test_what_is_printed(args, code, text, capsys):
      '--layers, --patches are not for --what distance, which shows all heads of all layers; leave them out'),
     (['--what', 'similarity', '--heads', 'all'], '--heads is not for --what similarity'),
     (['vit_tiny_nope', '--what', 'similarity'], 'no encoding of vit_tiny_nope adds vectors to its tokens'),
-    (['vit_tiny_ape'], 'none that acts on the logits of layer 11: use --what similarity'),
-    (['vit_tiny_nope'], 'position adds nothing to the logits of layer 11 of vit_tiny_nope'),
+    (['vit_tiny_ape'], 'none acts on the logits of layer 10 of vit_tiny_ape: use --what similarity'),
+    (['vit_tiny_nope'], 'position adds nothing to the logits of layer 10 of vit_tiny_nope'),
+    (['vit_tiny_sape2_k_graft@random'], 'or it starts at zero and has not been trained'),
 ])
 def test_map_says_what_is_wrong(args, text, tmp_path, capsys):
     model, options = ('model', args) if args[0].startswith('-') else (args[0], args[1:])
@@ -366,6 +389,16 @@ def test_pshap_without_a_correct_image(capsys):
     arguments = ['test_vit_ape@random', '--data-dir', 'data', '--num-images', '4', '--workers', '0']
     assert main(['pshap', *arguments]) == 0
     assert 'There is no value, because no image is classified correctly' in capsys.readouterr().out
+
+
+def test_pshap_of_a_constant_model(capsys, tmp_path):
+    model = timm.create_model('test_vit_ape', img_size=(24, 32), patch_size=8, num_classes=2)
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.zeros_(model.head.bias)
+    timm_sape.hub.save(model, tmp_path / 'constant')
+    arguments = [str(tmp_path / 'constant'), '--data-dir', 'data', '--num-images', '24', '--workers', '0']
+    assert main(['pshap', *arguments]) == 0
+    assert 'classifies correctly are constant' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('args, text', [

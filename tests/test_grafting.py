@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import pytest
@@ -382,6 +383,17 @@ def test_a_size_that_patches_do_not_divide():
     grafted.set_input_size((72, 72))
     with pytest.raises(ValueError, match='does not divide'):
         grafted.set_input_size((73, 73))
+
+
+def test_a_size_that_the_patches_do_not_divide_is_told():
+    """Only where the user gives it: timm has weights for such sizes."""
+    create = partial(timm_sape.graft, 'vit_tiny_patch16_224', 'rope2d', depth=1)
+    with pytest.warns(UserWarning, match=r'16x16 pixels do not divide .*100\).* Give img_size=\(64, 112\)'):
+        create(img_size=(64, 100))
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        create(img_size=(64, 112))
+        create()
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [

@@ -121,7 +121,7 @@ def test_vectors_of_the_tokens():
     chain = position_maps(lape, images(), layers=[1]).layers[0].vectors
     _, position = lape.embed(images())
     assert chain.shape == (15, 64) and torch.equal(chain, position.layer_terms[1, 3:])
-    stock = timm.create_model('vit_tiny_patch16_224', depth=1, img_size=64)
+    stock = timm.create_model('vit_tiny_patch16_224', depth=1, img_size=64).eval()
     assert torch.equal(position_maps(stock, torch.zeros(1, 3, 64, 64)).vectors, stock.pos_embed[0, 1:])
 
 
@@ -218,7 +218,7 @@ def test_attention_distance_of_patches_in_another_order():
 
 @pytest.mark.parametrize('masked', [dict(attn_mask=torch.ones(17, 17, dtype=torch.bool)), dict(is_causal=True)])
 def test_no_masks(masked):
-    model = timm.create_model('test_vit_rope2d', img_size=64)
+    model = timm.create_model('test_vit_rope2d', img_size=64).eval()
     with pytest.raises(ValueError, match='attention without a mask'):
         position_maps(model, torch.zeros(1, 3, 64, 64), **masked)
 
@@ -232,10 +232,34 @@ def test_layers_that_are_not_a_list(layers):
 @pytest.mark.parametrize('layers', [[2], [-3], [0, 7]])
 def test_no_such_layer(layers):
     with pytest.raises(ValueError, match='There is no layer .*: the model has 2, 0 to 1'):
-        position_maps(timm.create_model('test_vit_ape', depth=2), torch.zeros(1, 3, 160, 160), layers)
+        position_maps(timm.create_model('test_vit_ape', depth=2).eval(), torch.zeros(1, 3, 160, 160), layers)
 
 
 @pytest.mark.parametrize('model', [nn.Linear(2, 2), timm.create_model('test_resnet')])
 def test_no_transformer(model):
     with pytest.raises(ValueError, match='which position_maps cannot read'):
-        position_maps(model, torch.zeros(1, 3, 32, 32))
+        position_maps(model.eval(), torch.zeros(1, 3, 32, 32))
+
+
+def test_training_mode():
+    """Random draws, of `cape` or of dropped patches, would be other ones than those that the model used."""
+    with pytest.raises(ValueError, match=r'without dropout: call model.eval\(\) first'):
+        position_maps(build('cape').train(), images())
+
+
+def test_images_that_are_a_dict():
+    with pytest.raises(ValueError, match=r'takes images \[B, C, height, width\] in a tensor, got dict'):
+        position_maps(build('ape'), {'patches': images()})
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_attention_distance_in_half(dtype):
+    attention = torch.rand(2, 3, 7, 7).softmax(-1).to(dtype)
+    grid = timm_sape.Grid(2, 3, 1)
+    assert torch.equal(attention_distance(attention, grid), attention_distance(attention.float(), grid))
+
+
+def test_a_hybrid_of_timm():
+    """Patches of its feature map overlap in the image. It has a grid all the same."""
+    model = timm.create_model('vit_tiny_r_s16_p8_224', depth=1).eval()
+    assert position_maps(model, torch.zeros(1, 3, 224, 224)).grid.size == (7, 7)

@@ -17,9 +17,10 @@ MODELS = [
 ] + ['ape+sape2_k', 'alibi2d+auto_rope2d']
 
 
-def build(pos_enc):
+def build(pos_enc, **kwargs):
     torch.manual_seed(0)
-    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=(32, 40), patch_size=8, num_classes=10)
+    kwargs = dict(img_size=(32, 40), patch_size=8, num_classes=10) | kwargs
+    model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, **kwargs)
     randomize_encodings(model)
     return model
 
@@ -195,6 +196,12 @@ def test_what_is_wrong():
         probe(build('nope'), picture()[..., :33])
     with pytest.raises(ValueError, match=r'images must be \[B, C, height, width\], got \[3, 32, 40\]'):
         probe(build('nope'), picture()[0])
+
+
+def test_a_model_that_does_not_pool_is_refused():
+    """Its output is in the order of the patches, which the theorems of class logits are not about."""
+    with pytest.raises(ValueError, match=r'Class logits must be \[B, classes\], got .* one with global_pool='):
+        probe(build('nope', num_classes=0, global_pool=''), picture())
 
 
 def test_a_model_that_computes_nan_is_refused():

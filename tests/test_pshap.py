@@ -255,6 +255,9 @@ def test_cost():
     (lambda x, y: position_shap(build('ape'), [(x, y[:3])]), r'got torch.int64 \[3\]'),
     (lambda x, y: position_shap(timm.create_model('test_vit').double(), [(x, y)], per_layer=True), 'Leave it out'),
     (lambda x, y: position_shap(build('ape').train(), [(x, y)]), r'call model.eval\(\) first'),
+    (lambda x, y: position_shap(build('ape', num_classes=0), [(x, y)]), 'no classes, only features'),
+    (lambda x, y: position_shap(build('ape', global_pool=''), [(x, y)]), r'must be \[B, classes\], got \[4, 7, 5\]'),
+    (lambda x, y: position_shap(build('ape').half(), [(x.half(), y)]), r'rounding errors in torch.float16: call model'),
     (lambda x, y: shuffle_patches(x, (5, 8), torch.zeros(4, 6)), 'Patches of 5 x 8 do not divide images of 16 x 24'),
 ])
 def test_what_is_wrong(call, text):

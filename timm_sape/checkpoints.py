@@ -193,7 +193,7 @@ def _trained_grid(
     if is_reference and encoding.chosen_when_loading and model.pretrained_model_args:
         return declared_grid(model, kernel)  # saved with a rule for which the grid did not matter
     if is_reference or has_entries:
-        fix = 'give ref_grid_size=(H, W)' if is_reference else 'put it there, torch.tensor([H, W])'
+        fix = 'give ref_grid_size=(H, W), in patches' if is_reference else 'put it there, torch.tensor([H, W])'
         raise ValueError(
             f'The checkpoint does not say on which grid its encodings were trained, it lacks {path + GRID}. If they '
             f'are those of pos_enc={model.pos_enc!r}, {fix}.')

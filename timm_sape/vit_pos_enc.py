@@ -189,7 +189,8 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
 
         Each encoding follows its rule for a grid that it was not trained on. A table is resampled from its current
         size, so changing the size and changing it back does not restore it. Where layers were made to share a table,
-        each has its own afterwards.
+        each has its own afterwards. Resampled tables are new parameters, which an optimizer or an EMA made before does
+        not know: make a new one.
 
         Args:
             img_size: New image size (height, width) in pixels, None to keep it.
@@ -307,7 +308,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             attn_mask: Added to the logits, or bool with True where attention is allowed. Broadcastable to
                 `[B, h, P+H*W, P+H*W]`, of two or four dimensions, for all tokens of the grid; entries of dropped
                 patches are ignored. A token whose row is all False, or all -inf, gets zeros from attention.
-            is_causal: Mask out all later tokens.
+            is_causal: Mask out all tokens that are later in the sequence; patches come in the order of `keep_indices`.
             keep_indices: Raster indices of the patches to keep, as for masked autoencoders, int64 `[B, K]`, distinct
                 and in any order. They replace patch dropout in this pass, and N is P + K.
             object_index: Which object each patch belongs to, integers `[B, H*W]`, for encodings that use it (`ope`).
@@ -351,7 +352,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
             intermediates_only: Leave out the final features.
             output_dict: Return a dict with `image_features`, `image_intermediates`, `image_intermediates_prefix`.
             attn_mask: As for `forward_features`.
-            is_causal: Mask out all later tokens.
+            is_causal: Mask out all tokens that are later in the sequence; patches come in the order of `keep_indices`.
             keep_indices: As for `forward_features`.
             object_index: As for `forward_features`.
 

@@ -51,11 +51,12 @@ def gallery_panels(names: Optional[Sequence[str]] = None) -> List[Panel]:
 
 def _panel(name: str) -> Panel:
     cls = get_encoding(name)
-    torch.manual_seed(0)
-    model = timm.create_model(
-        'vit_small_pos_enc', pos_enc=name if cls.alone else f'{name}+sincos2d',
-        img_size=[size * PATCH_SIZE for size in GRID], patch_size=PATCH_SIZE, depth=1, num_classes=0,
-        class_token=False, global_pool='avg').eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            'vit_small_pos_enc', pos_enc=name if cls.alone else f'{name}+sincos2d',
+            img_size=[size * PATCH_SIZE for size in GRID], patch_size=PATCH_SIZE, depth=1, num_classes=0,
+            class_token=False, global_pool='avg').eval()
     if cls.gate_init == 1:
         randomize_encodings(model, std=1)
     places = cls.acts_on()

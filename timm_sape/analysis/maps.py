@@ -3,7 +3,8 @@
 Hooks record the arguments of each attention layer. Everything else is computed from these with the layer's own methods.
 The model is not changed.
 """
-from contextlib import ExitStack, contextmanager
+import sys
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -18,13 +19,14 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from ..attention import HostsEncodings
 from ..grid import Grid
 from ..host import PosEncModel
-from ..loading import patch_size_of
+from ..loading import patch_ratio, unwrapped
 
 __all__ = [
     'KNOWN',
     'LayerMaps',
     'PositionMaps',
     'attention_distance',
+    'hooks_run',
     'logits_of',
     'position_maps',
     'record_calls',
@@ -81,20 +83,26 @@ def position_maps(
     NaFlexVit, EVA (DINOv3, ViTs with RoPE) and ViTs with relative position.
 
     Args:
-        model: The model. Put it into eval mode unless you want dropout.
+        model: The model, in eval mode.
         images: `[B, C, height, width]`, normalized, as the model gets them.
         layers: Indices of layers, from 0; negative ones count from the last. A layer that is named twice counts once.
             Default: all.
         kwargs: Further arguments of the model, such as `object_index`.
 
     Raises:
-        ValueError: If the model is of another kind or has no such layer, `layers` is not a list, or a mask is given,
-            which maps do not show.
+        ValueError: If the model is of another kind, in training mode or has no such layer, `layers` is not a list,
+            `images` no tensor, or a mask is given, which maps do not show.
     """
+    if not torch.is_tensor(images):
+        raise ValueError(
+            f'position_maps takes images [B, C, height, width] in a tensor, got {type(images).__name__}.')
     if not isinstance(layers, (list, tuple, range, type(None))):
         raise ValueError(f'layers must be a list of indices, such as [0], got {layers!r}.')
     if kwargs.get('attn_mask') is not None or kwargs.get('is_causal'):
         raise ValueError('position_maps shows attention without a mask. Leave attn_mask and is_causal out.')
+    model = unwrapped(model)
+    if any(module.training for module in model.modules()):
+        raise ValueError('position_maps needs a model without dropout: call model.eval() first.')
     blocks = getattr(model, 'blocks', None)
     attentions = [getattr(block, 'attn', None) for block in blocks] if blocks is not None else []
     if not attentions or not all(isinstance(attn, KNOWN) for attn in attentions):
@@ -131,7 +139,7 @@ def position_maps(
 
 @contextmanager
 def record_calls(modules: Sequence[nn.Module]) -> Iterator[Dict[nn.Module, Tuple[tuple, Dict[str, Any]]]]:
-    """Within this context, record the positional and keyword arguments that modules are called with.
+    """Within this context, record the positional and keyword arguments that modules are called with, compiled or not.
 
     Args:
         modules: The modules. If one is called several times, its last call is kept.
@@ -144,10 +152,16 @@ def record_calls(modules: Sequence[nn.Module]) -> Iterator[Dict[nn.Module, Tuple
     def note(module, args, kwargs):
         calls[module] = args, kwargs
 
-    with ExitStack() as stack:
+    with hooks_run(), ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         yield calls
+
+
+def hooks_run():
+    """A context in which compiled models run uncompiled. Otherwise hooks that were registered later would not run."""
+    # dynamo takes seconds to import, and without it nothing is compiled
+    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
 
 
 def _index(layer: int, depth: int) -> int:
@@ -158,7 +172,7 @@ def _index(layer: int, depth: int) -> int:
 
 def _grid(model: nn.Module, images: torch.Tensor) -> Grid:
     size = tuple(images.shape[-2:])
-    height, width = (side // patch for side, patch in zip(size, patch_size_of(model)))
+    height, width = (side // patch for side, patch in zip(size, patch_ratio(model)))
     if getattr(getattr(model, 'patch_embed', None), 'dynamic_img_pad', False):
         height, width = model.patch_embed.dynamic_feat_size(size)
     return Grid(height, width, getattr(model, 'num_prefix_tokens', 0))
@@ -235,14 +249,14 @@ def attention_distance(attention: torch.Tensor, grid: Grid) -> torch.Tensor:
     prefix tokens. Then the mean over all patches and images.
 
     Args:
-        attention: Probabilities, `[B, h, N, N]`.
+        attention: Probabilities, `[B, h, N, N]`. In half precision they are used in float32.
         grid: The grid, with the `keep_indices` of the patches if some were dropped or their order was changed.
 
     Returns:
         `[h]`.
     """
     p = grid.num_prefix_tokens
-    attention = attention[..., p:, p:]
+    attention = attention[..., p:, p:].to(torch.promote_types(attention.dtype, torch.float32))
     place = grid.keep_rows(grid.coordinates(attention.device, attention.dtype))  # [N-P, 2] or [B, 1, N-P, 2]
     weighted = (attention * torch.cdist(place, place)).sum(-1) / attention.sum(-1)
     return weighted.mean(dim=(0, 2))

@@ -11,7 +11,7 @@ from ..attention import HostsEncodings
 from ..encodings import get_encoding
 from ..encodings.sape2 import SemanticAwarePositionEncoding
 from ..host import PosEncModel
-from ..loading import patch_size_of
+from ..loading import patch_size_of, unwrapped
 from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import shuffle_patches
 
@@ -95,11 +95,12 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
         column of patches or an image of a single colour.
 
     Raises:
-        ValueError: If the model does not cut images into separate patches, its logits are not finite, or `images` is
-            not a batch of its size.
+        ValueError: If the model does not cut images into separate patches or does not pool its tokens, its logits are
+            not finite, or `images` is not a batch of its size.
     """
     if images.ndim != 4:
         raise ValueError(f'images must be [B, C, height, width], got {list(images.shape)}. Of one image give x[None].')
+    model = unwrapped(model)
     patch_size = patch_size_of(model)
     model, images = deepcopy(model).double().eval(), images.double()
     height, width = (size // patch for size, patch in zip(images.shape[2:], patch_size))
@@ -115,6 +116,10 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     }
     moves = {name: move for name, move in moves.items() if not torch.equal(move[0], places)}
     before = _measure(model, images)
+    if before['class logits'].ndim != 2:
+        raise ValueError(
+            f'Class logits must be [B, classes], got {list(before["class logits"].shape)}. Use a model that pools its '
+            "tokens, such as one with global_pool='avg'.")
     if not before['class logits'].isfinite().all():
         raise ValueError(
             'The model returns logits that are not finite. Has its training diverged, or is its file damaged?')
@@ -184,7 +189,7 @@ def _measure(model: nn.Module, images: torch.Tensor) -> Dict[str, torch.Tensor]:
     for args, kwargs in calls.values():
         content, position = logits_of(attn, args, kwargs)
         found['first layer, attention logits'] = (content + position)[..., p:, p:]
-        for encoding in attn.encodings.values() if isinstance(attn, HostsEncodings) else ():
+        for encoding in attn.encodings.modules() if isinstance(attn, HostsEncodings) else ():  # also in adapters
             if isinstance(encoding, SemanticAwarePositionEncoding):
                 q, k, _, _, where = args
                 for axis, codes in zip('xy', encoding.codes(q, k, where.grid)):

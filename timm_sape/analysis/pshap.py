@@ -23,7 +23,8 @@ from tqdm import tqdm
 from ..checks import is_integer
 from ..grid import Grid
 from ..host import PosEncModel
-from ..loading import check_classes, patch_size_of
+from ..loading import check_classes, patch_size_of, unwrapped
+from .maps import hooks_run
 
 __all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
 
@@ -128,7 +129,7 @@ def _positions_per_layer(model: PosEncModel, seeds: Optional[torch.Tensor]) -> I
             return x, attn_mask, is_causal, model.encodings.position(x, grid)
         return hook
 
-    with ExitStack() as stack:
+    with hooks_run(), ExitStack() as stack:
         for i, block in enumerate(model.blocks):
             stack.callback(block.register_forward_pre_hook(shuffle(i)).remove)
         yield
@@ -168,8 +169,16 @@ class _Logits:
             part = images[index[start:start + self.batch_size].to(images.device)]
             seed = None if seeds is None else seeds[start:start + self.batch_size]
             with _positions_per_layer(self.model, seed if self.per_layer else None):
-                logits.append(self.model(part).float() if seed is None else self._shuffled(part, seed))
+                logits.append(self.model(part) if seed is None else self._shuffled(part, seed))
         logits = torch.cat(logits)
+        if logits.ndim != 2:
+            raise ValueError(
+                f'Logits must be [B, classes], got {list(logits.shape)}. Use a model that pools its tokens, such as '
+                "one with global_pool='avg'.")
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f'Position-SHAP computes small differences, which are rounding errors in {logits.dtype}: call '
+                'model.float() first, and leave autocast out.')
         if not logits.isfinite().all():
             raise ValueError('The model returns logits that are not finite. Check its weights and the images.')
         return logits
@@ -178,14 +187,14 @@ class _Logits:
         height, width = (size // patch for size, patch in zip(images.shape[2:], self.patch_size))
         orders = torch.stack([_order(s.item(), height * width) for s in seeds]).to(images.device)
         shuffled = shuffle_patches(images, self.patch_size, orders)
-        if isinstance(self.model, PosEncModel):
-            # Objects are found in the original image and belong to positions. So when positions are exchanged, a token
-            # gets the object of the place that it moves to, not its own.
-            for encoding in self.model.encodings.values():
-                if 'object_index' in encoding.asks_for:
-                    objects = encoding.find_objects(images, Grid(height, width), self.patch_size)
-                    return self.model(shuffled, object_index=objects).float()
-        return self.model(shuffled).float()
+        host = next((m for m in self.model.modules() if isinstance(m, PosEncModel)), None)
+        # Objects are found in the original image and belong to positions. So when positions are exchanged, a token
+        # gets the object of the place that it moves to, not its own.
+        for encoding in host.encodings.values() if host is not None else ():
+            if 'object_index' in encoding.asks_for:
+                objects = encoding.find_objects(images, Grid(height, width), self.patch_size)
+                return self.model(shuffled, object_index=objects)
+        return self.model(shuffled)
 
 
 @torch.no_grad()
@@ -224,10 +233,11 @@ def position_shap(
         progress: Label of a progress bar, shown after two seconds. Default: no bar.
 
     Raises:
-        ValueError: If the model is in training mode or does not cut images into separate patches, labels are missing or
-            are not classes of the model, logits are not finite, there are fewer than two images, or a number is out of
-            range.
+        ValueError: If the model is in training mode, has no classes or does not cut images into separate patches,
+            labels are missing or are not classes of the model, logits are not finite or in half precision, there are
+            fewer than two images, or a number is out of range.
     """
+    model = unwrapped(model)
     if per_layer and not isinstance(model, PosEncModel):
         raise ValueError('per_layer=True is for models of timm_sape. Leave it out.')
     if per_layer and model.base_position:
@@ -239,6 +249,8 @@ def position_shap(
             raise ValueError(f'{name} must be {least} or more, an integer, got {value!r}.')
     if any(module.training for module in model.modules()):
         raise ValueError('Position-SHAP needs a model without dropout: call model.eval() first.')
+    if getattr(model, 'num_classes', None) == 0:
+        raise ValueError('The model has no classes, only features. Position-SHAP explains the logit of a class.')
     logits = _Logits(model, batch_size, per_layer)
     found, draws = [], 0
     total = len(batches.dataset) if isinstance(batches, DataLoader) else None

@@ -1,6 +1,7 @@
 """`timm-sape map`: draw what position does between the patches of an image."""
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -53,7 +54,10 @@ also those of --import, in an untrained model of its own; it takes no other opti
     parser.add_argument('--what', choices=WHAT, help='(default: bias)')
     parser.add_argument(
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='patches to draw a small map for (default: two)')
-    parser.add_argument('--layers', nargs='+', type=int, metavar='N', help='from 0; -1 is the last (default: -1)')
+    parser.add_argument(
+        '--layers', nargs='+', type=int, metavar='N',
+        help='from 0; -1 is the last (default: -1, or -2 if the class is read from the class token: then attention '
+             'between patches in the last layer has no effect on the class)')
     parser.add_argument('--heads', choices=('mean', 'all'), help='(default: mean)')
     parser.add_argument(
         '--cmap', metavar='NAME',
@@ -107,7 +111,7 @@ def _map(args: argparse.Namespace) -> int:
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)
-        layers = None if args.what == 'distance' else args.layers or [-1]
+        layers = None if args.what == 'distance' else args.layers or [_last_that_matters(model)]
         _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
 
@@ -125,7 +129,7 @@ def _map(args: argparse.Namespace) -> int:
         for x, y in patches:
             if x >= width or y >= height:
                 raise CommandError(f'there is no patch {x},{y}: x goes from 0 to {width - 1}, y from 0 to {height - 1}')
-        titles, matrices = _chosen(args, maps)
+        titles, matrices = _chosen(args, maps, model)
         rows = _numbers(titles, matrices, width) if args.numbers is not None else []
         with readable():
             figure = draw_maps(
@@ -192,7 +196,20 @@ def _without_nan(numbers, model: str):
     return numbers
 
 
-def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
+def _last_that_matters(model) -> int:
+    """The last layer in which attention between patches has an effect on the class."""
+    return -2 if getattr(model, 'global_pool', None) == 'token' and len(getattr(model, 'blocks', ())) > 1 else -1
+
+
+def _acts_on_logits(model) -> bool:
+    """Whether the model has an encoding that acts on the logits of attention. Before training it may change nothing."""
+    from ..host import PosEncModel
+
+    encodings = model.position_encodings().values() if isinstance(model, PosEncModel) else ()
+    return any(place.startswith(('q and k', 'logits')) for encoding in encodings for place in encoding.acts_on())
+
+
+def _chosen(args: argparse.Namespace, maps, model) -> Tuple[List[str], List]:
     """Titles, and matrices between patches, `[H*W, H*W]`."""
     from ..analysis import similarity
 
@@ -208,18 +225,13 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
             raise CommandError(
                 f'no encoding of {args.model} adds vectors to its tokens; try --what attention')
         return titles, matrices
+    empty = []
     for layer in maps.layers:
         found = maps.between_patches(layer.position if args.what == 'bias' else layer.attention)[0]  # [h, H*W, H*W]
         _without_nan(found, args.model)
         if args.what == 'bias' and not found.any():
-            if maps.vectors is not None or layer.vectors is not None:
-                raise CommandError(
-                    f'{args.model} has an encoding that is added to its tokens, and none that acts on the logits of '
-                    f'layer {layer.index}: use --what similarity')
-            raise CommandError(
-                f'position adds nothing to the logits of layer {layer.index} of {args.model}: no encoding acts there, '
-                'or it starts at zero and has not been trained. If the class token is pooled, the last layer learns no '
-                'bias from some encodings, and no gate: try --layers -2, or --what attention')
+            empty.append(layer)
+            continue
         if args.heads == 'mean':
             titles.append(f'layer {layer.index}, mean of {len(found)} heads')
             # over the heads that see the patch: some encodings mask patches by -inf
@@ -227,6 +239,19 @@ def _chosen(args: argparse.Namespace, maps) -> Tuple[List[str], List]:
         else:
             titles += [f'layer {layer.index}, head {head}' for head in range(len(found))]
             matrices += found.unbind(0)
+    if empty:
+        where = f'the logits of layer {", ".join(str(layer.index) for layer in empty)} of {args.model}'
+        adds = maps.vectors is not None or any(layer.vectors is not None for layer in empty)
+        if titles:
+            print(f'timm-sape: position adds nothing to {where}; left out', file=sys.stderr)
+        elif adds and not _acts_on_logits(model):
+            raise CommandError(
+                f'an encoding adds vectors to the tokens, and none acts on {where}: use --what similarity')
+        else:
+            raise CommandError(
+                f'position adds nothing to {where}: no encoding acts there, or it starts at zero and has not been '
+                'trained. If the class token is pooled, some encodings learn no bias and no gate in the last layer: '
+                'try --layers -2, or --what attention')
     return titles, matrices
 
 

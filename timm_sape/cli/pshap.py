@@ -1,5 +1,6 @@
 """`timm-sape pshap`: how much the decisions of a model depend on position."""
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any, Dict, List
@@ -89,10 +90,12 @@ def _pshap(args: argparse.Namespace) -> int:
     notes = (
         f'{named(args)}{permuted}, seed {args.seed}, {measured_on(args, data, len(found.values))}, '
         f'background {background}; took {middle - start:.1f} s, as long as {passes:.1f} validation passes')
-    if not found.correct.any():
+    if math.isnan(found.value):
         notes += (
-            '. There is no value, because no image is classified correctly, and the value is a mean over those that '
-            'are: take a trained model, or more images')
+            '. There is no value, because '
+            + ('its logits of the images that it classifies correctly are constant' if found.correct.any() else
+               'no image is classified correctly, and the value is a mean over those that are')
+            + ': take a trained model, or more images')
     rows = [
         {'label': label, 'correct': int(correct), 'position': pe, 'image': im, 'pshap': p}
         for label, correct, pe, im, p in zip(*(t.tolist() for t in (

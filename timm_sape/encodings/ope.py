@@ -31,7 +31,8 @@ class ObjectPositionEncoding(FixedEncoding, CoordinateEncoding):
     the image: the mean colours of patches are rounded down to 4 levels per channel, and an object is a connected region
     of patches of the same colour (neighbours are left, right, above, below). Objects, the background included, are
     numbered from 0 by their first patch in raster order. (The authors number the bounding boxes of objects, colour by
-    colour, from 1, with 0 for the most frequent colour.) No gradient flows to the image.
+    colour, from 1, with 0 for the most frequent colour.) No gradient flows to the image. They are found in the whole
+    image, with the patches that are dropped or masked: in masked pretraining, pass `object_index`.
 
     Args:
         mean: Mean by which images were normalized, a number or one per channel. Default: that of the entrypoints. A

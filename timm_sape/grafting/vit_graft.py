@@ -2,6 +2,7 @@
 import difflib
 import re
 import sys
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
@@ -9,6 +10,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
 import timm
 import torch
 import torch.nn as nn
+from timm.layers import to_2tuple
 from timm.models import (
     PretrainedCfg,
     generate_default_cfgs,
@@ -303,10 +305,21 @@ def _create(
                 f'{name!r} with {getattr(model, "base_position", "another one")!r}, so it would be another function.')
         checkpoints.refuse_other_encoding(variant, {
             'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
+        if kwargs.get('img_size') is not None and not isinstance(model, NaFlexVitPosEnc):
+            _warn_of_cropping(to_2tuple(kwargs['img_size']), model.patch_size, base_cfg.input_size[1:])
         return model
 
     return build_by_timm(
         build, variant, pretrained and is_own_source, builder.filter, pretrained_cfg=cfg, cache_dir=cache_dir, **kwargs)
+
+
+def _warn_of_cropping(size: Tuple[int, int], patch_size: Tuple[int, int], default: Tuple[int, int]) -> None:
+    """Warn if timm will cut off a part of each image, at a size that is not that of its own weights."""
+    fitting = tuple(-(-length // patch) * patch for length, patch in zip(size, patch_size))
+    if tuple(size) not in (fitting, tuple(default)):
+        warnings.warn(
+            f'Patches of {patch_size[0]}x{patch_size[1]} pixels do not divide img_size={tuple(size)}, so the model '
+            f'does not see the right or lower edge of an image. Give img_size={fitting}.')
 
 
 # Entrypoints vit_{size}_{encoding}_graft, with the tags of the plain ViTs that they are grafted onto.

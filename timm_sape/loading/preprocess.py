@@ -8,13 +8,20 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.data.loader import adapt_to_chs
 from timm.models import get_model_input_config
 from timm.models.naflexvit import NaFlexVit
+from timm.utils import unwrap_model
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
 from torchvision.transforms.v2.functional import center_crop
 
 from ..host import PosEncModel
 
-__all__ = ['image_size_of', 'native_preprocessing', 'patch_ratio', 'patch_size_of', 'preprocessing']
+__all__ = ['image_size_of', 'native_preprocessing', 'patch_ratio', 'patch_size_of', 'preprocessing', 'unwrapped']
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside wrappers that hide what it is: DDP, `torch.compile`, timm's EMA, peft."""
+    model = unwrap_model(model)
+    return unwrapped(model.get_base_model()) if hasattr(model, 'get_base_model') else model
 
 
 def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = None, **overrides):
@@ -54,6 +61,7 @@ def native_preprocessing(model: torch.nn.Module, max_patches: int):
     Raises:
         ValueError: If the model takes no patches, or neither 1 nor 3 channels.
     """
+    model = unwrapped(model)
     if not isinstance(model, NaFlexVit) or not model.embeds.is_linear:
         raise ValueError(
             f'{type(model).__name__} takes no images of different shapes in a batch. Use a NaFlexVit, such as '
@@ -80,6 +88,7 @@ def _central_part(image: Image.Image, share: float) -> Image.Image:
 
 def _data_config(model: torch.nn.Module) -> Tuple[torch.nn.Module, Dict[str, Any]]:
     """What gives an image the channels of the model, and timm's data config at the model's image size."""
+    model = unwrapped(model)
     config = resolve_model_data_config(model)
     channels, *size = get_model_input_config(model)['input_size']
     first = dict(model.named_modules()).get(str((getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')))
@@ -95,7 +104,7 @@ def _data_config(model: torch.nn.Module) -> Tuple[torch.nn.Module, Dict[str, Any
 
 def image_size_of(model: torch.nn.Module) -> Tuple[int, int]:
     """(height, width) in pixels of the images that a model was created for, or trained on."""
-    return tuple(get_model_input_config(model)['input_size'][1:])
+    return tuple(get_model_input_config(unwrapped(model))['input_size'][1:])
 
 
 def patch_ratio(model: torch.nn.Module, name: str = '') -> Tuple[int, int]:
@@ -108,6 +117,7 @@ def patch_ratio(model: torch.nn.Module, name: str = '') -> Tuple[int, int]:
     Raises:
         ValueError: If the model has no patches.
     """
+    model = unwrapped(model)
     if isinstance(model, PosEncModel):
         return model.patch_size
     embedding = model.embeds if isinstance(model, NaFlexVit) else getattr(model, 'patch_embed', None)
@@ -122,6 +132,7 @@ def patch_size_of(model: torch.nn.Module) -> Tuple[int, int]:
     Raises:
         ValueError: If the model has no patches, they overlap, or several layers compute them.
     """
+    model = unwrapped(model)
     if isinstance(model, NaFlexVit):
         return model.embeds.patch_size
     projection = getattr(getattr(model, 'patch_embed', None), 'proj', None)

@@ -1,0 +1,134 @@
+"""Analysis and preprocessing see the model inside what training loops and adapters wrap it in."""
+from copy import deepcopy
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.utils import ModelEmaV3
+
+import timm_sape  # noqa: F401  registers the models
+from common import randomize
+from harness import assert_near
+from timm_sape.analysis import position_maps, position_shap, probe
+from timm_sape.loading import image_size_of, patch_ratio, patch_size_of, preprocessing
+
+
+class Adapter(nn.Module):
+    """As peft: an attribute that the wrapper lacks is that of the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == 'base_model' else getattr(self.base_model, name)
+
+    def get_base_model(self):
+        return self.base_model
+
+    def forward(self, *args, **kwargs):
+        return self.base_model(*args, **kwargs)
+
+
+def compiled(model):
+    model = torch.compile(model, backend='eager')
+    model(images(1))  # hooks that are registered from now on do not run in what is compiled
+    return model
+
+
+def compiled_in_place(model):
+    model.compile(backend='eager')
+    model(images(1))
+    return model
+
+
+def compiled_blocks(model):
+    for block in model.blocks:
+        block.compile(backend='eager')
+    model(images(1))
+    return model
+
+
+WRAPPERS = [Adapter, nn.DataParallel, ModelEmaV3, compiled, compiled_in_place, compiled_blocks]
+
+
+def build(pos_enc):
+    model = timm.create_model(
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(16, 24), patch_size=8, num_classes=5, depth=2).double().eval()
+    with torch.no_grad():
+        return randomize(model)
+
+
+def images(batch):
+    return torch.randn(batch, 3, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize('wrap', WRAPPERS)
+@pytest.mark.parametrize('pos_enc', ['sincos2d+ope', 'ape+sape2_k', 'lape', 'rope2d'])
+def test_analysis_of_a_wrapped_model(pos_enc, wrap):
+    model, x = build(pos_enc), images(6)
+    wrapped = wrap(deepcopy(model))
+    expected, found = position_maps(model, x), position_maps(wrapped, x)
+    vectors = [(maps.vectors, *(layer.vectors for layer in maps.layers)) for maps in (expected, found)]
+    for before, after in zip(*vectors):
+        assert (before is None) is (after is None)
+        if before is not None:
+            assert_near(after, before, 1e-12)
+    for before, after in zip(expected.layers, found.layers):
+        assert_near(after.attention, before.attention, 1e-12)
+        assert_near(after.position, before.position, 1e-12)
+    labels = model(x).argmax(1)
+    for per_layer in (False, True):
+        before, after = (
+            position_shap(m, [(x, labels)], background=2, per_layer=per_layer).values for m in (model, wrapped))
+        assert_near(after, before, 1e-10)
+    before, after = probe(model, x[:1]), probe(wrapped, x[:1])
+    assert [row[:2] + (row.expected, row.verdict) for row in after] == [
+        row[:2] + (row.expected, row.verdict) for row in before]
+
+
+def test_objects_of_a_model_inside_a_users_own_wrapper():
+    """`ope` finds objects in the image as it was, before its patches are exchanged."""
+    class Own(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.patch_embed = model, model.patch_embed
+
+        def forward(self, x, **kwargs):
+            return self.model(x, **kwargs)
+
+    model, x = build('ope'), images(6)
+    labels = model(x).argmax(1)
+    found, expected = (position_shap(m, [(x, labels)], background=2).values for m in (Own(model).eval(), model))
+    assert_near(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize('wrap', WRAPPERS)
+def test_preprocessing_of_a_wrapped_model(wrap):
+    model = build('rope2d')
+    wrapped = wrap(deepcopy(model))
+    assert image_size_of(wrapped) == (16, 24)
+    assert patch_size_of(wrapped) == patch_ratio(wrapped) == (8, 8)
+    assert repr(preprocessing(wrapped)) == repr(preprocessing(model)) and '(16, 24)' in repr(preprocessing(wrapped))
+
+
+def test_bias_of_an_encoding_that_an_adapter_keeps():
+    """peft's `modules_to_save` puts a module around the encoding."""
+    class Kept(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.modules_to_save = module
+
+        def __getattr__(self, name):
+            return super().__getattr__(name) if name == 'modules_to_save' else getattr(self.modules_to_save, name)
+
+        def forward(self, *args, **kwargs):
+            return self.modules_to_save(*args, **kwargs)
+
+    model = build('sape2_k')
+    rows = probe(model, images(1))
+    encodings = model.blocks[0].attn.encodings
+    encodings._modules['sape2_k'] = Kept(encodings['sape2_k'])
+    assert [row[:2] for row in probe(model, images(1))] == [row[:2] for row in rows]
+    assert any(row.what.endswith('x bias') for row in rows)
