@@ -39,6 +39,19 @@ def seldom(cases, *often):
         for i, case in enumerate(cases)]
 
 
+@pytest.mark.parametrize('pos_enc', ['ape', 'ape2d', 'rpb', 'lape', 'rope2d', 'auto_ape', 'sincos2d'])
+def test_resized_in_inference_mode(pos_enc):
+    """Tensors that are made in it have no gradients later, some of them without an error."""
+    make = Maker(pos_enc, GRID)
+    expected, model = make(), make()
+    size = OTHER[0] * PATCH, OTHER[1] * PATCH
+    expected.set_input_size(size)
+    with torch.inference_mode():
+        model.set_input_size(size)
+    for a, b in zip(step(model, images(OTHER)), step(expected, images(OTHER)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- the trained grid ------------------------------------------------------------------------------------------------
 
 def step(model, x):

@@ -180,6 +180,7 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
         height, width = (2 ** round(math.log2(pixels / features)) for pixels, features in sizes)
         return height, width
 
+    @torch.inference_mode(False)  # tables made in it would never train
     def set_input_size(
             self,
             img_size: Optional[Tuple[int, int]] = None,

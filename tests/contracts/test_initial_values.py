@@ -125,6 +125,11 @@ def meta_device(make):
             model.load_state_dict(expected.state_dict(), assign=True)
             same(model(x), expected(x), 'filled by assignment alone', tol=1e-6)
             same(model.to('cpu')(x), expected(x), 'filled by assignment alone, then moved', tol=1e-6)
+            model = made(in_context, empty=False)
+            model.load_state_dict(expected.state_dict(), assign=True)
+            with torch.no_grad():
+                rounded, exact = (m.bfloat16()(x.bfloat16()) for m in (model, copy.deepcopy(expected)))
+            same(rounded, exact, 'filled by assignment alone, then in half precision', tol=1e-6)
         model = made(in_context)
         torch.manual_seed(0)
         model.init_weights()

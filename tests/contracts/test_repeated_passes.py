@@ -131,4 +131,19 @@ def nothing_stored(make):
         gradients(model, model(x).square().sum())  # no tensor of inference mode is left over
 
 
+@contracts.add(grids=ONE_GRID)
+def hooks_in_place(make):
+    """A hook that changes the output of an encoding in place, say for an ablation, changes nothing for good."""
+    x, model = make.images(), make(class_token=False, global_pool='avg')
+    with torch.no_grad():
+        before = model(x)
+        hooks = [
+            encoding.register_forward_hook(lambda module, args, out: out.zero_() if torch.is_tensor(out) else None)
+            for encoding in model.position_encodings().values()]
+        model(x)
+        for hook in hooks:
+            hook.remove()
+        same(model(x), before, 'after the hooks', tol=0)
+
+
 test_contract = contracts.test()

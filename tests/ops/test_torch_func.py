@@ -4,7 +4,7 @@ import copy
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 from common import Maker
 from harness import assert_near
@@ -85,6 +85,28 @@ def test_forward_derivatives(pos_enc, frozen):
     with torch.no_grad():
         expected = (model(x + step * t) - model(x - step * t)) / (2 * step)
     assert_near(tangent, expected, 1e-6)
+
+
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', *POS_ENCS])
+def test_all_rows_of_a_jacobian_at_once(pos_enc):
+    """jacrev is vmap over the gradients that come in. For `cdist` alone torch gives wrong ones."""
+    make_model = Maker(pos_enc)
+    model = make_model().double()
+    x, params = make_model.images(1).double(), dict(model.named_parameters())
+    found = jacrev(lambda params: functional_call(model, params, x)[0])(params)
+    for i, entry in enumerate(model(x)[0]):
+        rows = torch.autograd.grad(entry, list(params.values()), retain_graph=True, materialize_grads=True)
+        for name, row in zip(params, rows):
+            assert_close(found[name][i], row, 1e-10, name)
+
+
+def test_jacobian_of_the_bias():
+    q, k, table_x, table_y = (t.detach() for t in make_inputs((2, 3), dim=4)[:2] + make_inputs((2, 3), dim=4)[3:5])
+
+    def bias(table_x):
+        return sape2_bias(q, k, table_x, table_y, (2, 3), num_prefix_tokens=1).flatten()[::7]
+
+    assert_near(jacrev(bias)(table_x), jacfwd(bias)(table_x), 1e-10)
 
 
 @pytest.mark.full

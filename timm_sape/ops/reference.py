@@ -1,6 +1,7 @@
 """The reference: gates, sums, look-ups and distances of CoPE and SaPE2 in plain PyTorch.
 
-Autograd can differentiate it any number of times, and torch.func and forward mode work. It stores everything N x N.
+Autograd can differentiate it twice (the third derivative of `cdist` is NaN), and torch.func and forward mode work. It
+stores everything N x N.
 """
 from typing import Optional, Tuple, Union
 
@@ -9,7 +10,7 @@ import torch
 from ..grid import Grid
 from .counting import in_raster_order, interpolate, sources_of, suffix_sum
 from .precision import no_autocast, upcast
-from .transforms import is_forward_mode
+from .transforms import is_forward_mode, is_transformed
 
 __all__ = ['axis_codes', 'cdist_is_slow', 'contextual_bias', 'pairwise_distance', 'squares_by_products']
 
@@ -132,7 +133,8 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
         `[..., N, N]`.
     """
     with no_autocast(codes):
-        if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, cdist no forward mode
+        # ONNX has no cdist, cdist no forward mode, and vmap over the incoming gradients of cdist is wrong (torch 2.15)
+        if torch.onnx.is_in_onnx_export() or is_forward_mode() or is_transformed():
             return _root((codes.unsqueeze(-2) - codes.unsqueeze(-3)).square().sum(dim=-1), codes)
         if cdist_is_slow(codes):
             return _distance_by_products(codes)

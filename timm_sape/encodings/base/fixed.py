@@ -69,7 +69,8 @@ class FixedEncoding(PositionEncoding, ABC):
         them, by its `buffer_dtype`.
         """
         if self.table.is_meta and grid.device is not None:
-            return torch.empty(0, device=grid.device, dtype=self.table.dtype)
+            like = torch.empty(0, device=grid.device, dtype=self.table.dtype)
+            return ops.upcast(like)[0] if like.is_floating_point() else like  # model.bfloat16() casts it on meta, too
         if self.table.is_floating_point() and self.table.dtype.itemsize < 4:
             return torch.empty(0, device=self.table.device, dtype=torch.float32)
         return self.table

@@ -131,6 +131,8 @@ class PositionEncoding(nn.Module):
             found = getattr(self, hook)(x, *tensors, **given)
         if hook != 'logit_factor':
             check_result(self, hook, found, (x, *tensors), given['grid'])
+        if self._forward_hooks and isinstance(found, torch.Tensor):
+            found = found.clone()  # it may be a table of the model, which a hook of the user's could change in place
         # a factor of q.k has no gate, and the other hooks named here apply it themselves
         if self.gate is None or hook in ('turn', 'rotation', 'channels', 'attend', 'logit_factor'):
             return found
