@@ -407,6 +407,15 @@ def test_a_trained_size_that_patches_do_not_divide(images, tmp_path):
     assert found.home == '50x50, where it was trained'
 
 
+def test_the_trained_size_of_patches_that_are_not_square(images, tmp_path):
+    model = randomize(timm.create_model(
+        'test_vit_pos_enc', pos_enc='rope2d', pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}}, num_classes=3,
+        img_size=96, patch_size=(8, 4), ref_grid_size=(6, 12)))
+    timm_sape.hub.save(model, tmp_path / 'model')
+    found = adapt(f'local-dir:{tmp_path / "model"}', open_dataset(images), [SIZE], agreement=True, progress=False)
+    assert (found.home_size, found.home) == ((48, 48), '48x48, where it was trained')
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 @pytest.fixture

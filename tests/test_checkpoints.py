@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from common import registered
+from common import OFTEN, POS_ENCS, Maker, images, rarely, registered
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.models._hub import save_for_hf
 from timm.utils import CheckpointSaver, ModelEmaV3
@@ -416,6 +416,16 @@ def test_a_pruned_model_is_saved_as_it_is(name, pruned, pool, tmp_path):
     assert save_dir(saved, tmp_path)['model_args']['depth'] == len(saved.blocks) == 1
     x = torch.randn(1, 3, 32, 32)
     torch.testing.assert_close(from_dir(tmp_path)(x), saved(x), **SAME)
+
+
+@pytest.mark.parametrize('pos_enc', rarely(
+    [pos_enc for pos_enc in POS_ENCS if 'toy' not in pos_enc], [*OFTEN, 'lape', 'rope2d_mixed']))
+def test_blocks_that_are_left_compute_what_they_did(pos_enc):
+    model, x = Maker(pos_enc, depth=3)(), images((3, 5))
+    expected, = model.forward_intermediates(x, [1], intermediates_only=True)
+    model.prune_intermediate_layers([1])
+    found, = model.forward_intermediates(x, [1], intermediates_only=True)
+    assert len(model.blocks) == 2 and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize('name', ['test_vit_rope2d', 'test_naflexvit_rope2d'])

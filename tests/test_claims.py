@@ -1,5 +1,6 @@
 """Tools for the paper's claims: separation of foreground and background, shifted images, and the two examples that use
 them on the models of an experiment."""
+import argparse
 import csv
 import math
 import subprocess
@@ -261,6 +262,64 @@ def test_what_counts_as_a_distance(pos_enc, is_distance):
         assert found['distance'].max() <= 0 and found['position'].abs().equal(-found['distance'])
 
 
+def test_columns_of_foreground_by_hand():
+    """The best head is chosen on every other image, with its sign, and measured on the rest."""
+    example = load('foreground.py')
+    mask = torch.tensor([1, 1, 0, 0])
+    same = (mask == mask[:, None]).float()  # its area is 1, that of -same 0, and that of none 1/2
+    none = torch.zeros(4, 4)
+    scores = torch.stack([torch.stack(heads) for heads in (
+        (none, -same), (same, -same), (none, -same), (same, none))])  # [n, heads, N, N]
+    assert example.measured(scores, mask.expand(4, -1)) == {
+        'from foreground': .4375, 'from background': .4375, 'both': .4375, 'best head': .75}
+
+
+def test_shuffled_masks_are_those_of_other_images():
+    example = load('foreground.py')
+    masks = torch.tensor(3 * [[1, 1, 0, 0]] + 3 * [[1, 0, 1, 0]])
+    scores = (masks[:, :, None] == masks[:, None]).float()[:, None]
+    assert example.measured(scores, masks)['both'] == 1
+    # with each of the other five: 12 of 30 are alike, and a mask of the other kind has an area of 1/4
+    assert example.shuffled(scores, masks)['both'] == pytest.approx((12 + 18 / 4) / 30, abs=1e-4)
+
+
+def test_controls_of_foreground():
+    example = load('foreground.py')
+    areas = {
+        ('trained', 'distance', 'own'): .9, ('trained', 'distance', 'shuffled'): .8,
+        ('untrained', 'distance', 'own'): .6, ('untrained', 'distance', 'shuffled'): .55,
+        ('trained', 'content', 'own'): .4, ('trained', 'logits', 'own'): .35, ('trained', 'keys', 'own'): .2}
+    rows = [{'runs': '', 'model': '', 'seed': '', 'state': 'no model', 'score': 'colour', 'mask': 'own', 'both': .7}]
+    rows += [
+        {'runs': 'r', 'model': 'K', 'seed': seed, 'state': state, 'score': score, 'mask': mask, 'both': both}
+        for (state, score, mask), both in areas.items() for seed in (1, 2)]
+    row, = example.compared(rows)
+    assert {key: cell.split(' ')[0] for key, cell in row.items()} == {
+        'trained in': 'r', 'model': 'K', 'own mask - shuffled': '+0.100', 'trained - untrained': '+0.300',
+        'distance - content': '+0.500', 'distance - keys': '+0.700', 'distance - colour': '+0.200'}
+
+
+def test_half_a_patch_of_ink_is_foreground(tmp_path):
+    ink = np.zeros((32, 32), np.uint8)
+    ink[:2, :4], ink[4:8, :4], ink[8, 0] = 255, 255, 255  # half of a patch, a whole one, and a pixel
+    for folder, mode in (('test', 'RGB'), ('masks', 'L')):
+        (tmp_path / folder / '0').mkdir(parents=True)
+        Image.fromarray(ink).convert(mode).save(tmp_path / folder / '0' / '0.png')
+    _, classes = load('foreground.py').read_test(tmp_path, 1)
+    assert classes.tolist() == [[{0: 1, 8: 1, 16: -1}.get(i, 0) for i in range(64)]]
+
+
+@pytest.mark.full
+def test_models_see_what_the_mask_shows(digits, runs, tmp_path, monkeypatch):
+    example, seen = load('foreground.py'), []
+    monkeypatch.setattr(example, 'scores_of', lambda model, inputs: seen.append(inputs) or {})
+    example.measure(argparse.Namespace(
+        runs=[runs], models=['APE'], data_dir=digits, images=6, output=tmp_path / 'a.csv'))
+    pixels = np.stack([np.asarray(image) for image in example.read_test(digits, 6)[0]])
+    expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+    torch.testing.assert_close(seen[0], expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.full
 def test_foreground_example(digits, runs, tmp_path):
     done = run(EXAMPLES / 'foreground.py', 'measure', runs, '--data-dir', digits, '--output', tmp_path / 'a.csv',
@@ -344,6 +403,28 @@ def test_lines_of_claims(capsys):
     assert 'Kept, mean ± standard deviation over 1 to 2 seeds:' in out
     assert f'| both, {both[1]} | 75.0 |' in out and f'| both, {both[1]} | +25.0 |' in out  # minus its first rule
     assert '| none | 50.0 ± 0.0 |' in out and '| RoPE, rescale | +37.5 |' in out
+
+
+@pytest.mark.full
+def test_what_claims_asks_for(digits, runs, tmp_path, monkeypatch, capsys):
+    example = load('claims.py')
+
+    def shift_sweep(models, data, shifts, *, fill, **options):
+        assert fill == 'constant' and options == {'num_images': 30, 'batch_size': 250}
+        return [{'model': '', 'shift': s, 'num_images': 30, 'top1': 50., 'same': 100. - s} for s in shifts]
+
+    def sweep(models, data, sizes, *, rules, **options):
+        return [{'model': '', 'rule': 'own', 'height': size, 'num_images': 30, 'top1': 50.} for size in sizes]
+
+    monkeypatch.setattr(example, 'shift_sweep', shift_sweep)
+    monkeypatch.setattr(example, 'sweep', sweep)
+    command = [
+        'claims.py', runs, '--data-dir', digits, '--output', tmp_path / 'new', '--sizes', '16', '--shifts', '4',
+        '--fill', 'constant', '--num-images', '30', '--models', 'K']
+    monkeypatch.setattr(sys, 'argv', list(map(str, command)))
+    example.main()
+    same = capsys.readouterr().out.split('keep their class')[1]
+    assert '| 4 px |' in same and '0 px' not in same
 
 
 @pytest.mark.full

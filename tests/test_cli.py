@@ -10,6 +10,7 @@ import sys
 import weakref
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -19,7 +20,7 @@ from PIL import Image
 import timm_sape
 from harness import assert_near
 from timm_sape import cli
-from timm_sape.lab import bench, bench_sape2, bench_timm
+from timm_sape.lab import bench, bench_naflex, bench_sape2, bench_timm
 from timm_sape.cli import main, make_parser
 from timm_sape.functional import sape2_attention
 from timm_sape.ops.triton_limits import LIMITS
@@ -460,6 +461,33 @@ def test_bench_encodings(tmp_path, capsys):
     assert all(row['error'] < 1e-3 and row['forward_ratio'] > 0 and row['step_s'] > 0 for row in found['rows'])
     out = capsys.readouterr().out
     assert '| encoding | 32/4: parameters |' in out and '| `rope2d` | 0 |' in out and found['notes'] in out
+
+
+def test_ratios_of_bench(monkeypatch):
+    """More than 1 where ours takes longer, or more memory."""
+    monkeypatch.setattr(bench, 'timed', lambda run, device: run())
+    monkeypatch.setattr(bench, 'peak_megabytes', lambda run, device: 100 * run())
+    ours, theirs = (SimpleNamespace(device=None, forward=lambda s=s: s, step=lambda s=s: 2 * s) for s in (3., 2.))
+    assert bench.compare(ours, theirs, 3) == {
+        'forward_s': 3, 'forward_ratio': 1.5, 'step_s': 6, 'step_ratio': 1.5, 'step_peak_mb': 600,
+        'step_peak_ratio': 1.5}
+    nothing = dict.fromkeys(('forward_ratio', 'step_ratio', 'step_peak_ratio'))
+    monkeypatch.setattr(bench, 'compare', lambda *args: nothing)
+    monkeypatch.setattr(bench.Runner, 'saved_bytes', lambda self: 300 if self.model.pos_enc == 'rope2d' else 200)
+    row, = bench.bench_encodings(['rope2d'], ['32/4'], batch_size=1, model='test_vit_pos_enc')
+    assert row['saved_ratio'] == 1.5
+
+
+def test_ratios_of_bench_naflex(monkeypatch):
+    def measured(step, device):
+        if len(step.inputs) > 1:
+            return 6.
+        return 3. if isinstance(step.model, timm_sape.NaFlexVitPosEnc) else 2.
+
+    monkeypatch.setattr(bench_naflex, 'timed', measured)
+    monkeypatch.setattr(bench_naflex, 'peak_megabytes', measured)
+    row, = bench_naflex.bench_naflex(['rope2d'], 'cpu', 1, size='test_vit')
+    assert (row['step_s'], row['to_timm'], row['to_one_by_one'], row['peak_to_timm']) == (3, 1.5, 0.5, 1.5)
 
 
 @pytest.mark.full

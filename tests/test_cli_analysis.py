@@ -19,10 +19,11 @@ from sklearn.datasets import load_sample_image
 
 import timm_sape
 from harness import assert_near
-from timm_sape.analysis import position_maps, randomize_encodings
+from timm_sape.analysis import PositionShap, gallery, position_maps, randomize_encodings
 from timm_sape.analysis.figures import displayed, draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.cli import main
 from timm_sape.cli.list import GUIDE
+from timm_sape.cli.pshap import _by_class
 from timm_sape.entrypoints import SIZES
 from timm_sape.loading import ImageFile, load_model, open_dataset, preprocessing
 
@@ -72,7 +73,11 @@ def test_map(folder, tmp_path, heads):
     expected = expected.mean(1) if heads == 'mean' else expected.flatten(0, 1)
     found = rows_of(numbers)
     assert_near(torch.tensor([float(row['value']) for row in found]), expected.flatten(), 1e-5)
-    assert found[13] == found[13] | {'from_x': '1', 'from_y': '0', 'to_x': '1', 'to_y': '0'}
+    height, width = maps.grid.size
+    places = [(str(x), str(y)) for y in range(height) for x in range(width)]
+    assert height != width and [
+        (row['from_x'], row['from_y'], row['to_x'], row['to_y']) for row in found[:len(places) ** 2]] == [
+        (*a, *b) for a in places for b in places]
     assert found[0]['map'] == ('layer 0, mean of 4 heads' if heads == 'mean' else 'layer 0, head 0')
 
 
@@ -401,6 +406,16 @@ def test_pshap_of_a_constant_model(capsys, tmp_path):
     assert 'classifies correctly are constant' in capsys.readouterr().out
 
 
+def test_standard_error_of_a_class():
+    """Of the images that are classified correctly, and have a value."""
+    found = PositionShap(
+        torch.tensor([1., 1., 1., 0., 1.]), torch.tensor([1., 3., 9., 0., 0.]),
+        torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1]))
+    rows = _by_class(found, {0: 'cat'})
+    assert rows[1] == {'class': 'cat', 'images': 4, 'correct': 3, 'P-SHAP': '0.3750', 'standard error': '0.1250'}
+    assert (rows[2]['class'], rows[2]['P-SHAP'], rows[2]['standard error']) == (1, '1.0000', '')
+
+
 @pytest.mark.parametrize('args, text', [
     (['--background', '0'], 'background must be 1 or more'),
     (['--amp'], 'leave it out'),
@@ -521,6 +536,14 @@ def test_gallery_refuses_what_it_would_ignore(capsys):
     assert '--what, --cmap, --numbers are not for --gallery, which draws' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('name', ['sincos2d', 'alibi2d'])
+def test_a_panel_is_seen_from_its_patch(name, monkeypatch):
+    monkeypatch.setattr(gallery, 'GRID', (3, 5))
+    monkeypatch.setattr(gallery, 'SEEN_FROM', (2, 1))
+    panel, = gallery.gallery_panels([name])
+    assert panel.values.shape == (3, 5) and divmod(int(panel.values.argmax()), 5) == (2, 1)  # itself is nearest
+
+
 def test_warnings_of_ours_are_one_line(capsys, monkeypatch):
     usual, found = warnings.formatwarning, []
 
@@ -552,14 +575,15 @@ def test_figures_show_what_they_are_given():
     matrix[0, 1] = -torch.inf
     with pytest.raises(ValueError, match='a title: no number is finite, so there is nothing to draw'):
         draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix * torch.nan], (2, 3), [(2, 1)], 'numbers')
-    figure = draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix], (2, 3), [(2, 1)], 'numbers')
-    image, whole, one = figure.axes[:3]
+    figure = draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix], (2, 3), [(2, 1), (1, 0)], 'numbers')
+    image, whole, one, other = figure.axes[:4]
     assert whole.get_title() == 'a title' and one.get_title() == 'from patch x=2, y=1'
     shown = np.ma.filled(whole.images[0].get_array(), np.nan)
     assert np.isnan(shown[0, 1]) and shown[4, 2] == 26 and whole.images[0].get_clim() == (0, 35)
     assert one.images[0].get_array().tolist() == [[30, 31, 32], [33, 34, 35]]
+    assert other.images[0].get_array().tolist() == [[6, 7, 8], [9, 10, 11]]
     frame, = one.patches
-    assert frame.get_xy() == (1.5, 0.5) and len(image.patches) == 1
+    assert frame.get_xy() == (1.5, 0.5) and len(image.patches) == 2
     drawn = draw_attention_distance([torch.tensor([1., 3.]), torch.tensor([2., 4.])], [0, 5]).axes[0]
     assert [list(line.get_ydata()) for line in drawn.lines] == [[1, 2], [3, 4], [2, 3]]
     histogram = draw_histogram(torch.tensor([0.1, 0.1, 0.9, torch.nan]), 0.4, 'values').axes[0]

@@ -110,6 +110,8 @@ def test_default_cfg(name):
     assert (cfg.classifier, cfg.first_conv, cfg.num_classes) == ('head', 'patch_embed.proj', 1000)
     assert cfg.fixed_input_size
     assert cfg.mean == cfg.std == (0.5, 0.5, 0.5)
+    timms = get_pretrained_cfg('vit_tiny_patch16_224')
+    assert (cfg.crop_pct, cfg.crop_mode, cfg.interpolation) == (timms.crop_pct, timms.crop_mode, timms.interpolation)
     assert not cfg.has_weights
 
 

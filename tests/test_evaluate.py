@@ -31,8 +31,11 @@ from torchvision.transforms import v2
 from common import randomize
 import timm_sape
 from timm_sape import cli
+from timm_sape.lab import adapt as adapt_module
 from timm_sape.lab import compare as compare_module
+from timm_sape.lab import shifts as shifts_module
 from timm_sape.lab import sweep as sweep_module
+from timm_sape.lab.adapt import adapt
 from timm_sape.lab.compare import compare, comparison_table
 from timm_sape.lab.evaluate import (
     accuracy,
@@ -521,6 +524,29 @@ def test_compare_of_fewer_models_has_fewer_columns(images, folders):
     assert 'Holm' not in comparison_table(two) and '| p |' in comparison_table(two)
     one = compare([folders['nope'], folders['nope']], data, num_images=6, progress=False)
     assert len(one) == 1 and '| p |' not in comparison_table(one)
+
+
+@pytest.mark.parametrize('module, run', [
+    (adapt_module, lambda spec, *args, **kwargs: adapt(
+        spec, *args, [(64, 64)], agreement=True, rules=['own'], **kwargs)),
+    (compare_module, lambda spec, *args, **kwargs: compare([spec], *args, **kwargs)),
+    (shifts_module, lambda spec, *args, **kwargs: shift_sweep([spec], *args, [1], **kwargs)),
+    (sweep_module, lambda spec, *args, **kwargs: sweep([spec], *args, [64], rules=['own'], **kwargs)),
+], ids=['adapt', 'compare', 'shifts', 'sweep'])
+def test_the_seed_draws_the_images(module, run, images, folders, monkeypatch):
+    drawn = []
+
+    def spy(model, loader, *args, **kwargs):
+        drawn.append(loader.dataset.indices)
+        return predict(model, loader, *args, **kwargs)
+
+    monkeypatch.setattr(module, 'predict', spy)
+    for seed in (3, 4):
+        data = open_dataset(str(images))
+        run(folders['nope'], data, num_images=6, seed=seed, progress=False)
+        expected = load_images(data, 1, 6, seed=seed).dataset.indices
+        assert drawn and all(indices == expected for indices in drawn)
+        drawn.clear()
 
 
 def test_what_is_wrong_is_said_before_the_work(images, folders, seen):

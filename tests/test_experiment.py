@@ -28,7 +28,7 @@ from timm_sape.loading import split_folder
 from timm_sape.cli import main
 from timm_sape.lab import experiment, intervals
 from timm_sape.lab.experiment import records, report, results, runner, trial
-from timm_sape.lab.experiment.plan import load_plan, script_options
+from timm_sape.lab.experiment.plan import Plan, Run, load_plan, script_options
 
 CHECKOUT = Path(__file__).parents[1]
 EPOCHS = 4
@@ -399,6 +399,14 @@ def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsy
     assert found['A, 4 heads'] == ['A', '+4.00']
     dunnett, = (line.split(' | ')[9] for line in table.splitlines() if line.startswith('| B, 4 heads'))
     assert not dunnett.strip()  # Dunnett's comparisons have one control
+
+
+def test_the_best_rule_is_that_of_the_best_mean():
+    example = load_script(CHECKOUT / 'examples' / 'reference_table.py')
+    lines = [{'top1_48px_rescale': 50., 'top1_48px_ntk': 40.}, {'top1_48px_rescale': 60., 'top1_48px_ntk': 61.}]
+    assert example._best_rule(lines, 'top1_48px_') == 'rescale 55.0 ± 7.1'
+    lines[1]['top1_48px_yarn'] = 99.  # not all have it
+    assert example._best_rule(lines, 'top1_48px_') == 'rescale 55.0 ± 7.1'
 
 
 def test_modules_of_a_plan_are_imported(lab, reference, tmp_path, monkeypatch, capsys):
@@ -1061,6 +1069,23 @@ def test_differences_are_of_seeds_that_both_have():
     assert lines[2] == '| A | 55.00 ± 7.07 |  |  |  | 2 of 3 (1 diverged) | 2.0 |'
     assert lines[3] == '| B | 81.00 ± 25.46 | +3.00 (1 of 2 seeds) |  |  | 2 | 2.0 |'
     assert lines[4:] == ['', '- A, seed 3: diverged after 4 of 4 epochs, ']
+
+
+def test_rows_of_runs(monkeypatch):
+    """The best epoch need not be the last, and not every epoch is evaluated."""
+    config = {'model': 'vit_tiny_ape', 'epochs': 6, 'warmup_epochs': 0, 'cooldown_epochs': 0}
+    plan = Plan('recipe', 'A', [Run('A', seed, config) for seed in (1, 2)])
+    epochs = {
+        'finished': {
+            1: {'eval_top1': 30., 'train_loss': 2.}, 3: {'eval_top1': 40., 'train_loss': 1.},
+            5: {'eval_top1': 20., 'train_loss': .5}},
+        'running': {3: {'eval_top1': 50., 'train_loss': 1.}}}
+    found = [
+        results.Result(status, records.Record('A', status), config, of_run, None) for status, of_run in epochs.items()]
+    monkeypatch.setattr(report, 'read_results', lambda runs, output: found)
+    done, running = report.rows_of(plan, Path())
+    assert (done['top1'], done['best_top1'], done['train_loss'], done['epochs']) == (20, 40, .5, 6)
+    assert (running['top1'], running['best_top1'], running['epochs']) == (None, None, 4)
 
 
 def test_the_commit_is_that_of_the_start(lab, monkeypatch):

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
+import torch
 import yaml
 from PIL import Image
 from scipy.stats import ttest_1samp
@@ -98,6 +100,49 @@ def test_mistakes(example, digits, monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit) as error:
         example.main()
     assert error.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_fine_tuning_mirrors_left_and_right_and_has_rates_by_layer(example, monkeypatch):
+    optimizers, rates, seen = [], [], []
+
+    def create(model, *args, layer_decay, **kwargs):
+        assert layer_decay == 0.75
+        optimizers.append(create_optimizer_v2(model, *args, **kwargs))
+        return optimizers[0]
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(x)
+            rates.append(optimizers[0].param_groups[0]['lr'])
+            return super().forward(x.flatten(1))
+
+        def reset_classifier(self, num_classes):
+            assert num_classes == 4
+
+    monkeypatch.setattr(example, 'create_optimizer_v2', create)
+    images = torch.rand(192, 1, 2, 2)
+    example.fine_tune(Model(4, 4), images, torch.zeros(192, dtype=torch.long), 3, '', 0, lr=0.1)
+    warm = rates.index(max(rates))  # after an epoch of warm-up the rate only falls
+    assert len(rates) == 9 and 0 < warm <= 3 and rates[warm:] == sorted(rates[warm:], reverse=True)
+    assert rates[-1] < 0.02
+    found = [[(x == y).flatten(1).all(1).any().item() for y in (images, images.flip(3))] for x in torch.cat(seen)]
+    assert all(map(any, found)) and 0.2 < np.mean([mirrored for _, mirrored in found]) < 0.8
+
+
+def test_each_seed_draws_its_images(example, digits, tmp_path, monkeypatch):
+    asked, draw = [], example.draw
+
+    def spy(dataset, classes, count=None, seed=0):
+        asked.append((len(classes), count, seed))
+        return draw(dataset, classes, 100 if count else None, seed)
+
+    monkeypatch.setattr(example, 'draw', spy)
+    monkeypatch.setattr(example, 'train', lambda *args, **kwargs: None)
+    monkeypatch.setattr(sys, 'argv', [
+        'finetune_graft.py', '--data-dir', str(digits), '--output', str(tmp_path / 'x.csv'), '--graft', 'nope',
+        '--seeds', '2', '--first-seed', '5', '--base-images', '101', '--images', '102'])
+    example.main()
+    assert asked == [(6, 101, 5), (4, 102, 5), (6, 101, 6), (4, 102, 6), (6, None, 0), (4, None, 0)]
 
 
 def groups(model):

@@ -9,6 +9,7 @@ from batches import SIZES, Twins, batch, pictures
 from common import COMPOSITIONS, PATCH, POS_ENCS, Maker, images, randomize
 from test_compile_export import check_graph, check_step
 from test_onnx import DEPRECATED, check_export
+from timm.layers import set_reentrant_ckpt
 from timm.models import save_for_hf
 from torch.export import Dim
 
@@ -223,8 +224,14 @@ def test_checkpointing_and_autocast(pos_enc, kwargs):
     x = images(OTHER)
     expected = step(model, x)
     model.set_grad_checkpointing()
-    for a, b in zip(step(model, x), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for reentrant in (False, True):
+        set_reentrant_ckpt(reentrant)
+        try:
+            found = step(model, x)
+        finally:
+            set_reentrant_ckpt(False)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     with torch.autocast('cpu', torch.bfloat16):
         narrow = model(x)
     assert (narrow - expected[0]).abs().max() < 0.1 * expected[0].abs().max() + 0.05

@@ -1,5 +1,6 @@
 """Position-SHAP against its definition, against Kernel SHAP, and on models whose answer is known."""
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -198,6 +199,16 @@ def test_each_layer_on_its_own():
     ape = build('ape')
     together, apart = (position_shap(ape, [(x, y)], background=2, per_layer=p) for p in (False, True))
     assert_near(together.values, apart.values, 1e-5)
+
+
+def test_layers_have_orders_of_their_own():
+    model, (x, y), seen = build('rope2d', depth=3), data(4), []
+    for block in model.blocks:
+        block.attn.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs['position'].grid.keep_indices), with_kwargs=True)
+    position_shap(model, [(x, y)], background=2, per_layer=True)
+    passes = [orders for orders in zip(*3 * [iter(seen)]) if orders[0] is not None]
+    assert passes and not any(torch.equal(a, b) for orders in passes for a, b in combinations(orders, 2))
 
 
 def test_a_model_that_ignores_position_scores_0():

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import timm
 import torch
 import yaml
 from PIL import Image
+from timm.optim import create_optimizer_v2
 from timm.utils import random_seed
 
 from example_tools import load_script
@@ -162,6 +164,43 @@ def test_it_continues_and_refuses_what_does_not_fit(example, start, runs, data, 
     assert f'| {top1} ({kept}) ' in (new / 'retrofit.md').read_text()
 
 
+def test_fine_tuning_mirrors_left_and_right_and_the_rate_only_falls(example, monkeypatch):
+    optimizers, rates, seen = [], [], []
+
+    def create(*args, **kwargs):
+        optimizers.append(create_optimizer_v2(*args, **kwargs))
+        return optimizers[0]
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(x)
+            rates.append(optimizers[0].param_groups[0]['lr'])
+            return super().forward(x.flatten(1))
+
+    monkeypatch.setattr(example, 'create_optimizer_v2', create)
+    images = torch.rand(96, 1, 2, 2)
+    example.fine_tune(Model(4, 2), images, torch.zeros(96, dtype=torch.long), 2, 0.1, '')
+    assert len(rates) == 6 and rates == sorted(rates, reverse=True) and rates[-1] < 0.02 < 0.09 < rates[0]
+    found = [[(x == y).flatten(1).all(1).any().item() for y in (images, images.flip(3))] for x in torch.cat(seen)]
+    assert all(map(any, found)) and 0.2 < np.mean([mirrored for _, mirrored in found]) < 0.8
+
+
+def test_all_models_of_a_seed_are_trained_on_the_same_batches(example, data, runs, monkeypatch):
+    drawn = []
+
+    def fine_tune(model, *args):
+        drawn.append(torch.rand(3))
+        return model
+
+    monkeypatch.setattr(example, 'fine_tune', fine_tune)
+    monkeypatch.setattr(example, 'sweep_rules', lambda *args: [])
+    run = next(run for run in trained_models(runs) if run.label == 'RoPE-2D')
+    args = argparse.Namespace(data_dir=str(data), epochs=1, lr=1e-3)
+    for name in ('unchanged', 'rpb', 'sape2_k'):
+        example.measure(run, name, args, 32)
+    assert len(drawn) == 3 and all(numbers.equal(drawn[0]) for numbers in drawn)
+
+
 def test_models_that_another_process_works_on_are_left_to_it(example, start, tmp_path, monkeypatch, capsys):
     held = lock(tmp_path / 'new' / '.locks' / 'RoPE-2D-seed1-not fine-tuned')
     order = []
@@ -226,6 +265,28 @@ def test_larger_images_are_fewer_and_the_first_of_the_same(example, runs, data, 
     assert {size: row['own_top1'] for size, row in test.items()} == {32: 12.5, 64: 12.5, 128: 50}
 
 
+def test_all_sizes_show_the_whole_height_and_width(example, data, runs, monkeypatch):
+    """Of images that are not square, too."""
+    wide = np.zeros((32, 96, 3), np.uint8)
+    wide[:, :24] = wide[:, -24:] = 255
+    for path in (data / 'held_out').glob('*/*.png'):
+        Image.fromarray(wide).save(path)
+    seen = []
+
+    def predict(model, batches):
+        (images, labels), *_ = batches
+        seen.append(images)
+        return SimpleNamespace(logits=torch.eye(2)[labels], labels=labels)
+
+    monkeypatch.setattr(example, 'predict', predict)
+    checkpoint = runs / 'APE' / 'seed1' / 'last.pth.tar'
+    args = argparse.Namespace(data_dir=str(data), sizes=[32], choose_images=20, num_images=4)
+    rules = example.choices(checkpoint, load_model(str(checkpoint)))
+    example.sweep_rules(str(checkpoint), checkpoint, rules, args, 32)
+    row = seen[0][0, 0, 16]
+    assert row[0] > row[16] and row[-1] > row[16]
+
+
 @pytest.mark.parametrize('name', ['rpb', 'cope'])
 def test_an_encoding_is_added_to_a_base_without_changing_it(name, example, runs):
     checkpoint = runs / 'RoPE-2D' / 'seed1' / 'last.pth.tar'
@@ -234,8 +295,17 @@ def test_an_encoding_is_added_to_a_base_without_changing_it(name, example, runs)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(images), base(images), rtol=0, atol=1e-5)
     assert set(model.pos_enc.split('+')) == {'rope2d', f'auto_{name}'}
-    # it is shown the same images
-    assert tuple(model.pretrained_cfg['mean']) == tuple(base.pretrained_cfg['mean']) == (0.1, 0.2, 0.3)
+
+
+def test_a_graft_is_shown_the_same_part_of_images(example, runs):
+    checkpoint = runs / 'RoPE-2D' / 'seed1' / 'last.pth.tar'
+    state = torch.load(checkpoint, weights_only=False)
+    own = {'mean': (.1, .2, .3), 'std': (.4, .5, .6), 'crop_pct': .5, 'interpolation': 'nearest'}
+    vars(state['args']).update(own)
+    torch.save(state, checkpoint)
+    for model in (load_model(str(checkpoint)), example.add_encoding(checkpoint, 'rpb')):
+        cfg = model.pretrained_cfg
+        assert {key: tuple(cfg[key]) if key in ('mean', 'std') else cfg[key] for key in own} == own
 
 
 @pytest.mark.parametrize('pooling', [{'fc_norm': True}, {'fc_norm': False}, {'class_token': False}], ids=str)

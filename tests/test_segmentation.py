@@ -136,6 +136,37 @@ def test_it_finds_what_is_there_and_continues(example, start, made, monkeypatch,
     assert f'| {np.mean(values[1]) - np.mean(values[0]):+.1f} |' in line
 
 
+def test_rule_and_layer_are_chosen_on_held_out_images(example, made, monkeypatch):
+    """The best layer of the best rule there, at the same size; what is reported is of the test images."""
+    built, splits = [], []
+    load_model, composites = example.load_model, example.composites
+
+    def load(spec, **kwargs):
+        built.append(kwargs)
+        return load_model(spec, **kwargs)
+
+    def compose(model, data_dir, split, scale):
+        splits.append((split, composites(model, data_dir, split, scale)))
+        return splits[-1][1]
+
+    def scores(read, maps, batches):
+        assert read is maps  # fitted for this rule
+        split, = (split for split, found in splits if found is batches)
+        rule = read.__defaults__[0].pos_enc_kwargs.get('rope2d', {}).get('resolution', 'extrapolate')
+        of_rule = {'extrapolate': [50., 60.], 'rescale': [10., 90.]}.get(rule, [40., 40.])
+        return torch.tensor(of_rule) + {'held_out': 0, 'test': 5, 'train': 30}[split]
+
+    monkeypatch.setattr(example, 'load_model', load)
+    monkeypatch.setattr(example, 'composites', compose)
+    monkeypatch.setattr(example, 'fit', lambda read, batches, num_classes: (read, torch.tensor([1., 2.])))
+    monkeypatch.setattr(example, 'scores', scores)
+    small, large = example.measure(str(made / 'runs' / 'RoPE-2D' / 'seed1' / 'last.pth.tar'), str(made / 'data'))
+    assert [kwargs['img_size'] for kwargs in built[1:]] == [(32, 32)] + 8 * [(64, 64)]
+    columns = 'size', 'rule', 'layer', 'miou', 'miou_held_out', 'place'
+    assert [[row[column] for column in columns] for row in (small, large)] == [
+        [32, '', 2, 65, 60, 2], [64, 'rescale', 2, 95, 90, 2]]
+
+
 def test_what_does_not_fit_is_refused(start, made, capsys):
     def refused(text, *options):
         with pytest.raises(SystemExit, match='2'):

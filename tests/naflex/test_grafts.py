@@ -77,8 +77,12 @@ def test_training_and_saving(name, tmp_path):
 
 @pytest.mark.parametrize('name', BASES)
 def test_a_pruned_graft_is_saved_as_it_is(name, tmp_path):
+    """And the block that is left computes what it did."""
     _, grafted = pair(name)
+    image = torch.cat(pictures([(5, 6)], torch.float32))
+    expected, = grafted.forward_intermediates(image, [0], intermediates_only=True)
     grafted.prune_intermediate_layers([0])
+    assert torch.equal(grafted.forward_intermediates(image, [0], intermediates_only=True)[0], expected)
     timm_sape.hub.save(grafted, tmp_path / 'model')
     loaded = timm_sape.hub.load(tmp_path / 'model').eval()
     given = batch(pictures(SIZES, torch.float32), padding=2)

@@ -249,11 +249,13 @@ def test_patch_dropout_and_keep_indices(pos_enc):
         model({**given, 'keep_indices': only_padding})
 
 
-@pytest.mark.parametrize('global_pool', ['avg', 'token'])
-def test_patch_dropout_leaves_a_patch_of_each_image(global_pool):
+@pytest.mark.parametrize('global_pool, is_padded_first', [('avg', False), ('token', False), ('avg', True)])
+def test_patch_dropout_leaves_a_patch_of_each_image(global_pool, is_padded_first):
     """Drawn among padding, as in timm, it left none of some images: their logits did not depend on them, silently."""
     model = small('sape2_k', patch_drop_rate=0.9, global_pool=global_pool, fc_norm=False).train()
     given = batch(pictures([(1, 2), (2, 1), (6, 5)], torch.float32), padding=10)
+    if is_padded_first:
+        given = {name: value.flip(1) for name, value in given.items()}
     for seed in range(20):
         torch.manual_seed(seed)
         features = model.forward_features(given)
