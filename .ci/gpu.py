@@ -22,8 +22,9 @@ train.py, and `CIFAR10`, the folder with `cifar-10-batches-py` in it, for `epoch
 
 A step may take at most three times as long as it is expected to, so that one that hangs does not use up all the time.
 The exit status is 75 if some had no time left. To go on on another machine, copy OUT there: steps that succeeded with
-another GPU, other versions or another commit are repeated. What is not timed may run side by side, which takes half as
-long: `.ci/gpu OUT contact && (.ci/gpu OUT tests & .ci/gpu OUT sanitizer & wait)`.
+another GPU, other versions or another commit are repeated (two dirty trees of one commit look alike). What is not timed
+may run side by side, which takes half as long:
+`.ci/gpu OUT contact && (.ci/gpu OUT tests & .ci/gpu OUT sanitizer & wait)`.
 
 After `contact`, `tests` and `sanitizer` have passed, enter the GPU in `TRITON_TESTED_ON` of timm_sape/ops/backend.py.
 """

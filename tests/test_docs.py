@@ -240,7 +240,7 @@ def check_readme(scope, folder):
     kept = small.forward_features(torch.randn(1, 3, 160, 160), keep_indices=torch.arange(4)[None])
     assert kept.shape == (1, 5, 64)
     saved = timm.create_model(f'local-dir:{folder}/my_model', pretrained=True)
-    assert saved.pos_enc == 'ape+auto_sape2_k' and saved.num_classes == 10 and scope['logits'].shape == (1, 1000)
+    assert saved.pos_enc == 'ape+auto_rope2d' and saved.num_classes == 10 and scope['logits'].shape == (1, 1000)
 
 
 @pytest.mark.parametrize('path', pages_but_long('docs/analysis.md'), ids=name_of)

@@ -385,15 +385,17 @@ def test_a_size_that_patches_do_not_divide():
         grafted.set_input_size((73, 73))
 
 
-def test_a_size_that_the_patches_do_not_divide_is_told():
+def test_a_size_that_the_patches_do_not_divide_is_told(tmp_path):
     """Only where the user gives it: timm has weights for such sizes."""
     create = partial(timm_sape.graft, 'vit_tiny_patch16_224', 'rope2d', depth=1)
     with pytest.warns(UserWarning, match=r'16x16 pixels do not divide .*100\).* Give img_size=\(64, 112\)'):
-        create(img_size=(64, 100))
+        timm_sape.hub.save(create(img_size=(64, 100)), tmp_path / 'graft')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         create(img_size=(64, 112))
         create()
+        create(img_size=(64, 100), dynamic_img_size=True, dynamic_img_pad=True)
+        timm_sape.hub.load(tmp_path / 'graft')
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [

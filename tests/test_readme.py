@@ -718,7 +718,7 @@ def test_advice_is_that_of_the_results():
         {row['pos_enc']: round(100 * float(row['step_ratio']) - 100)
          for row in read_csv(RESULTS / name) if row['setting'] == '224/16'}
         for name in ('cost_epyc.csv', 'cost_xeon.csv'))
-    text = '`rope2d` takes [{} % longer](docs/cost.md) than one of `ape` on an AMD EPYC, {} % longer on an Intel Xeon.'
+    text = '`rope2d` it takes [{} % longer](docs/cost.md) than with `ape` on an AMD EPYC, {} % longer on an Intel Xeon.'
     assert text.format(on_epyc['rope2d'], on_xeon['rope2d']) in README.read_text()
     row = r'`rope2d`, `ape` \| \+(\S+) \[\+(\S+), \+(\S+)\] \| \S+ \S+ \| 11 \| yes'
     ahead = re.search(row, (DOCS / 'choosing.md').read_text()).groups()
@@ -748,7 +748,7 @@ def test_advice_is_that_of_the_results():
          for way in ('eager', 'compiled', 'reduce-overhead', 'graph')}
         for model in (('vit_small_sape2_k_ape', 'triton'), ('vit_small_rope2d', '')))
     text = (
-        'takes {in_torch} to {torch} % longer than with `ape` on two CPUs, {least} to {most} % with '
+        'takes {in_torch} to {torch} % longer than with `ape` on two CPUs (2 threads), {least} to {most} % with '
         'compiled kernels; on an H200 {eager} % eagerly, {graph} % as a CUDA graph')
     assert text.format(**sape2, **on_cpus) in prose(README)
     text = 'On an H200 it takes [{} % longer](docs/cost.md#sape2-on-a-gpu) in eager mode, and about as long with'
@@ -1158,7 +1158,7 @@ def test_figures_in_docs():
     assert corrected_cells(new['rope2d'], new['none'], 1)['shown'] == 'no'
     assert corrected_cells(both['rope2d'], both['none'], 3)['shown'] == 'yes'
     gain = mean_interval([value - both['none'][seed] for seed, value in both['rope2d'].items()])
-    text = '`rope2d` gained {:.2f} points ({:.2f} to {:.2f}, sixteen seeds)'.format(*gain)
+    text = 'a graft of `rope2d` gained {:.2f} points ({:.2f} to {:.2f}) over sixteen seeds.'.format(*gain)
     assert text in prose(ROOT / 'README.md')
 
     counts = dict(re.findall(r'\| `(\w+)` \| (\d+ \| \d+ \| \d+) \|', (RESULTS / 'naflex_grafts.md').read_text()))

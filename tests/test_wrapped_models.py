@@ -11,6 +11,7 @@ import timm_sape  # noqa: F401  registers the models
 from common import randomize
 from harness import assert_near
 from timm_sape.analysis import position_maps, position_shap, probe
+from timm_sape.analysis.maps import hooks_run
 from timm_sape.loading import image_size_of, patch_ratio, patch_size_of, preprocessing
 
 
@@ -86,6 +87,57 @@ def test_analysis_of_a_wrapped_model(pos_enc, wrap):
     before, after = probe(model, x[:1]), probe(wrapped, x[:1])
     assert [row[:2] + (row.expected, row.verdict) for row in after] == [
         row[:2] + (row.expected, row.verdict) for row in before]
+
+
+class Changed(nn.Module):
+    """A user's wrapper that computes something else, although its parts have usual names."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module, self.patch_embed = model, model.patch_embed
+
+    def forward(self, x):
+        return 5 * self.module(3 * x.flip(-1) + 1)
+
+
+def test_a_wrapper_that_computes_something_else_is_called():
+    model, x = build('ape'), images(6)
+    wrapped, labels = Changed(model).eval(), torch.arange(6) % 5
+    found, inner = (position_shap(m, [(x, labels)], background=2) for m in (wrapped, model))
+    with torch.no_grad():
+        assert torch.equal(found.correct, wrapped(x).argmax(1) == labels)
+    assert not torch.equal(found.position, inner.position)
+    with pytest.raises(ValueError, match='which position_maps cannot read'):
+        position_maps(wrapped, x)
+
+
+def test_a_head_of_the_users_own():
+    model, x = build('ape'), images(6)
+    expected = position_shap(model, [(x, torch.arange(6) % 5)], background=2)
+    head = model.head
+    model.reset_classifier(0)
+    model.head = head
+    assert torch.equal(position_shap(model, [(x, torch.arange(6) % 5)], background=2).position, expected.position)
+
+
+def test_models_are_compiled_again_after_threads_that_overlap():
+    """The stance of torch is one for the process, and each context restores what it found."""
+    model, x = compiled(build('rope2d')), images(1)
+    first, second = hooks_run(), hooks_run()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(len(seen)))
+    model(x)
+    assert not seen, 'a hook that was registered later runs, so the model is no longer compiled'
+
+
+def test_maps_in_a_compiled_function():
+    model, x = build('rope2d'), images(1)
+    found = torch.compile(lambda x: position_maps(model, x).layers[0].position, backend='eager')(x)
+    assert_near(found, position_maps(model, x).layers[0].position, 1e-12)
 
 
 def test_objects_of_a_model_inside_a_users_own_wrapper():

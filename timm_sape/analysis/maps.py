@@ -3,8 +3,8 @@
 Hooks record the arguments of each attention layer. Everything else is computed from these with the layer's own methods.
 The model is not changed.
 """
-import sys
-from contextlib import ExitStack, contextmanager, nullcontext
+import threading
+from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -70,6 +70,7 @@ def similarity(vectors: torch.Tensor) -> torch.Tensor:
     return unit @ unit.transpose(-2, -1)
 
 
+@torch.compiler.disable  # inside a compiled function `hooks_run` is an error
 @torch.no_grad()
 def position_maps(
         model: nn.Module,
@@ -158,10 +159,26 @@ def record_calls(modules: Sequence[nn.Module]) -> Iterator[Dict[nn.Module, Tuple
         yield calls
 
 
-def hooks_run():
-    """A context in which compiled models run uncompiled. Otherwise hooks that were registered later would not run."""
-    # dynamo takes seconds to import, and without it nothing is compiled
-    return torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
+_lock, _inside, _stance = threading.Lock(), [], ExitStack()
+
+
+@contextmanager
+def hooks_run() -> Iterator[None]:
+    """A context in which compiled models run uncompiled. Otherwise hooks that were registered later would not run.
+
+    It holds for all threads, until the last one leaves it.
+    """
+    with _lock:
+        if not _inside:
+            _stance.enter_context(torch.compiler.set_stance('force_eager'))
+        _inside.append(True)
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside.pop()
+            if not _inside:
+                _stance.close()
 
 
 def _index(layer: int, depth: int) -> int:

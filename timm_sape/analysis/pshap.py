@@ -249,7 +249,8 @@ def position_shap(
             raise ValueError(f'{name} must be {least} or more, an integer, got {value!r}.')
     if any(module.training for module in model.modules()):
         raise ValueError('Position-SHAP needs a model without dropout: call model.eval() first.')
-    if getattr(model, 'num_classes', None) == 0:
+    head = model.get_classifier() if hasattr(model, 'get_classifier') else None
+    if getattr(model, 'num_classes', None) == 0 and isinstance(head, nn.Identity):
         raise ValueError('The model has no classes, only features. Position-SHAP explains the logit of a class.')
     logits = _Logits(model, batch_size, per_layer)
     found, draws = [], 0

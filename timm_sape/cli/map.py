@@ -56,8 +56,8 @@ also those of --import, in an untrained model of its own; it takes no other opti
         '--patches', nargs='+', type=_patch, metavar='X,Y', help='patches to draw a small map for (default: two)')
     parser.add_argument(
         '--layers', nargs='+', type=int, metavar='N',
-        help='from 0; -1 is the last (default: -1, or -2 if the class is read from the class token: then attention '
-             'between patches in the last layer has no effect on the class)')
+        help='from 0; -1 is the last (default: -1, or -2 for bias and attention if the class is read from the class '
+             'token: then attention between patches in the last layer has no effect on the class)')
     parser.add_argument('--heads', choices=('mean', 'all'), help='(default: mean)')
     parser.add_argument(
         '--cmap', metavar='NAME',
@@ -111,7 +111,8 @@ def _map(args: argparse.Namespace) -> int:
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)
-        layers = None if args.what == 'distance' else args.layers or [_last_that_matters(model)]
+        last = -1 if args.what == 'similarity' else _last_that_matters(model)
+        layers = None if args.what == 'distance' else args.layers or [last]
         _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
 

@@ -305,7 +305,8 @@ def _create(
                 f'{name!r} with {getattr(model, "base_position", "another one")!r}, so it would be another function.')
         checkpoints.refuse_other_encoding(variant, {
             'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
-        if kwargs.get('img_size') is not None and not isinstance(model, NaFlexVitPosEnc):
+        is_new_size = kwargs.get('img_size') is not None and not saved
+        if is_new_size and not isinstance(model, NaFlexVitPosEnc) and not model.patch_embed.dynamic_img_pad:
             _warn_of_cropping(to_2tuple(kwargs['img_size']), model.patch_size, base_cfg.input_size[1:])
         return model
 

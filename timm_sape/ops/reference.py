@@ -133,10 +133,14 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
         `[..., N, N]`.
     """
     with no_autocast(codes):
-        # ONNX has no cdist, cdist no forward mode, and vmap over the incoming gradients of cdist is wrong (torch 2.15)
-        if torch.onnx.is_in_onnx_export() or is_forward_mode() or is_transformed():
+        by_products = cdist_is_slow(codes)
+        by_differences = torch.onnx.is_in_onnx_export() or is_forward_mode()  # ONNX has no cdist, cdist no forward mode
+        if not by_differences and is_transformed():  # vmap over the gradients of cdist is wrong (torch 2.15)
+            by_products = codes.dtype == torch.float32
+            by_differences = not by_products
+        if by_differences:
             return _root((codes.unsqueeze(-2) - codes.unsqueeze(-3)).square().sum(dim=-1), codes)
-        if cdist_is_slow(codes):
+        if by_products:
             return _distance_by_products(codes)
         distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
         return distance.masked_fill(distance <= _noise(codes, torch.finfo(codes.dtype).eps), 0.0)

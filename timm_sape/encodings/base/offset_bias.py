@@ -32,6 +32,9 @@ class OffsetBiasEncoding(FixedEncoding, CoordinateEncoding):
     rules = ('extrapolate', 'rescale', 'slopes')
     on_other_grids = 'distances extrapolate, or `rescale`, `slopes`'
 
+    def __init__(self, *, resolution: str = 'extrapolate', **host) -> None:
+        super().__init__(resolution=resolution, **host)
+
     def offsets(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
         """dy and dx in patches of the trained grid, `[2H-1, 1]` and `[2W-1]`."""
         ref = self.rescaling(grid)
