@@ -44,12 +44,11 @@ def output_of(command):
     return subprocess.run(command, shell=True, cwd=ROOT, text=True, capture_output=True, check=True).stdout.strip()
 
 
-def run(stage):
-    """Run a stage. Returns its section, and whether it passed."""
+def run(stage, commit):
+    """Run a stage of a commit. Returns its section, and whether it passed."""
     for name in TABLES:
         shutil.rmtree(ROOT / '.ci' / name, ignore_errors=True)
     began, start = datetime.now(timezone.utc), time.monotonic()
-    commit = output_of('git describe --always --dirty --exclude="*" --abbrev=7')
     lines = []
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(STAGES[stage], shell=True, cwd=ROOT, text=True, **pipes) as process:
@@ -101,9 +100,10 @@ def main():
         subprocess.run([sys.executable, '-m', 'venv', ROOT / '.venv'], check=True)
     subprocess.run([PYTHON, '-m', 'pip', 'install', '-q', '-e', '.[test]'], cwd=ROOT, check=True)
     failed = []
+    commit = output_of('git describe --always --dirty --exclude="*" --abbrev=7')  # before results are written
     for stage in args.stages or STAGES:
         print(f'+ {stage}: {STAGES[stage]}', flush=True)
-        section, passed = run(stage)
+        section, passed = run(stage, commit)
         write(stage, section)
         failed += [] if passed else [stage]
     if failed:
