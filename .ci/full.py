@@ -100,7 +100,8 @@ def main():
         subprocess.run([sys.executable, '-m', 'venv', ROOT / '.venv'], check=True)
     subprocess.run([PYTHON, '-m', 'pip', 'install', '-q', '-e', '.[test]'], cwd=ROOT, check=True)
     failed = []
-    commit = output_of('git describe --always --dirty --exclude="*" --abbrev=7')  # before results are written
+    # before results are written, which make the tree dirty
+    commit = output_of(f"{PYTHON} -c 'from timm_sape.lab.machine import commit; print(commit())'")
     for stage in args.stages or STAGES:
         print(f'+ {stage}: {STAGES[stage]}', flush=True)
         section, passed = run(stage, commit)

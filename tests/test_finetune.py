@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -17,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2
 
 import timm_sape
-from example_tools import load_script
+from example_tools import check_mirroring, load_script, watch_fine_tuning
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / 'examples' / 'finetune_graft.py'
@@ -103,30 +102,14 @@ def test_mistakes(example, digits, monkeypatch, capsys, arguments, message):
 
 
 def test_fine_tuning_mirrors_left_and_right_and_has_rates_by_layer(example, monkeypatch):
-    optimizers, rates, seen = [], [], []
-
-    def create(model, *args, layer_decay, **kwargs):
-        assert layer_decay == 0.75
-        optimizers.append(create_optimizer_v2(model, *args, **kwargs))
-        return optimizers[0]
-
-    class Model(torch.nn.Linear):
-        def forward(self, x):
-            seen.append(x)
-            rates.append(optimizers[0].param_groups[0]['lr'])
-            return super().forward(x.flatten(1))
-
-        def reset_classifier(self, num_classes):
-            assert num_classes == 4
-
-    monkeypatch.setattr(example, 'create_optimizer_v2', create)
-    images = torch.rand(192, 1, 2, 2)
-    example.fine_tune(Model(4, 4), images, torch.zeros(192, dtype=torch.long), 3, '', 0, lr=0.1)
+    watched, images = watch_fine_tuning(example, 4, monkeypatch), torch.rand(192, 1, 2, 2)
+    example.fine_tune(watched.model, images, torch.zeros(192, dtype=torch.long), 3, '', 0, lr=0.1)
+    assert watched.layer_decay == 0.75
+    rates = watched.rates
     warm = rates.index(max(rates))  # after an epoch of warm-up the rate only falls
     assert len(rates) == 9 and 0 < warm <= 3 and rates[warm:] == sorted(rates[warm:], reverse=True)
     assert rates[-1] < 0.02
-    found = [[(x == y).flatten(1).all(1).any().item() for y in (images, images.flip(3))] for x in torch.cat(seen)]
-    assert all(map(any, found)) and 0.2 < np.mean([mirrored for _, mirrored in found]) < 0.8
+    check_mirroring(images, watched.images)
 
 
 def test_each_seed_draws_its_images(example, digits, tmp_path, monkeypatch):

@@ -13,10 +13,9 @@ import timm
 import torch
 import yaml
 from PIL import Image
-from timm.optim import create_optimizer_v2
 from timm.utils import random_seed
 
-from example_tools import load_script
+from example_tools import check_mirroring, load_script, watch_fine_tuning
 from timm_sape.grid import Grid
 from timm_sape.lab.evaluate import Predictions
 from timm_sape.lab.experiment import lock, shape_of, trained_models
@@ -165,24 +164,11 @@ def test_it_continues_and_refuses_what_does_not_fit(example, start, runs, data, 
 
 
 def test_fine_tuning_mirrors_left_and_right_and_the_rate_only_falls(example, monkeypatch):
-    optimizers, rates, seen = [], [], []
-
-    def create(*args, **kwargs):
-        optimizers.append(create_optimizer_v2(*args, **kwargs))
-        return optimizers[0]
-
-    class Model(torch.nn.Linear):
-        def forward(self, x):
-            seen.append(x)
-            rates.append(optimizers[0].param_groups[0]['lr'])
-            return super().forward(x.flatten(1))
-
-    monkeypatch.setattr(example, 'create_optimizer_v2', create)
-    images = torch.rand(96, 1, 2, 2)
-    example.fine_tune(Model(4, 2), images, torch.zeros(96, dtype=torch.long), 2, 0.1, '')
+    watched, images = watch_fine_tuning(example, 2, monkeypatch), torch.rand(96, 1, 2, 2)
+    example.fine_tune(watched.model, images, torch.zeros(96, dtype=torch.long), 2, 0.1, '')
+    rates = watched.rates
     assert len(rates) == 6 and rates == sorted(rates, reverse=True) and rates[-1] < 0.02 < 0.09 < rates[0]
-    found = [[(x == y).flatten(1).all(1).any().item() for y in (images, images.flip(3))] for x in torch.cat(seen)]
-    assert all(map(any, found)) and 0.2 < np.mean([mirrored for _, mirrored in found]) < 0.8
+    check_mirroring(images, watched.images)
 
 
 def test_all_models_of_a_seed_are_trained_on_the_same_batches(example, data, runs, monkeypatch):

@@ -167,20 +167,9 @@ def test_preprocessing_of_a_wrapped_model(wrap):
 
 def test_bias_of_an_encoding_that_an_adapter_keeps():
     """peft's `modules_to_save` puts a module around the encoding."""
-    class Kept(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.modules_to_save = module
-
-        def __getattr__(self, name):
-            return super().__getattr__(name) if name == 'modules_to_save' else getattr(self.modules_to_save, name)
-
-        def forward(self, *args, **kwargs):
-            return self.modules_to_save(*args, **kwargs)
-
     model = build('sape2_k')
     rows = probe(model, images(1))
     encodings = model.blocks[0].attn.encodings
-    encodings._modules['sape2_k'] = Kept(encodings['sape2_k'])
+    encodings._modules['sape2_k'] = Adapter(encodings['sape2_k'])
     assert [row[:2] for row in probe(model, images(1))] == [row[:2] for row in rows]
     assert any(row.what.endswith('x bias') for row in rows)

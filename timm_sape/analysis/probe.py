@@ -13,7 +13,7 @@ from ..encodings.sape2 import SemanticAwarePositionEncoding
 from ..host import PosEncModel
 from ..loading import patch_size_of, unwrapped
 from .maps import KNOWN, logits_of, record_calls, watched_module
-from .pshap import shuffle_patches
+from .pshap import check_pooled, shuffle_patches
 
 __all__ = ['ProbeRow', 'probe', 'randomize_encodings']
 
@@ -116,10 +116,7 @@ def probe(model: nn.Module, images: torch.Tensor, seed: int = 0) -> List[ProbeRo
     }
     moves = {name: move for name, move in moves.items() if not torch.equal(move[0], places)}
     before = _measure(model, images)
-    if before['class logits'].ndim != 2:
-        raise ValueError(
-            f'Class logits must be [B, classes], got {list(before["class logits"].shape)}. Use a model that pools its '
-            "tokens, such as one with global_pool='avg'.")
+    check_pooled(before['class logits'])
     if not before['class logits'].isfinite().all():
         raise ValueError(
             'The model returns logits that are not finite. Has its training diverged, or is its file damaged?')

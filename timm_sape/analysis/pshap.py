@@ -26,7 +26,7 @@ from ..host import PosEncModel
 from ..loading import check_classes, patch_size_of, unwrapped
 from .maps import hooks_run
 
-__all__ = ['PositionShap', 'attributions', 'position_shap', 'shuffle_patches']
+__all__ = ['PositionShap', 'attributions', 'check_pooled', 'position_shap', 'shuffle_patches']
 
 
 @dataclass
@@ -106,6 +106,17 @@ def shuffle_patches(images: torch.Tensor, patch_size: Tuple[int, int], order: to
     return patches.reshape(images.shape)
 
 
+def check_pooled(logits: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: If logits are those of each token.
+    """
+    if logits.ndim != 2:
+        raise ValueError(
+            f'Class logits must be [B, classes], got {list(logits.shape)}. Use a model that pools its tokens, such as '
+            "one with global_pool='avg'.")
+
+
 @contextmanager
 def _positions_per_layer(model: PosEncModel, seeds: Optional[torch.Tensor]) -> Iterator[None]:
     """Within this context, each layer sees the positions in another random order.
@@ -171,10 +182,7 @@ class _Logits:
             with _positions_per_layer(self.model, seed if self.per_layer else None):
                 logits.append(self.model(part) if seed is None else self._shuffled(part, seed))
         logits = torch.cat(logits)
-        if logits.ndim != 2:
-            raise ValueError(
-                f'Logits must be [B, classes], got {list(logits.shape)}. Use a model that pools its tokens, such as '
-                "one with global_pool='avg'.")
+        check_pooled(logits)
         if logits.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(
                 f'Position-SHAP computes small differences, which are rounding errors in {logits.dtype}: call '

@@ -10,7 +10,6 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
 import timm
 import torch
 import torch.nn as nn
-from timm.layers import to_2tuple
 from timm.models import (
     PretrainedCfg,
     generate_default_cfgs,
@@ -32,7 +31,7 @@ from ..encodings import is_auto, merge_keywords, parse_pos_enc
 from ..encodings.base import AUTO
 from ..entrypoints import build_by_timm
 from ..host import PosEncModel
-from ..model_args import check_logit_scaling, check_ref_grid_size
+from ..model_args import as_pair, check_logit_scaling, check_ref_grid_size
 from ..naflexvit_pos_enc import NaFlexVitPosEnc
 from .adopt import added_entries, adopt, needs_trained_grid, set_trained_grid, weights_for
 from .bases import NAVER, check_can_be_grafted, image_grid, is_naver
@@ -307,7 +306,7 @@ def _create(
             'pretrained_model_args': saved, 'pos_enc': model.pos_enc, 'pos_enc_kwargs': model.pos_enc_kwargs})
         is_new_size = kwargs.get('img_size') is not None and not saved
         if is_new_size and not isinstance(model, NaFlexVitPosEnc) and not model.patch_embed.dynamic_img_pad:
-            _warn_of_cropping(to_2tuple(kwargs['img_size']), model.patch_size, base_cfg.input_size[1:])
+            _warn_of_cropping(as_pair(kwargs['img_size']), model.patch_size, base_cfg.input_size[1:])
         return model
 
     return build_by_timm(
@@ -317,9 +316,9 @@ def _create(
 def _warn_of_cropping(size: Tuple[int, int], patch_size: Tuple[int, int], default: Tuple[int, int]) -> None:
     """Warn if timm will cut off a part of each image, at a size that is not that of its own weights."""
     fitting = tuple(-(-length // patch) * patch for length, patch in zip(size, patch_size))
-    if tuple(size) not in (fitting, tuple(default)):
+    if size not in (fitting, default):
         warnings.warn(
-            f'Patches of {patch_size[0]}x{patch_size[1]} pixels do not divide img_size={tuple(size)}, so the model '
+            f'Patches of {patch_size[0]}x{patch_size[1]} pixels do not divide img_size={size}, so the model '
             f'does not see the right or lower edge of an image. Give img_size={fitting}.')
 
 

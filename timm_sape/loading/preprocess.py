@@ -19,7 +19,6 @@ from ..host import PosEncModel
 
 __all__ = ['image_size_of', 'native_preprocessing', 'patch_ratio', 'patch_size_of', 'preprocessing', 'unwrapped']
 
-
 WRAPPERS = AveragedModel, DataParallel, DistributedDataParallel, ModelEmaV2, ModelEmaV3
 
 

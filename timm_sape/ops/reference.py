@@ -133,14 +133,11 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
         `[..., N, N]`.
     """
     with no_autocast(codes):
-        by_products = cdist_is_slow(codes)
-        by_differences = torch.onnx.is_in_onnx_export() or is_forward_mode()  # ONNX has no cdist, cdist no forward mode
-        if not by_differences and is_transformed():  # vmap over the gradients of cdist is wrong (torch 2.15)
-            by_products = codes.dtype == torch.float32
-            by_differences = not by_products
-        if by_differences:
-            return _root((codes.unsqueeze(-2) - codes.unsqueeze(-3)).square().sum(dim=-1), codes)
-        if by_products:
+        if torch.onnx.is_in_onnx_export() or is_forward_mode():  # ONNX has no cdist, cdist no forward mode
+            return _distance_by_differences(codes)
+        if is_transformed():  # vmap over the gradients of cdist is wrong (torch 2.15)
+            return (_distance_by_products if codes.dtype == torch.float32 else _distance_by_differences)(codes)
+        if cdist_is_slow(codes):
             return _distance_by_products(codes)
         distance = torch.cdist(codes, codes, compute_mode='donot_use_mm_for_euclid_dist')
         return distance.masked_fill(distance <= _noise(codes, torch.finfo(codes.dtype).eps), 0.0)
@@ -151,6 +148,10 @@ def _noise(codes: torch.Tensor, eps: float) -> torch.Tensor:
     noise = 64 * eps * codes.detach().norm(dim=-1)
     noise = noise.clamp(max=torch.finfo(noise.dtype).max ** 0.5)  # less than inf, squared too
     return torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2))
+
+
+def _distance_by_differences(codes: torch.Tensor) -> torch.Tensor:
+    return _root((codes.unsqueeze(-2) - codes.unsqueeze(-3)).square().sum(dim=-1), codes)
 
 
 def _distance_by_products(codes: torch.Tensor) -> torch.Tensor:

@@ -68,12 +68,14 @@ class FixedEncoding(PositionEncoding, ABC):
         has its tables there. SDPA would then read invalid memory. And FSDP's `MixedPrecision` may have rounded
         them, by its `buffer_dtype`.
         """
-        if self.table.is_meta and grid.device is not None:
-            like = torch.empty(0, device=grid.device, dtype=self.table.dtype)
-            return ops.upcast(like)[0] if like.is_floating_point() else like  # model.bfloat16() casts it on meta, too
-        if self.table.is_floating_point() and self.table.dtype.itemsize < 4:
-            return torch.empty(0, device=self.table.device, dtype=torch.float32)
-        return self.table
+        is_lost = self.table.is_meta and grid.device is not None
+        # model.bfloat16() casts a table that is on meta, too
+        is_narrow = self.table.is_floating_point() and self.table.dtype.itemsize < 4
+        if not (is_lost or is_narrow):
+            return self.table
+        return torch.empty(
+            0, device=grid.device if is_lost else self.table.device,
+            dtype=torch.float32 if is_narrow else self.table.dtype)
 
     def init_non_persistent_buffers(self) -> None:
         self.table = self._own_table(self.table)
