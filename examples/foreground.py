@@ -21,6 +21,9 @@ of these scores:
 - `keys`: -|k_i - k_j|, for comparison in all models; SaPE2's distance is one between linear functions of k;
 - `colour`, `place`: the negated difference of mean colours, and the negated distance on the grid, without a model.
 
+Models that read the class from the class token are measured without their last layer. There, attention between patches
+has no effect on the class, so SaPE2's tables keep their initial values.
+
 As controls, all scores are also measured with the masks of other images, and for the models before training.
 """
 import argparse
@@ -144,14 +147,20 @@ def is_distance(pos_enc):
     return len(acting) == 1 and acting[0].startswith('sape2')
 
 
+def measured_layers(model):
+    """The layers in which attention between patches has an effect on the class."""
+    return range(len(model.blocks) - (model.global_pool == 'token'))
+
+
 @torch.no_grad()
 def scores_of(model, images):
-    """Compute the scores of all layers and heads by name, each `[n, L * h, N, N]`."""
+    """Compute the scores of the measured layers and all their heads by name, each `[n, L * h, N, N]`."""
     found = {}
+    layers = measured_layers(model)
+    norms = [model.blocks[layer].attn.k_norm for layer in layers]
     for batch in images.split(100):
-        norms = [block.attn.k_norm for block in model.blocks]
         with record_calls(norms) as calls:
-            maps = position_maps(model.eval(), batch)
+            maps = position_maps(model.eval(), batch, layers)
         keys = [norm(*calls[norm][0]) for norm in norms]
         parts = {
             'content': [layer.content for layer in maps.layers],
@@ -205,6 +214,10 @@ def measure(args):
             raise ValueError(
                 f'{label} takes {size[0]}x{size[1]} pixels in patches of {patch[0]}x{patch[1]}, the masks are for '
                 f'{SIDE}x{SIDE} in patches of {PATCH}x{PATCH}; choose others by --models')
+        if not measured_layers(model):
+            raise ValueError(
+                f'{label} has one layer and reads the class from the class token, so no layer is left to measure; '
+                'choose others by --models')
     counts = [(foreground == side).sum(1).float().mean() for side in (1, 0)]
     notes = (
         f'{len(images)} images, of {foreground.shape[1]} patches {counts[0]:.1f} foreground and {counts[1]:.1f} '

@@ -262,6 +262,19 @@ def test_what_counts_as_a_distance(pos_enc, is_distance):
         assert found['distance'].max() <= 0 and found['position'].abs().equal(-found['distance'])
 
 
+@pytest.mark.parametrize('global_pool, layers', [('token', 1), ('avg', 2)])
+def test_layers_that_foreground_measures(global_pool, layers):
+    """Those whose tables are trained."""
+    random_seed(0)
+    model = timm.create_model('vit_tiny_sape2_k', num_classes=10, global_pool=global_pool, **KWARGS)
+    images = torch.randn(2, 3, 32, 32)
+    model(images)[:, 0].sum().backward()
+    trained = [block.attn.encodings['sape2_k'].table_x.grad.abs().max() > 0 for block in model.blocks]
+    assert trained == [True, layers == 2]
+    for scores in load('foreground.py').scores_of(model, images).values():
+        assert scores.shape == (2, layers * 2, 64, 64)
+
+
 def test_columns_of_foreground_by_hand():
     """The best head is chosen on every other image, with its sign, and measured on the rest."""
     example = load('foreground.py')
