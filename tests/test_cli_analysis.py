@@ -471,6 +471,7 @@ def test_both_spellings_of_a_size(size, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('args, text', [
     (['test_vit_pos_enc', '--pos-enc', 'rope9d'], "Unknown position encoding 'rope9d'"),
+    (['test_vit@random', '--pos-enc', 'rope2d'], 'test_vit@random has no choice of encodings. Name one of ours, such'),
     (['test_vit_nope', '--image', 'none.jpg'], "There is no file 'none.jpg'"),
     (['vit_tiny_patch16_224@random', '--randomize'], '--randomize is only for models of timm_sape; leave it out'),
 ])

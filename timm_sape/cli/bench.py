@@ -59,7 +59,7 @@ thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower t
     parser.add_argument(
         '--repeats', type=int, metavar='N', default=5, help='steps of each, for medians (default: %(default)s)')
     parser.add_argument('--amp', action='store_true', help='bfloat16 autocast')
-    parser.add_argument('--model', help=f'one of our models, except with timm (default: {MODEL})')
+    parser.add_argument('--model', help=f'one of our models; not for `bench timm` (default: {MODEL})')
     add_output_options(parser, plot='the memory of sape2 over N')
 
 

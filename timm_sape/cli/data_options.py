@@ -109,7 +109,8 @@ def add_image_options(parser: argparse.ArgumentParser, required: bool = True) ->
 def add_pos_enc_option(parser: argparse.ArgumentParser) -> None:
     """Add the option to choose the encoding of an untrained model."""
     parser.add_argument(
-        '--pos-enc', metavar='NAME', help='encoding for MODEL, e.g. test_vit_pos_enc@random; also one from --import')
+        '--pos-enc', metavar='NAME',
+        help='encoding of MODEL, which must be one of ours, e.g. test_vit_pos_enc@random; also one from --import')
 
 
 def chosen_encoding(pos_enc: Optional[str]) -> Dict[str, str]:

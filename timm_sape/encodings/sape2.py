@@ -9,8 +9,9 @@ i in the same way. Two patches get a bias in attention: the distance between the
 The paper's equations and the code in its Appendix D differ in two scales; `preset` chooses between them. A public
 repository that appears to be the authors' swaps K and Q: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 
-The bias says little about geometry alone. Exchanging rows leaves the x part unchanged, exchanging columns the y part,
-and on a constant image the bias is zero. So combine it with another encoding, such as `ape`.
+The bias says little about geometry alone. If rows of the image are exchanged, the x part moves with them and is
+otherwise the same; so does the y part with columns. Without another encoding, the bias on a constant image is zero. So
+combine it with another encoding, such as `ape`.
 
 Cost: on top of attention, N x N distances between codes of length W, and between codes of length H.
 """

@@ -36,8 +36,8 @@ def graft(
             the neutral one.
         kwargs: `logit_scaling` and `ref_grid_size` are for the grafted model. If `model` is a name, the others are for
             `timm.create_model`: `pretrained=True`, `num_classes`, `img_size`, ... `ref_grid_size` is the trained grid,
-            by default that of the model's images. Where you load weights by name and ask for a rule for other sizes of
-            the position that the base has, it is by default the grid of the weights.
+            by default that of the model's images. If you load weights by name and give a rule for other sizes for the
+            position of the base itself, the default is the grid of the weights.
 
     Returns:
         A new model on the same device, in the same dtype and mode, with copies of the weights: a

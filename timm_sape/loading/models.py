@@ -116,6 +116,10 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached '
             f'({described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
+        if isinstance(e, TypeError) and "unexpected keyword argument 'pos_enc'" in str(e):
+            raise ValueError(
+                f'{model} has no choice of encodings. Name one of ours, such as vit_small_pos_enc@random, or graft '
+                'the model with timm_sape.graft.') from e
         raise ValueError(f'{model}: {described(e)}') from e
     if source.trained is not None and (source.trained != source.name or {'pos_enc', 'pos_enc_kwargs'} & kwargs.keys()):
         _refuse_other_encoding(found, source)
