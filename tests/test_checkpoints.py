@@ -386,12 +386,13 @@ def test_rules_start_from_the_size_of_the_continued_training(kwargs, tmp_path):
 
 @pytest.mark.parametrize('kwargs', [
     dict(pos_enc_kwargs={'rope2d': {'resolution': 'rescale'}}), dict(logit_scaling='log')], ids=str)
-def test_another_patch_size_than_the_default_one_that_was_saved(kwargs, tmp_path):
+@pytest.mark.parametrize('host', ['vit', 'naflexvit'])
+def test_another_patch_size_than_the_default_one_that_was_saved(host, kwargs, tmp_path):
     """The config does not name the trained patch size, the kernel of the file has it."""
-    saved = timm.create_model('test_vit_rope2d', img_size=64, num_classes=10)
-    assert 'patch_size' not in save_dir(saved, tmp_path)['model_args'] and saved.patch_embed.grid_size == (4, 4)
+    saved = timm.create_model(f'test_{host}_rope2d', img_size=64, num_classes=10)
+    assert 'patch_size' not in save_dir(saved, tmp_path)['model_args'] and saved.grid_size == (4, 4)
     loaded = from_dir(tmp_path, patch_size=8, **kwargs)
-    assert loaded.ref_grid_size == (4, 4) and loaded.patch_embed.grid_size == (8, 8)
+    assert loaded.ref_grid_size == (4, 4) and loaded.grid_size == (8, 8)
 
 
 @pytest.mark.parametrize('last', [1, 2])
@@ -435,6 +436,13 @@ def test_features_without_a_pool(name, tmp_path):
     x = torch.randn(1, 3, 32, 32)
     torch.testing.assert_close(
         from_dir(tmp_path, num_classes=0, global_pool='')(x), saved.forward_features(x), rtol=0, atol=1e-6)
+
+
+def test_an_attention_pool_is_not_dropped_in_silence(tmp_path):
+    """Only features without a pool do without it."""
+    path = save(tiny('rope2d', global_pool='map'), tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match='it has attn_pool'):
+        from_file('rope2d', path, global_pool='avg', fc_norm=False)
 
 
 def test_row_of_the_class_token_is_no_patch(tmp_path):
@@ -1328,6 +1336,17 @@ def test_channels_of_patches_in_another_order(saved, tmp_path):
     for now in (saved, not saved):
         loaded = from_dir(tmp_path / 'folder', patchify_channels_last=now)
         torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-5)
+
+
+def test_channels_of_patches_in_a_bare_file(tmp_path):
+    """It does not say how they are laid out: as in the model that it is loaded into."""
+    kwargs = dict(patchify_channels_last=False, num_classes=10)
+    model = randomise(timm.create_model('test_naflexvit_rope2d', **kwargs))
+    overlay = dict(file=str(save(model, tmp_path / 'w.pth')), num_classes=10)
+    loaded = timm.create_model(
+        'test_naflexvit_rope2d', pretrained=True, pretrained_cfg_overlay=overlay, in_chans=1, **kwargs).eval()
+    x = torch.randn(1, 1, 32, 48)
+    torch.testing.assert_close(loaded(x), model(x.expand(-1, 3, -1, -1)), rtol=0, atol=1e-5)
 
 
 def test_resized_table_of_naflexvit(tmp_path):

@@ -912,6 +912,12 @@ def test_names_of_splits_are_those_of_train_py(train, val, lacking, folders):
         open_dataset(lacking, split='test')
 
 
+def test_the_split_test_is_taken_if_there_is_no_other(lacking):
+    (lacking / 'val').rename(lacking / 'test')
+    data = open_dataset(lacking)
+    assert {label for _, label in data} == {1, 2} and len(data) == 16
+
+
 def test_names_of_a_saved_models_classes(images, folders, tmp_path):
     """They number the folders of images, if they name all of them."""
     names = {'other order': ['class2', 'class0', 'class1'], 'more': [*'abc', 'class2', 'class1', 'class0'],
@@ -930,6 +936,16 @@ def test_names_of_a_saved_models_classes(images, folders, tmp_path):
     (folder / 'config.json').write_text(json.dumps({**config, 'label_names': ['class0', 'class2', 'fox']}))
     with pytest.raises(ValueError, match='gaps have only some of the classes of the images, not class1. Move their'):
         compare([str(folder)], open_dataset(images), progress=False)
+
+
+def test_names_of_the_classes_of_a_model_on_the_hub(images, monkeypatch):
+    monkeypatch.setattr('timm_sape.loading.models.why_unreachable', lambda: None)
+    monkeypatch.setattr(
+        'timm_sape.loading.classes.load_model_config_from_hf',
+        lambda name: ({'label_names': ['class2', 'class0', 'class1']}, name, {}))
+    data = open_dataset(images)
+    number_classes(data, ['hf-hub:someone/model'])
+    assert data.reader.class_to_idx == {'class2': 0, 'class0': 1, 'class1': 2}
 
 
 def test_a_file_beside_a_config(images, folders, tmp_path):
@@ -1359,6 +1375,23 @@ def test_a_checkpoint_of_a_model_that_is_not_registered(tmp_path):
         load_model(str(tmp_path / 'last.pth.tar'))
 
 
+class Executed:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (self.file, 'w')
+
+
+@pytest.mark.parametrize('name', ['{}', 'test_vit_ape@{}'])
+def test_nothing_in_a_file_is_executed(name, tmp_path):
+    file = tmp_path / 'last.pth.tar'
+    torch.save({'arch': 'test_vit_ape', 'state_dict': {}, 'epoch': Executed(str(tmp_path / 'trap'))}, file)
+    with pytest.raises(ValueError, match='cannot be read safely|can be read safely'):
+        load_model(name.format(file))
+    assert not (tmp_path / 'trap').exists()
+
+
 def test_a_file_that_is_gone(images, tmp_path):
     shutil.copytree(images, tmp_path / 'data')
     data = open_dataset(tmp_path / 'data')
@@ -1461,6 +1494,14 @@ def test_preprocessing_of_a_checkpoint(given, expected, tmp_path):
     path = checkpoint(
         tmp_path / 'last.pth.tar', name, timm.create_model(name, num_classes=CLASSES, **kwargs), interpolation=given)
     assert load_model(path, **kwargs).pretrained_cfg['interpolation'] == expected
+
+
+def test_options_of_train_py_that_preprocessing_depends_on(tmp_path):
+    given = dict(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6], interpolation='nearest', crop_pct=0.7, crop_mode='border')
+    path = checkpoint(
+        tmp_path / 'last.pth.tar', 'test_vit_ape', timm.create_model('test_vit_ape', num_classes=CLASSES), **given)
+    found = load_model(path).pretrained_cfg
+    assert {key: found[key] for key in given} == given
 
 
 @pytest.mark.parametrize('channels', [1, 3])

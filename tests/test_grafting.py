@@ -243,7 +243,8 @@ def test_converted_with_other_arguments():
     for name, kwargs in (
             ('vit_small_patch16_rope_224', dict(global_pool='map')),
             ('vit_small_patch16_rope_mixed_224', dict(global_pool='avg', init_values=None)),
-            ('vit_relpos_medium_patch16_cls_224', dict(fc_norm=True, qk_norm=True, init_values=None, rel_pos_dim=24))):
+            ('vit_relpos_medium_patch16_cls_224', dict(fc_norm=True, qk_norm=True, init_values=None, rel_pos_dim=24)),
+            ('vit_relpos_medium_patch16_cls_224', dict(norm_layer=partial(torch.nn.LayerNorm, eps=0.1)))):
         model = base_model(name, **{**SMALL, **kwargs})
         assert largest_difference(timm_sape.graft(model, 'nope'), model, images(model)) < 1e-5
 
@@ -403,6 +404,10 @@ def test_a_size_that_the_patches_do_not_divide_is_told(tmp_path):
     ('eva02_tiny_patch14_224', {}),
     ('vit_small_patch16_rope_224', dict(rope_temperature=50.)),
     ('vit_small_patch16_rope_224', dict(rope_shift_coords=0.1)),
+    ('vit_small_patch16_rope_224', dict(rope_grid_offset=0.5)),
+    ('vit_small_patch16_rope_224', dict(rope_grid_indexing='ij')),
+    ('vit_small_patch16_rope_224', dict(rope_rotate_half=True)),
+    ('vit_small_patch16_rope_224', dict(ref_feat_shape=(7, 7))),
     ('vit_small_patch16_rope_224', dict(global_pool='map', attn_pool_num_heads=2)),
 ])
 def test_eva_without_a_plain_twin_becomes_a_naflexvit(name, kwargs):
@@ -513,6 +518,8 @@ def test_changed_models_are_refused():
             (lambda model: setattr(model, 'patch_drop', torch.nn.Dropout(.5)), r'patch_drop is Dropout\(p=0.5'),
             (lambda model: model.norm.register_forward_hook(lambda *args: None), 'norm has hooks'),
             (lambda model: model.register_full_backward_hook(lambda *args: None), 'it has hooks'),
+            (lambda model: model.norm.register_forward_pre_hook(lambda *args: None), 'norm has hooks'),
+            (lambda model: model.norm.register_full_backward_pre_hook(lambda *args: None), 'norm has hooks'),
             (lambda model: setattr(model.blocks[0], 'forward', model.blocks[1].forward), '0 has a forward of its own')):
         model = timm.create_model('test_vit')
         change(model)
@@ -999,7 +1006,8 @@ def test_a_file_that_train_py_declares_no_classes_for(left_out):
         with pytest.raises(ValueError, match=f'it lacks {left_out}'):
             timm.create_model('vit_graft', **kwargs)
     else:
-        loaded = timm.create_model('vit_graft', **kwargs)
+        with pytest.warns(UserWarning, match='head.weight .* but timm drops it and the head stays random'):
+            loaded = timm.create_model('vit_graft', **kwargs)
         assert torch.equal(loaded.blocks[1].mlp.fc1.weight, base.blocks[1].mlp.fc1.weight)
 
 

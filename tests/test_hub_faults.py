@@ -63,7 +63,7 @@ if {limit}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:
     timm_sape.hub.push(
-        model, {repo!r}, revision={revision!r}, private={private}, recipe={{'epochs': 3}}, data='digits',
+        model, {repo!r}, revision={revision!r}, private={private}, {more} recipe={{'epochs': 3}}, data='digits',
         results={{'top-1': 12.5}}, model_card={{'license': 'mit'}})
     found = ['pushed']
 except Exception as e:
@@ -114,10 +114,11 @@ class Processes:
         self.count += 1
         return self.folder / f'cache-{self.count}'
 
-    def push(self, repo=REPO, model='make()', revision=None, private=False, limit=0, token=TOKEN):
+    def push(self, repo=REPO, model='make()', revision=None, private=False, limit=0, token=TOKEN, more=''):
         """Returns `['pushed']` or `[type, message]`."""
         tests = str(Path(__file__).parent)
-        code = PUSH.format(tests=tests, repo=repo, model=model, revision=revision, private=private, limit=limit)
+        code = PUSH.format(
+            tests=tests, repo=repo, model=model, revision=revision, private=private, limit=limit, more=more)
         return json.loads(self.run(code, HF_TOKEN=token).splitlines()[-1])
 
     def pull(self, repo=REPO, cache=None, load=OURS, limit=0, token=TOKEN, **more):
@@ -414,6 +415,14 @@ def test_wrong_token_pushes_nothing(processes, hub):
     assert 'someone/stolen' not in hub.repos
 
 
+def test_token_of_the_call(processes, hub, logits):
+    """It comes before the one in HF_TOKEN."""
+    given = f'token={TOKEN!r},'
+    assert processes.push('someone/given', token='not-the-token', private=True, more=given) == ['pushed']
+    load = OURS.replace('cache_dir', f'{given} cache_dir')
+    assert processes.pull('someone/given', load=load, token='not-the-token') == ['model', logits]
+
+
 def test_full_disk_pushes_nothing(processes, hub):
     kind, message = processes.push('someone/large', limit=20_000)
     assert 'File too large' in message and '\n' not in message
@@ -433,6 +442,16 @@ def test_not_refused(kwargs, change, tmp_path):
     assert pulled.num_classes == kwargs.get('num_classes', 7)
     for name, value in model.state_dict().items():
         assert torch.equal(pulled.state_dict()[name].to(value), value)
+
+
+def test_preprocessing_that_the_caller_gives(tmp_path):
+    """Beside it stands the size that the model was made for, unless another one is given."""
+    model = make(dynamic_img_size=True)
+    for name, given in ('statistics', {'mean': [0.1, 0.2, 0.3]}), ('size', {'input_size': [3, 64, 64]}):
+        timm_sape.hub.save(model, tmp_path / name, data_config=given)
+        found = json.loads((tmp_path / name / 'config.json').read_text())['pretrained_cfg']
+        expected = {'input_size': [3, 48, 80], 'mean': [0.5] * 3, **given}
+        assert {key: found[key] for key in expected} == expected
 
 
 def test_architectures_of_timm(tmp_path):
@@ -572,6 +591,17 @@ def test_damage_is_seen_by_two_processes(when, tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'sha256_of', removed)
     with pytest.raises(ValueError, match='someone/model: model.safetensors is not what the Hub says it is'):
         files.refuse_damage('someone/model', link, None)
+
+
+def test_a_cache_without_links(tmp_path):
+    """As on Windows. A file there does not have its hash in its name, config.json has it."""
+    file = tmp_path / 'model.safetensors'
+    file.write_bytes(b'weights')
+    for sha256 in (None, files.sha256_of(file)):
+        files.refuse_damage('someone/model', file, sha256)
+    with pytest.raises(ValueError, match='is not what config.json says it is.* It was removed from the cache'):
+        files.refuse_damage('someone/model', file, '0' * 64)
+    assert not file.exists()
 
 
 class Executed:

@@ -284,3 +284,19 @@ def test_rope_files_of_other_conventions_are_refused(name, kwargs, init_values, 
         from_file(
             'vit_small_rope2d', tmp_path / 'rope.pth',
             depth=1, img_size=256, class_token=False, global_pool='avg', init_values=init_values, **kwargs)
+
+
+@pytest.mark.parametrize('name,theirs,ours', [
+    ('vit_small_patch16_dinov3', dict(img_size=64), dict(pos_enc='rope2d', reg_tokens=4, qkv_bias=False)),
+    ('vit_pe_lang_large_patch14_448', dict(img_size=56, embed_dim=384, num_heads=6),
+     dict(pos_enc='ape+rope2d', pre_norm=True, patch_size=14, final_norm=False)),
+])
+def test_rope_files_of_other_conventions_with_a_class_token_are_refused(name, theirs, ours):
+    """With their layer scale folded in, all names and shapes would fit."""
+    kwargs = dict(img_size=theirs['img_size'], depth=1, num_classes=10)
+    state = timm.create_model(name, **{**kwargs, **theirs}).state_dict()
+    overlay = dict(state_dict=state, num_classes=10, input_size=(3, kwargs['img_size'], kwargs['img_size']))
+    with pytest.raises(ValueError, match='it has blocks.0.gamma_1'):
+        timm.create_model(
+            'vit_small_pos_enc', pretrained=True, pretrained_cfg_overlay=overlay, global_pool='avg', fc_norm=False,
+            **kwargs, **ours)

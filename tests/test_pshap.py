@@ -253,6 +253,8 @@ def test_cost():
 
 @pytest.mark.parametrize('call, text', [
     (lambda x, y: position_shap(nn.Linear(2, 2).eval(), [(x, y)]), 'Linear does not cut images into separate patches'),
+    (lambda x, y: position_shap(timm.create_model('pvt_v2_b0').eval(), [(x, y)]), 'does not cut images into'),
+    (lambda x, y: position_shap(timm.create_model('vit_tiny_r_s16_p8_224', depth=1).eval(), [(x, y)]), 'does not cut'),
     (lambda x, y: position_shap(build('ape'), [(x, y + 5)]), 'the model has 5 classes'),
     (lambda x, y: position_shap(build('ape'), [(x[:1], y[:1])]), 'at least two images'),
     (lambda x, y: position_shap(build('ape'), [(x, y - 5)]), 'images need labels'),

@@ -5,7 +5,8 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV2, ModelEmaV3
+from torch.optim.swa_utils import AveragedModel
 
 import timm_sape  # noqa: F401  registers the models
 from common import randomize
@@ -156,7 +157,7 @@ def test_objects_of_a_model_inside_a_users_own_wrapper():
     assert_near(found, expected, 1e-12)
 
 
-@pytest.mark.parametrize('wrap', WRAPPERS)
+@pytest.mark.parametrize('wrap', [*WRAPPERS, AveragedModel, ModelEmaV2])
 def test_preprocessing_of_a_wrapped_model(wrap):
     model = build('rope2d')
     wrapped = wrap(deepcopy(model))

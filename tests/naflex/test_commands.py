@@ -8,6 +8,7 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform
+from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_transforms import get_image_size_for_seq
 from timm.models import save_for_hf
 from timm.models._features_fx import GraphExtractNet
@@ -17,7 +18,7 @@ from timm_sape.cli import main
 from timm_sape.lab import sweep as sweep_module
 from timm_sape.lab.compare import compare
 from timm_sape.lab.evaluate import predict
-from timm_sape.loading import load_model, open_dataset, preprocessing
+from timm_sape.loading import load_model, native_preprocessing, open_dataset, preprocessing
 
 SIZES = [(40, 90), (64, 64), (101, 37), (120, 30)]  # (height, width) of the images
 
@@ -96,6 +97,28 @@ def test_checkpoint_of_train(named, tmp_path):
     loaded = load_model(named.format(tmp_path / 'x.pth.tar'))
     x = torch.randn(2, 3, 32, 48)
     assert torch.equal(loaded(x), model(x)) and preprocessing(loaded)(Image.new('RGB', (40, 50))).shape == (3, 32, 32)
+
+
+def test_checkpoint_of_train_with_one_channel(tmp_path):
+    """A linear patch embedding does not show how many there are."""
+    model = timm.create_model('test_naflexvit_rope2d', num_classes=2, in_chans=1, patch_size=8).eval()
+    args = Namespace(model_kwargs={'patch_size': 8}, num_classes=2, in_chans=1)
+    checkpoint = {'arch': 'test_naflexvit_rope2d', 'args': args, 'state_dict': model.state_dict()}
+    torch.save(checkpoint, tmp_path / 'x.pth.tar')
+    x = torch.randn(2, 1, 32, 48)
+    assert torch.equal(load_model(str(tmp_path / 'x.pth.tar'))(x), model(x))
+
+
+def test_native_preprocessing_makes_patches_in_the_order_of_the_model():
+    """Without cropping, it shows the model what the usual preprocessing does."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8))
+    for last in (True, False):
+        model = timm.create_model(
+            'test_naflexvit_rope2d', patch_size=8, patchify_channels_last=last,
+            pretrained_cfg_overlay={'crop_pct': 1.0}).eval()
+        patches = NaFlexCollator(24)([(native_preprocessing(model, 24)(image), 0)])[0]
+        whole = preprocessing(model, (32, 48), crop_mode='squash')(image)
+        torch.testing.assert_close(model(patches), model(whole[None]), rtol=1e-4, atol=1e-5)
 
 
 def test_compare(folder):
