@@ -12,6 +12,7 @@ import shutil
 import sys
 import warnings
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -1230,6 +1231,19 @@ def test_a_file_that_says_its_encoding_in_models_that_have_it(folders, tmp_path)
         assert_same_state(load_model(f'vit_tiny_patch16_224@{path}'), ape)
 
 
+def test_what_the_caller_declares_for_a_file(tmp_path):
+    """It was dropped, silently: 3x5 patches can be 5x3 or 1x15, and the message says to declare the size."""
+    model = make('ape', img_size=(24, 40))
+    torch.save(model.state_dict(), tmp_path / 'weights.pth')
+    load = partial(load_model, f'test_vit_ape@{tmp_path / "weights.pth"}', img_size=32, patch_size=PATCH)
+    with pytest.raises(ValueError, match=r'say what it was trained on: pretrained_cfg_overlay=dict\(.* input_size='):
+        load()
+    found = load(pretrained_cfg_overlay={'input_size': (3, 24, 40), 'mean': (0.1, 0.2, 0.3)})
+    model.set_input_size((32, 32))
+    assert_same_state(found, model)
+    assert found.pretrained_cfg['mean'] == (0.1, 0.2, 0.3)
+
+
 def test_a_classifier_of_two_heads_is_that_of_the_file(tmp_path):
     model = timm.create_model('deit_tiny_distilled_patch16_224', num_classes=CLASSES, depth=1)
     save_file(model.state_dict(), tmp_path / 'weights.safetensors')
@@ -1342,6 +1356,19 @@ def test_class_map_is_saved_with_the_model(mapped, tmp_path):
         compare([str(tmp_path / name)], open_dataset(tmp_path / 'data'), progress=False)[0]['top1']
         for name in ('saved', 'without')]
     assert top1 == [20, 40]
+
+
+def test_class_map_with_gaps_is_saved_with_the_model(mapped, tmp_path):
+    """By numbers, as timm allows it. Its line without a name is the number of no class."""
+    (tmp_path / 'map.txt').write_text('class2\n\nclass1\nclass0\n')
+    sizes = dict(img_size=48, patch_size=PATCH)
+    model = timm.create_model('test_vit_ape', num_classes=4, **sizes)
+    model.head.bias.data[0] = 1e3
+    checkpoint(mapped, 'test_vit_ape', model, sizes, class_map=str(tmp_path / 'map.txt'), num_classes=4)
+    assert load_model(mapped).pretrained_cfg['label_names'] == {0: 'class2', 2: 'class1', 3: 'class0'}
+    timm_sape.hub.save(load_model(mapped), tmp_path / 'saved')
+    data = open_dataset(tmp_path / 'data')
+    assert compare([str(tmp_path / 'saved')], data, progress=False)[0]['top1'] == 20
 
 
 class Reader(list):

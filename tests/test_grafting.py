@@ -469,6 +469,10 @@ def test_a_graft_is_not_grafted_again():
     grafted = timm_sape.graft('test_vit', 'rope2d', depth=2)
     with pytest.raises(ValueError, match="with all encodings, base='test_vit', pos_enc='ape.auto_rope2d.auto_sape2_k'"):
         timm_sape.graft(grafted, 'sape2_k')
+    # without use_naflex=True it would be a plain ViT, which load_state_dict(..., strict=False) gives only its blocks
+    grafted = timm_sape.graft('test_vit', 'rope2d', depth=2, use_naflex=True)
+    with pytest.raises(ValueError, match="base='test_vit', use_naflex=True, pos_enc='auto_rope2d.auto_sape2_k'"):
+        timm_sape.graft(grafted, 'sape2_k')
 
 
 @pytest.mark.parametrize('change', [

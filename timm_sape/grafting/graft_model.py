@@ -201,8 +201,9 @@ def _already_ours(
     seen = {key: cfg[key] for key in ('mean', 'std') if key in cfg}
     own = parse_pos_enc(model.pos_enc, model.pos_enc_kwargs)
     parts = merge_encodings(own, pos_enc, pos_enc_kwargs, model.base_position)
-    base = get_model_args(model).get('base')  # which `vit_graft` needs
-    base = f'base={base!r}, ' if base else ''
+    args = get_model_args(model)
+    # `vit_graft` needs the former. Without the latter it is another host, with other names for some of its weights.
+    base = ''.join(f'{key}={args[key]!r}, ' for key in ('base', 'use_naflex') if args.get(key))
     kwargs = {part: values for part, values in parts.items() if values}
     return (
         f'{name} is already a model of timm_sape, with {model.pos_enc!r}. Create it with all encodings, '

@@ -2,7 +2,7 @@
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -52,7 +52,7 @@ class Adapted(NamedTuple):
     at_home: float
     classes_at_home: int
     chosen: Dict[Size, Dict[str, Any]]
-    label_names: Optional[List[str]]
+    label_names: Union[None, List[str], Dict[int, str]]
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def adapt(
     if labelled:
         _check_labels(found.labels, predicted, found.logits.shape[1], name, where)
     label_names = in_order(data.reader.class_to_idx) if labelled and hasattr(data, 'reader') else None
-    if label_names is not None and len(label_names) != found.logits.shape[1]:
+    if isinstance(label_names, list) and len(label_names) != found.logits.shape[1]:
         label_names = None
     del model
 

@@ -319,11 +319,15 @@ def _numbers_by_name(data: ImageFolder, root: Path, is_split: bool) -> Dict[str,
     return data.by_name
 
 
-def in_order(class_to_idx: Mapping[str, int]) -> Optional[List[str]]:
-    """Names of classes in the order of their numbers. None if these are not 0, 1, 2, ..., or belong to no names."""
-    names = sorted(class_to_idx, key=class_to_idx.get)
-    is_plain = '' not in class_to_idx and [class_to_idx[name] for name in names] == list(range(len(names)))
-    return names if is_plain else None
+def in_order(class_to_idx: Mapping[str, int]) -> Union[None, List[str], Dict[int, str]]:
+    """Names of classes in the order of their numbers; by these, as timm has it, if they are not 0, 1, 2, ...
+
+    None if two classes have one number, or they have no names.
+    """
+    by_number = {index: name for name, index in sorted(class_to_idx.items(), key=lambda item: item[1]) if name}
+    if len(by_number) < len(class_to_idx.keys() - {''}) or not by_number:
+        return None
+    return [*by_number.values()] if [*by_number] == [*range(len(by_number))] else by_number
 
 
 def read_class_map(file: str, root: str = '') -> Dict[str, int]:

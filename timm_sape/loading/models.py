@@ -87,9 +87,11 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             weights = load_state_dict(source.file)
         except Exception as e:  # a file of another kind can raise anything
             raise ValueError(f'{source.file} has no weights that can be read safely: {described(e)}') from e
-        overlay = {**source.cfg, 'file': source.file, 'source': ''}  # else timm would prefer weights on the Hub
+        overlay = dict(source.cfg)
         if source.class_map and os.path.isfile(source.class_map):  # it may be found only beside images
             overlay['label_names'] = in_order(read_class_map(source.class_map))
+        overlay.update(kwargs.get('pretrained_cfg_overlay') or {})
+        overlay.update(file=source.file, source='')  # else timm would prefer weights on the Hub
         cfg = _pretrained_cfg(source.name)
         head, stem = (
             next((weights[name].shape for layer in module_names(entry) if (name := f'{layer}.weight') in weights), ())
