@@ -1122,6 +1122,15 @@ def test_a_grid_of_another_shape_without_prefix_tokens(tmp_path):
     torch.testing.assert_close(logits(from_file('ape+rpb', path, size, B, **options)), logits(saved), **SAME)
 
 
+@pytest.mark.parametrize('pos_enc', ['rpb', 'ape2d'])
+def test_a_damaged_table_that_would_be_resized(pos_enc, tmp_path):
+    state = tiny(pos_enc).state_dict()
+    name = next(name for name in state if f'{pos_enc}.table' in name)
+    path = save({**state, name: state[name][:-1].flatten()}, tmp_path / 'w.pth')
+    with pytest.raises(ValueError, match=f'{name} of the checkpoint cannot be resized from a grid of 3x5 patches'):
+        from_file(pos_enc, path, B)
+
+
 def test_a_grid_without_numbers_beside_another_encoding():
     """The message would have named the grid, and could not read it."""
     state = tiny('rpb').state_dict()

@@ -198,6 +198,23 @@ def test_rotation_of_a_third_party():
             build('auto_turn')
 
 
+@pytest.mark.parametrize('init', [0, 0.3, 1])
+def test_mixer_of_a_third_party(init):
+    """At 0 tokens and terms stay as they are."""
+    class Mixer(timm_sape.PositionEncoding):
+        per_layer = False
+
+        def mix(self, x, term, grid):
+            return 3 * x, 5 * term
+
+    from common import registered
+    with registered(mixer=Mixer):
+        encoding = timm_sape.create_encoding('auto_mixer', dim=32, num_heads=4, grid_size=(2, 3), init=init)
+    x, term = torch.randn(2, 1, 6, 32)
+    found = encoding(x, term, grid=timm_sape.Grid(2, 3), hook='mix')
+    torch.testing.assert_close(found, ((1 + 2 * init) * x, (1 + 4 * init) * term))
+
+
 def adapted(model):
     """As under LoRA: all parameters of the model are frozen, and those of the adapters that it gets are not."""
     model.requires_grad_(False)

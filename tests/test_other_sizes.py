@@ -177,6 +177,14 @@ def test_each_image_has_the_rule_of_its_own_size(pos_enc, rule, scaling):
     assert (torch.cat([other(image) for image in mixed]) - expected).abs().max() > 1e-5
 
 
+def test_factors_of_images_are_not_rounded():
+    """In half precision they have all digits, as the number has that images of one size share."""
+    model = Maker('nope', GRID, host='naflexvit', logit_scaling='log')().bfloat16()
+    _, position = model.embed(batch([image.bfloat16() for image in pictures(SIZES)]))
+    expected = [math.log(5 + h * w) / math.log(5 + math.prod(GRID)) for h, w in SIZES]
+    assert position.logit_factor[:, 0, 0, 0].tolist() == pytest.approx(expected)
+
+
 # --- compile and export ----------------------------------------------------------------------------------------------
 
 @pytest.fixture

@@ -84,6 +84,7 @@ RESULTS = [
     ('position_bias', lambda self, grid: torch.eye(N) > 0, r'position_bias returned torch.bool \[7, 7\]. It must be a'),
     ('position_bias', lambda self, grid: torch.eye(N).long(), 'position_bias returned torch.int64'),
     ('position_bias', lambda self, grid: torch.eye(N) * 1j, 'position_bias returned torch.complex64'),
+    ('position_bias', lambda self, grid: torch.eye(N, device='meta'), 'position_bias returned a tensor on the meta'),
     ('position_bias', lambda self, grid: 1., 'position_bias returned float 1.0'),
     ('position_bias', lambda self, grid: torch.zeros(3, 1, N, N), r'position_bias returned \[3, 1, 7, 7\]'),
     ('position_bias', lambda self, grid: torch.zeros(1, 1, 1, N, N), r'position_bias returned \[1, 1, 1, 7, 7\]'),
@@ -92,6 +93,9 @@ RESULTS = [
     ('channels', lambda self, q, k, x, grid, scale: (q, k[..., :2]), r'channels returned \[2, 4, 7, 2\], which is not'),
     ('channels', lambda self, q, k, x, grid, scale: (q[0], k[0]), r'channels returned \[4, 7, 16\]'),
     ('channels', lambda self, q, k, x, grid, scale: q, 'channels returned .*two tensors'),
+    (
+        'channels', lambda self, q, k, x, grid, scale: (q.double(), k.double()),
+        'channels returned torch.float64. It must have the dtype of q'),
     ('values', lambda self, attn, grid: attn.new_zeros(2, N, HEADS, 16), r'values returned \[2, 7, 4, 16\]'),
     ('values', lambda self, attn, grid: attn.new_zeros(3, 1, 1, 16), r'values returned \[3, 1, 1, 16\]'),
 ]

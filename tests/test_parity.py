@@ -97,6 +97,8 @@ def test_ape_is_timms_vit(size):
     dict(init_values=1e-5, qk_norm=True),
     dict(pre_norm=True, qkv_bias=False, num_classes=0),
     dict(img_size=(48, 80), patch_size=(16, 8)),
+    dict(img_size=(48, 80), patch_size=(16, 8), dynamic_img_size=True),
+    dict(img_size=(48, 80), patch_size=(16, 8), dynamic_img_size=True, dynamic_img_pad=True),
     dict(dynamic_img_size=True, dynamic_img_pad=True),
 ], ids=lambda kwargs: ','.join(f'{k}={v}' for k, v in kwargs.items()))
 def test_ape_is_timms_vit_with(kwargs):

@@ -232,8 +232,8 @@ def test_not_an_encoding(cls):
 
 
 @pytest.mark.parametrize('hook, per_layer', [
-    ('mix', True), ('layer_embed', True), ('content_bias', False), ('values', False),
-    ('turn', False)])
+    ('mix', True), ('layer_embed', True), ('content_bias', False), ('attend', False), ('channels', False),
+    ('values', False), ('turn', False)])
 def test_shared_where_it_cannot_be(hook, per_layer):
     says = f"'mine' overrides '{hook}', so its class must set per_layer = {not per_layer}"
     with pytest.raises(ValueError, match=says):
@@ -365,6 +365,7 @@ def test_keywords_of_base_classes_are_accepted():
     ('nope', 'nope'),
     ('sape2', 'sape2_k'),
     ('sape2+ape', 'ape+sape2_k'),
+    (' sape2 + ape', 'ape+sape2_k'),
     ('ape+sape2_k', 'ape+sape2_k'),
     ('sape2_q+rope2d+ape+cope', 'ape+cope+rope2d+sape2_q'),
     ('rope2d_mixed+ape', 'ape+rope2d_mixed'),

@@ -84,6 +84,21 @@ def one_token(**random):
     return torch.randn(2, 1, SIZES['heads'], SIZES['head_dim'], dtype=torch.float64, **random)
 
 
+def check_turn_in_half(new, dtype):
+    """Matrices are float32, under autocast too, and q keeps its dtype, so only the result is rounded."""
+    exact = new((3, 5), dtype=torch.float32)
+    encoding = copy.deepcopy(exact).to(dtype)
+    exact.load_state_dict(encoding.state_dict())  # the rounded parameters
+    for grid in (make_grid((3, 5)), make_grid((6, 4)), make_grid((3, 5), 1, 6)):
+        q, k, _ = make_qkv(grid, **SIZES, dtype=dtype)
+        expected = exact(q.float(), k.float(), grid=grid, hook='turn')
+        for autocast in (False, True):
+            with torch.autocast('cpu', dtype, enabled=autocast):
+                found = encoding(q, k, grid=grid, hook='turn')
+            for a, b in zip(found, expected):
+                assert torch.equal(a, b.to(dtype))
+
+
 # --- what must be noticed --------------------------------------------------------------------------------------------
 
 def swap_axes(self, device=None, dtype=None, coordinates=Grid.coordinates):
@@ -437,6 +452,10 @@ class BasisTests(ResolutionTests, LearnedTests, RotaryTests):
         expected = self.attended(q, k, v, encoding, grid)
         compare(attend(encoding, q, k, v, grid), expected, {'q': q, 'k': k, **dict(encoding.named_parameters())})
 
+    @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+    def test_turn_in_half(self, dtype):
+        check_turn_in_half(self.new, dtype)
+
     def test_gate_of_zero(self):
         """Then any matrix does nothing, with prefix tokens either."""
         encoding, grid = create(f'auto_{self.name}', (3, 5), 2, **SIZES), make_grid((3, 5), 2, 6)
@@ -461,13 +480,5 @@ class BlockTests(LearnedTests, RotationTests):
 
     @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
     def test_half(self, dtype):
-        """Matrices are float32 and q keeps its dtype, so only the result is rounded."""
-        exact = self.new((3, 5), dtype=torch.float32)
-        encoding = copy.deepcopy(exact).to(dtype)
-        exact.load_state_dict(encoding.state_dict())  # the rounded parameters
-        for grid in (make_grid((3, 5)), make_grid((6, 4)), make_grid((3, 5), 1, 6)):
-            assert encoding.blocks(grid).dtype == torch.float32
-            q, k, _ = make_qkv(grid, **SIZES, dtype=dtype)
-            found = encoding(q, k, grid=grid, hook='turn')
-            for a, b in zip(found, exact(q.float(), k.float(), grid=grid, hook='turn')):
-                assert torch.equal(a, b.to(dtype))
+        assert self.new((3, 5), dtype=torch.float32).to(dtype).blocks(Grid(6, 4)).dtype == torch.float32
+        check_turn_in_half(self.new, dtype)

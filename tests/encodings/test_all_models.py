@@ -38,7 +38,8 @@ def test_order_of_kept_patches(name):
 def test_conversions_reach_everything(name):
     """In half precision, parameters are converted, and tables and other buffers keep all their digits.
 
-    All but FIRE's largest distance, which is rounded like the weight that it is multiplied with.
+    All but FIRE's largest distance, which is rounded like the weight that it is multiplied with. In double precision
+    tables have all digits of that.
     """
     pos_enc = name if name in ALONE else f'ape+{name}'
     model = timm.create_model('test_vit_pos_enc', pos_enc=pos_enc, img_size=(24, 40), patch_size=8)
@@ -49,6 +50,10 @@ def test_conversions_reach_everything(name):
         torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers() if not key.endswith('.threshold'))
     model.double()
     assert all(t.dtype == torch.float64 for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+    built = timm.create_model(
+        'test_vit_pos_enc', pos_enc=pos_enc, img_size=(24, 40), patch_size=8, dtype=torch.float64)
+    assert all(
+        torch.equal(buffer, built.get_buffer(key)) for key, buffer in model.named_buffers() if key.endswith('.table'))
     assert all(t.is_meta for t in (*model.to('meta').parameters(), *model.buffers()))
 
 

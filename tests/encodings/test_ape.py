@@ -65,6 +65,12 @@ def test_no_embed_class():
     check_no_embed_class()
 
 
+def test_timms_step_at_another_size():
+    model = make_model('ape', dynamic_img_size=True, img_size=(24, 40))
+    images = torch.randn(2, 3, 40, 24)
+    assert torch.equal(model._pos_embed(model.patch_embed(images)), model.embed(images)[0])
+
+
 @pytest.mark.parametrize('no_embed_class', [False, True])
 def test_table_resized_by_hand(no_embed_class):
     """Along with the patch embedding, as it can be done in timm."""

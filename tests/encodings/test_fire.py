@@ -94,6 +94,7 @@ def test_initial_values(again):
         assert encoding.mlp.fc1.weight.shape == (32, 1) and encoding.mlp.fc1.weight.abs().max() <= 1
     assert not torch.equal(encodings[0].mlp.fc2.weight, encodings[1].mlp.fc2.weight)
     assert 'threshold' in encodings[0].state_dict()
+    assert create('fire', (3, 5), random=False, **SIZES, distance='manhattan').threshold.item() == 2 + 4
     paper = create('fire', random=False, **SIZES, log_scale=1.0, threshold=512)
     assert (paper.log_scale.item(), paper.threshold.item()) == (1, 512)
 

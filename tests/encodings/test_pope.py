@@ -97,6 +97,13 @@ def test_rules(rule, size, ref, num_keep):
     compare(attend(encoding, q, k, v, grid), expected, {'q': q, 'k': k, 'v': v, 'phases': encoding.phases})
 
 
+def test_ntk_is_a_change_of_base():
+    """Of any base: for n frequencies and a grid s times as long, b becomes b * s^(n/(n-1))."""
+    for base in (100.0, 10000.0):
+        ntk = create('pope', (6, 9), ref_grid_size=(2, 3), resolution='ntk', base=base, **SIZES)
+        assert_near(ntk.table, create('pope', (6, 9), base=base * 3 ** (6 / 5), **SIZES).table, 1e-12)
+
+
 def test_factor_comes_after_softplus():
     """A factor of the logits that is a tensor, as where sizes are symbolic, does the same as one that is a number."""
     encoding, grid = create('pope', (3, 5), 1, **SIZES), Grid(3, 5, 1)

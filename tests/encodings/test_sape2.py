@@ -1,4 +1,5 @@
 """sape2_q, sape2_k, sape2_qk: the distance of what patches count along their rows and columns."""
+import copy
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ import bias_checks
 import content_checks
 import timm_sape
 from content_checks import CASES, SIZES, TRAINED_ON, ContentBiasTests, bias_of
-from harness import assert_near, catches, create, gradients, make_grid, make_model, make_qkv, where
+from harness import assert_near, attend, catches, create, gradients, make_grid, make_model, make_qkv, where
 from model_checks import check_model, check_neutral_start, initial_model, own_encodings
 from reference_sape2 import sape2_bias
 from timm_sape import Grid
@@ -196,6 +197,18 @@ def test_constant_image(name, dtype):
             assert (grad == 0).all()
 
 
+@pytest.mark.parametrize('backend', ['reference', 'torch'])
+def test_factor_of_the_bias_in_half(backend):
+    """It keeps the digits that bfloat16 lacks. The output is the probabilities themselves."""
+    sizes, grid = {'heads': 2, 'head_dim': 16}, make_grid((3, 5), 1)
+    encoding = create('sape2_k', (3, 5), 1, bias_scale=1.003, dtype=torch.float32, **sizes)
+    q, k, _ = make_qkv(grid, **sizes, dtype=torch.bfloat16)
+    v = torch.eye(16, dtype=torch.bfloat16).expand_as(q)
+    expected = attend(copy.deepcopy(encoding).double(), q.double(), k.double(), v.double(), grid)
+    with using_backend(backend):
+        torch.testing.assert_close(attend(encoding, q, k, v, grid).double(), expected, rtol=0.01, atol=0)
+
+
 # --- properties ------------------------------------------------------------------------------------------------------
 
 def permuted(x, order, axis):
@@ -340,6 +353,7 @@ def test_where_it_acts(name):
     ('sape2_k', {'gate_scale': float('nan')}, 'gate_scale must be .*, got nan'),
     ('sape2_k', {'bias_scale': 'two'}, "bias_scale must be 'head_dim', 'one', 'learned' or a number, got 'two'"),
     ('sape2_k', {'bias_scale': float('inf')}, 'bias_scale must be .*, got inf'),
+    ('sape2_k', {'bias_scale': 1e39}, r'bias_scale must be .*, got 1e\+39'),  # infinite in float32
     ('sape2_k', {'bias_init': 1.0}, "bias_init is the initial value of a learned gain. Add bias_scale='learned'"),
     ('sape2_k', {'bias_scale': 'learned', 'bias_init': 'one'}, "bias_init must be a number, got 'one'"),
     ('sape2_k', {'bias_scale': 2.0, 'bias_init': 1.0}, 'bias_init is the initial value of a learned gain'),

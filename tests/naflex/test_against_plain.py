@@ -77,6 +77,30 @@ def test_logits_and_gradients(pos_enc):
                 compare_gradients(what, (naflex, actual), (plain, expected))
 
 
+@pytest.mark.parametrize('pos_enc', ['ape', 'sape2_k', 'cope', 'rpb', 'ope'])
+def test_keep_indices(pos_enc):
+    """The grid is that of all patches, though none of its last row is kept."""
+    twins = Twins(pos_enc)
+    plain, images = twins(), pictures([GRID] * 3)
+    naflex, together = twins.naflex(plain), torch.cat(images)
+    kept = torch.rand(3, 24, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :14]
+    given = {'keep_indices': kept, 'object_index': objects_of(plain, together)}
+    torch.testing.assert_close(naflex(batch(images), **given), plain(together, **given))
+
+
+@pytest.mark.parametrize('pos_enc', ['nope', 'rope2d', 'sape2_k', 'rpb'])
+def test_attn_mask(pos_enc):
+    """A number for each image, head and pair of tokens. A token that attends to nothing gets zeros from attention."""
+    twins = Twins(pos_enc)
+    plain, images = twins(), pictures([GRID] * 3)
+    naflex, together = twins.naflex(plain), torch.cat(images)
+    num_tokens = plain.num_prefix_tokens + GRID[0] * GRID[1]
+    mask = torch.randn(3, 4, num_tokens, num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask[:, :, 7] = -math.inf
+    for given in (mask, mask > -1):
+        torch.testing.assert_close(naflex(batch(images), attn_mask=given), plain(together, attn_mask=given))
+
+
 def compare_gradients(what, *found):
     for name, error in gradient_errors(*found).items():
         assert error < 1e-10, f'{what}: the gradient of {name} is off by {error:.1e}'

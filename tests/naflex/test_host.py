@@ -10,7 +10,7 @@ from batches import GRID, PATCH, SIZES, Twins, batch, pictures
 from common import POS_ENCS, ToyLayer, ToyShared, registered
 from timm.data import resolve_model_data_config
 from timm.data.naflex_transforms import Patchify
-from timm.models.naflexvit import NaFlexVitCfg
+from timm.models.naflexvit import NaFlexVitCfg, batch_patchify
 from timm.optim import param_groups_layer_decay
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -83,6 +83,20 @@ def test_same_function_as_the_plain_entrypoint(pos_enc):
     plain.set_input_size((96, 96))
     image = torch.randn(2, 3, 96, 96)
     torch.testing.assert_close(larger(image), plain(image), rtol=1e-5, atol=1e-5)
+
+
+def test_oblong_patches():
+    """Of images, and of patches with coordinates."""
+    shape = dict(pos_enc='ape+sape2_k', img_size=(48, 80), patch_size=(16, 8))
+    plain = timm.create_model('test_vit_pos_enc', **shape).eval()
+    naflex = timm.create_model(
+        'test_naflexvit_pos_enc', pretrained=True, pretrained_cfg_overlay=dict(state_dict=plain.state_dict()),
+        **shape).eval()
+    images = torch.randn(2, 3, 48, 80)
+    patches, _ = batch_patchify(images, (16, 8))
+    coord = timm_sape.Grid(3, 10).coordinates().expand(2, -1, -1)
+    for found in (naflex(images), naflex(patches, coord)):
+        torch.testing.assert_close(found, plain(images), rtol=1e-5, atol=1e-5)
 
 
 def test_checkpoint_of_another_patch_size_and_convolution():
@@ -351,6 +365,7 @@ def test_none_in_a_dict_is_not_there():
     assert not torch.allclose(model(given), expected)
     nothing = dict.fromkeys(['attn_mask', 'patch_valid', 'grid_size', 'keep_indices', 'object_index'])
     torch.testing.assert_close(model({**given, **nothing}, attn_mask=mask), expected)
+    torch.testing.assert_close(model({**given, 'attn_mask': mask}, attn_mask=2 * mask), expected)  # the dict has it
 
 
 @pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.uint16, torch.int32])
@@ -364,6 +379,16 @@ def test_coordinates_and_validity_of_any_integers(dtype):
         'patches': torch.randn(1, 128, 192), 'patch_coord': torch.stack([row, 0 * row], dim=-1)[None],
         'patch_valid': torch.ones(1, 128, dtype=torch.bool)}
     assert torch.equal(model({**long, 'patch_coord': long['patch_coord'].to(dtype)}), model(long))
+
+
+@pytest.mark.parametrize('pos_enc', ['ape', 'sape2_k'])
+@pytest.mark.parametrize('coordinate', [-1, 9, 10 ** 7])
+def test_coordinates_of_padding(coordinate, pos_enc):
+    """They may be outside of the grid, and do not make it larger."""
+    model = small(pos_enc)
+    given = batch(pictures(SIZES, torch.float32), padding=2)
+    coord = given['patch_coord'].masked_fill(~given['patch_valid'][..., None], coordinate)
+    assert torch.equal(model({**given, 'patch_coord': coord}), model(given))
 
 
 @pytest.mark.parametrize('pos_enc', ACTING)
@@ -484,6 +509,15 @@ def test_objects_in_patches_of_another_size():
     given = {name: tensor[None] for name, tensor in Patchify(patch_size=16, flatten_patches=False)(image).items()}
     objects = model.encodings['ope'].find_objects(image[None], timm_sape.Grid(4, 6), (16, 16))
     assert torch.equal(model(given), model({**given, 'object_index': objects}))
+
+
+def test_objects_in_patches_with_channels_first():
+    model = small('ope', patchify_channels_last=False)
+    image = torch.cat(pictures([GRID, GRID], torch.float32))
+    patches, _ = batch_patchify(image, (PATCH, PATCH), channels_last=False)
+    coord = timm_sape.Grid(*GRID).coordinates().expand(2, -1, -1)
+    for given in (patches, patches.unflatten(2, (3, PATCH, PATCH))):
+        torch.testing.assert_close(model(given, coord), model(image), rtol=1e-5, atol=1e-5)
 
 
 def wrong(**changes):

@@ -169,6 +169,17 @@ def test_masked_keys_have_no_say():
         assert torch.equal(*outs)
 
 
+def test_a_token_that_attends_to_nothing():
+    """It gets zeros, as in a model."""
+    inputs = draw()
+    attn_mask = torch.ones(N, N, dtype=torch.bool)
+    attn_mask[5] = False
+    for mask in (attn_mask, torch.zeros(N, N, dtype=torch.float64).masked_fill(~attn_mask, float('-inf'))):
+        out = sape2_attention(*inputs, SIZE, num_prefix_tokens=P, attn_mask=mask)
+        assert (out[:, :, 5] == 0).all() and out[:, :, :5].abs().min() > 0
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), inputs))
+
+
 @pytest.mark.parametrize('ref_grid_size', [None, (3, 2)])
 @pytest.mark.parametrize('mode', ['k', 'q', 'qk'])
 def test_kept_patches(mode, ref_grid_size):
@@ -400,12 +411,14 @@ def test_wrong_input_of_attention(what):
         sape2_attention(**changed(**changes))
 
 
-def test_numbers_have_all_digits():
-    """A number is taken as a tensor of q's dtype is, whatever torch's default dtype."""
-    kwargs = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+@pytest.mark.parametrize('dtype, wide, number', [
+    (torch.float64, torch.float64, 0.1), (torch.bfloat16, torch.float32, 5.015)])
+def test_numbers_have_all_digits(dtype, wide, number):
+    """A number is taken as a tensor of q's dtype is, float32 at least, whatever torch's default dtype."""
+    kwargs = {name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
               for name, x in changed().items()}
-    expected = sape2_attention(**{**kwargs, 'bias_scale': torch.tensor(0.1, dtype=torch.float64)})
-    assert torch.equal(sape2_attention(**{**kwargs, 'bias_scale': 0.1}), expected)
+    expected = sape2_attention(**{**kwargs, 'bias_scale': torch.tensor(number, dtype=wide)})
+    assert torch.equal(sape2_attention(**{**kwargs, 'bias_scale': number}), expected)
 
 
 def test_mask_of_integers():
