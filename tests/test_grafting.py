@@ -457,6 +457,7 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
         'test_vit_ape', {},
         "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0.*_overlay={'mean': "),
     ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'EvaBlockPostNorm'),
+    ('vit_small_patch16_dinov3', dict(use_rot_pos_emb=False), 'rotation is NoneType, but RotaryEmbeddingDino'),
     ('test_vit', dict(features_only=True), "create_model.'vit_graft', features_only=True, base='test_vit'"),
 ])
 def test_refused(name, kwargs, message):

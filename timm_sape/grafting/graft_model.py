@@ -14,7 +14,15 @@ from timm.utils import unwrap_model
 from .. import checkpoints
 from ..encodings import is_auto, parse_pos_enc
 from ..host import PosEncModel
-from .adopt import added_entries, merge_encodings, needs_trained_grid, set_trained_grid, under_our_names, weights_for
+from .adopt import (
+    added_entries,
+    merge_encodings,
+    needs_trained_grid,
+    refuse_other_rotation,
+    set_trained_grid,
+    under_our_names,
+    weights_for,
+)
 from .bases import check_can_be_grafted, image_grid
 from .build_base import OF_THE_CALL, build_base, on_meta, refuse_lost_rows
 
@@ -117,6 +125,7 @@ def graft(
         raise ValueError(
             f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
             f'{report}. Graft it first, then change it.')
+    refuse_other_rotation(grafted, model)
     grafted.load_state_dict(weights, strict=False)
     _copy_settings(grafted, model)
     return grafted

@@ -33,7 +33,7 @@ from ..entrypoints import build_by_timm
 from ..host import PosEncModel
 from ..model_args import as_pair, check_logit_scaling, check_ref_grid_size
 from ..naflexvit_pos_enc import NaFlexVitPosEnc
-from .adopt import added_entries, adopt, needs_trained_grid, set_trained_grid, weights_for
+from .adopt import added_entries, adopt, needs_trained_grid, refuse_other_rotation, set_trained_grid, weights_for
 from .bases import NAVER, check_can_be_grafted, image_grid, is_naver
 from .build_base import OF_THE_CALL, build_base, on_meta, refuse_lost_rows
 
@@ -105,6 +105,7 @@ class _Builder:
         model = adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
         if eva is not None:
+            refuse_other_rotation(model, eva)
             model.load_state_dict(weights_for(model, eva), strict=False)
         if self.load_base and self.ref_grid_size is None and needs_trained_grid(model):
             set_trained_grid(model, image_grid(self._default_base()))
