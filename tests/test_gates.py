@@ -8,7 +8,7 @@ import torch
 from timm.optim import create_optimizer_v2
 
 import timm_sape
-from common import PATCH, Maker, randomize
+from common import PATCH, Maker, randomize, registered
 from timm_sape.encodings.base import rotation_table
 
 GATED = [name for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).gate_init == 0.5]
@@ -191,7 +191,6 @@ def test_rotation_of_a_third_party():
         def rotation(self, grid):
             return rotation_table(torch.zeros(grid.num_patches, self.head_dim // 2))
 
-    from common import registered
     with registered(turn=Turn):
         build('turn')
         with pytest.raises(ValueError, match='Derive Turn from RotaryEncoding'):
@@ -207,7 +206,6 @@ def test_mixer_of_a_third_party(init):
         def mix(self, x, term, grid):
             return 3 * x, 5 * term
 
-    from common import registered
     with registered(mixer=Mixer):
         encoding = timm_sape.create_encoding('auto_mixer', dim=32, num_heads=4, grid_size=(2, 3), init=init)
     x, term = torch.randn(2, 1, 6, 32)

@@ -320,9 +320,9 @@ def _numbers_by_name(data: ImageFolder, root: Path, is_split: bool) -> Dict[str,
 
 
 def in_order(class_to_idx: Mapping[str, int]) -> Union[None, List[str], Dict[int, str]]:
-    """Names of classes in the order of their numbers; by these, as timm has it, if they are not 0, 1, 2, ...
+    """Names of classes in the order of their numbers. If these are not 0, 1, 2, ..., a dict of numbers and names.
 
-    None if two classes have one number, or they have no names.
+    None if two classes have one number, or no class has a name.
     """
     by_number = {index: name for name, index in sorted(class_to_idx.items(), key=lambda item: item[1]) if name}
     if len(by_number) < len(class_to_idx.keys() - {''}) or not by_number:
