@@ -172,8 +172,8 @@ def scores_of(model, images):
             # Of the gain, only the sign matters.
             signs = [layer.position.mean(dim=(0, 2, 3), keepdim=True).sign() for layer in maps.layers]
             parts['distance'] = [-sign * layer.position for sign, layer in zip(signs, maps.layers)]
-        for score, layers in parts.items():
-            found.setdefault(score, []).append(maps.between_patches(torch.cat(layers, dim=1)))
+        for score, each in parts.items():
+            found.setdefault(score, []).append(maps.between_patches(torch.cat(each, dim=1)))
     return {score: torch.cat(batches) for score, batches in found.items()}
 
 

@@ -125,6 +125,15 @@ def registered(*classes, **named):
             names._encodings.pop(name, None)
 
 
+class Executed:
+    """What a pickle of it executes: it makes a file."""
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (self.file, 'w')
+
+
 class ToyShared(PositionEncoding):
     """A third-party encoding that all layers share, with several hooks that no built-in encoding combines."""
     name = 'toy_shared'

@@ -29,7 +29,7 @@ from timm.models import save_for_hf
 from torch.utils.data import IterableDataset
 from torchvision.transforms import v2
 
-from common import randomize
+from common import Executed, randomize
 import timm_sape
 from timm_sape import cli
 from timm_sape.lab import adapt as adapt_module
@@ -1238,7 +1238,8 @@ def test_what_the_caller_declares_for_a_file(tmp_path):
     load = partial(load_model, f'test_vit_ape@{tmp_path / "weights.pth"}', img_size=32, patch_size=PATCH)
     with pytest.raises(ValueError, match=r'say what it was trained on: pretrained_cfg_overlay=dict\(.* input_size='):
         load()
-    found = load(pretrained_cfg_overlay={'input_size': (3, 24, 40), 'mean': (0.1, 0.2, 0.3)})
+    others = make('ape', img_size=(24, 40)).state_dict()  # the file is what was asked for
+    found = load(pretrained_cfg_overlay={'input_size': (3, 24, 40), 'mean': (0.1, 0.2, 0.3), 'state_dict': others})
     model.set_input_size((32, 32))
     assert_same_state(found, model)
     assert found.pretrained_cfg['mean'] == (0.1, 0.2, 0.3)
@@ -1400,14 +1401,6 @@ def test_a_checkpoint_of_a_model_that_is_not_registered(tmp_path):
     torch.save({'arch': 'my_vit', 'state_dict': {}}, tmp_path / 'last.pth.tar')
     with pytest.raises(ValueError, match="last.pth.tar is of 'my_vit', which is not registered.*by --import MODULE"):
         load_model(str(tmp_path / 'last.pth.tar'))
-
-
-class Executed:
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return open, (self.file, 'w')
 
 
 @pytest.mark.parametrize('name', ['{}', 'test_vit_ape@{}'])

@@ -457,13 +457,22 @@ def test_whatever_timm_makes_by_default(name, monkeypatch, tmp_path):
         'test_vit_ape', {},
         "is already a model of timm_sape, with 'ape'.*pos_enc='ape\\+auto_sape2_k', .*'init': 0.*_overlay={'mean': "),
     ('vit_small_patch16_rope_224', dict(use_post_norm=True), 'EvaBlockPostNorm'),
-    ('vit_small_patch16_dinov3', dict(use_rot_pos_emb=False), 'rotation is NoneType, but RotaryEmbeddingDino'),
+    ('vit_small_patch16_dinov3', dict(use_rot_pos_emb=False), 'its rotation is None, but RotaryEmbeddingDino'),
     ('test_vit', dict(features_only=True), "create_model.'vit_graft', features_only=True, base='test_vit'"),
 ])
 def test_refused(name, kwargs, message):
     depth = {} if name == 'resnet18' else {'depth': 2}
     with pytest.raises(ValueError, match=message):
         timm_sape.graft(name, 'sape2_k', **depth, **kwargs)
+
+
+def test_a_rotation_that_the_graft_would_not_have():
+    """The same without weights, and with those of a file."""
+    base = dict(base='vit_small_patch16_dinov3', use_rot_pos_emb=False, depth=2)
+    overlay = dict(state_dict=timm.create_model(base['base'], use_rot_pos_emb=False, depth=2).state_dict())
+    for weights in ({}, dict(pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0)):
+        with pytest.raises(ValueError, match='its rotation is None, but RotaryEmbeddingDino'):
+            timm.create_model('vit_graft', pos_enc='sape2_k', **base, **weights)
 
 
 def test_a_graft_is_not_grafted_again():

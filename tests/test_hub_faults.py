@@ -19,6 +19,7 @@ import yaml
 from timm.models import save_for_hf
 
 import timm_sape
+from common import Executed
 from hub_server import environment, etag, serve
 from timm_sape.hub import files
 
@@ -602,14 +603,6 @@ def test_a_cache_without_links(tmp_path):
     with pytest.raises(ValueError, match='is not what config.json says it is.* It was removed from the cache'):
         files.refuse_damage('someone/model', file, '0' * 64)
     assert not file.exists()
-
-
-class Executed:
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return open, (self.file, 'w')
 
 
 def test_nothing_is_executed(processes, hub, tmp_path):

@@ -180,12 +180,11 @@ def refuse_other_rotation(grafted: PosEncModel, model: nn.Module) -> None:
     Raises:
         ValueError: If timm's NaFlexVit rotates and the base does not, or in another way. No entry would tell.
     """
-    of_base, of_graft = (type(getattr(m, 'rope', None)) for m in (model, grafted))
-    if isinstance(grafted, NaFlexVitPosEnc) and of_base is not of_graft:
+    of_base, of_graft = (m.rope and type(m.rope).__name__ for m in (model, grafted))
+    if of_base != of_graft:
         raise ValueError(
-            f'{type(model).__name__} cannot be grafted if created with these arguments: its rotation is '
-            f'{of_base.__name__}, but {of_graft.__name__} where timm builds it as NaFlexVit. Leave out '
-            'use_rot_pos_emb and rope_type.')
+            f'{type(model).__name__} cannot be grafted if created with these arguments: its rotation is {of_base}, but '
+            f'{of_graft} where timm builds it as NaFlexVit. Leave out use_rot_pos_emb and rope_type.')
 
 
 def under_our_names(entries: Mapping[str, torch.Tensor], grafted: PosEncModel) -> Mapping[str, torch.Tensor]:

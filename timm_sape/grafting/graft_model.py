@@ -18,7 +18,6 @@ from .adopt import (
     added_entries,
     merge_encodings,
     needs_trained_grid,
-    refuse_other_rotation,
     set_trained_grid,
     under_our_names,
     weights_for,
@@ -125,7 +124,6 @@ def graft(
         raise ValueError(
             f'The model differs from what timm.create_model({cfg["architecture"]!r}) makes with the same arguments: '
             f'{report}. Graft it first, then change it.')
-    refuse_other_rotation(grafted, model)
     grafted.load_state_dict(weights, strict=False)
     _copy_settings(grafted, model)
     return grafted

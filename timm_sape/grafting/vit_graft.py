@@ -104,8 +104,11 @@ class _Builder:
             model = self._build(False, self.cfg)
         model = adopt(
             model, self.pos_enc, self.pos_enc_kwargs, self.ref_grid_size, self.logit_scaling, arguments)
+        if self.is_eva and isinstance(model, NaFlexVitPosEnc):
+            left_out = ('device', 'final_norm')
+            refuse_other_rotation(
+                model, eva or on_meta(partial(self._build, False, self.cfg, left_out, use_naflex=False)))
         if eva is not None:
-            refuse_other_rotation(model, eva)
             model.load_state_dict(weights_for(model, eva), strict=False)
         if self.load_base and self.ref_grid_size is None and needs_trained_grid(model):
             set_trained_grid(model, image_grid(self._default_base()))

@@ -44,8 +44,8 @@ class Adapted(NamedTuple):
         at_home: The score there, in percent.
         classes_at_home: How many classes the model predicts there, for all images together.
         chosen: The arguments of `load_model` that choose the rule to use, by size.
-        label_names: The names of the model's classes, in their order, or by number if some numbers have no name. None if
-            the images do not tell.
+        label_names: The names of the model's classes, in their order, or by number if some numbers have no name. None
+            if the images do not tell.
     """
     rows: List[Dict[str, Any]]
     home_size: Size

@@ -91,7 +91,7 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         if source.class_map and os.path.isfile(source.class_map):  # it may be found only beside images
             overlay['label_names'] = in_order(read_class_map(source.class_map))
         overlay.update(kwargs.get('pretrained_cfg_overlay') or {})
-        overlay.update(file=source.file, source='')  # else timm would prefer weights on the Hub
+        overlay.update(file=source.file, source='', state_dict=None)  # else timm would prefer other weights
         cfg = _pretrained_cfg(source.name)
         head, stem = (
             next((weights[name].shape for layer in module_names(entry) if (name := f'{layer}.weight') in weights), ())
@@ -118,10 +118,10 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
             f'{model} is not in the cache, and {constants.ENDPOINT} cannot be reached '
             f'({described(unreachable or e)}).{others}') from e
     except (RuntimeError, TypeError, KeyError, AttributeError, AssertionError, OSError) as e:
-        if isinstance(e, TypeError) and "unexpected keyword argument 'pos_enc'" in str(e):
+        if isinstance(e, TypeError) and "unexpected keyword argument 'pos_enc" in str(e):
             raise ValueError(
-                f'{model} has no choice of encodings. Name one of ours, such as vit_small_pos_enc@random, or graft '
-                'the model with timm_sape.graft.') from e
+                f'{model} has no choice of encodings. Name one of ours, such as vit_small_pos_enc@random; '
+                'timm_sape.graft adds encodings to a ViT of timm.') from e
         raise ValueError(f'{model}: {described(e)}') from e
     if source.trained is not None and (source.trained != source.name or {'pos_enc', 'pos_enc_kwargs'} & kwargs.keys()):
         _refuse_other_encoding(found, source)
