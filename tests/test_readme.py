@@ -398,6 +398,9 @@ def verdicts(values, others):
     return [low > 0 or high < 0 for low, high in intervals]
 
 
+PAIRS = 'by pairs'  # of scores of the same models
+
+
 def claims():
     """What each page says about differences: words, the values of both sides, digits, and whether it is shown."""
     ten, six, rates = top1_of('plan'), top1_of('pairs', '456789'), top1_of('rates')
@@ -444,7 +447,7 @@ def claims():
         ('planned before they ran, give {},', long_rope[3:], long_ape[3:], 2, False),
         ('and all seven {}: no lead is shown.', long_rope, long_ape, 2, False),
         ('with each of the seven seeds, {}, and', long_lape, long_ape, 2, True),
-        ("SaPE2's area minus the area for that distance is {}", distance, roc['trained', 'keys', 'own'], 3, True),
+        ("SaPE2's area minus the area for that distance is {}", distance, roc['trained', 'keys', 'own'], 3, PAIRS),
         ('without a class token, it is as far behind APE: {}',
          pooled['relative bias, pooled'], pooled['APE, pooled'], 2, False),
         ('SaPE2(Q)+APE is ahead, five seeds, half the rate: {}; both intervals', rows['q.e+APE'], rows['APE'], 2, True),
@@ -517,7 +520,8 @@ def test_answers_are_those_of_the_runs(page):
     for words, values, others, digits, shown in claims()[page]:
         checked.append(difference_of(values, others, digits))
         assert words.format(checked[-1]) in text, (words, checked[-1])
-        assert all(verdicts(values, others)) == shown, words
+        found = verdicts(values, others)
+        assert found[0] if shown == PAIRS else all(found) == shown, words
     if page == ANSWERS:
         assert sorted(checked) == sorted(re.findall(r'[+-][\d.]+ \[.*?\]', text))
 
