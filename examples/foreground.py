@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 import timm_sape  # noqa: F401  registers the models
 from timm_sape.analysis import position_maps, separation
-from timm_sape.analysis.maps import record_calls
+from timm_sape.analysis.maps import layers_that_matter, record_calls
 from timm_sape.encodings import get_encoding, parse_pos_enc
 from timm_sape.lab.experiment import trained_models
 from timm_sape.lab.intervals import difference, spread
@@ -147,16 +147,11 @@ def is_distance(pos_enc):
     return len(acting) == 1 and acting[0].startswith('sape2')
 
 
-def measured_layers(model):
-    """The layers in which attention between patches has an effect on the class."""
-    return range(len(model.blocks) - (model.global_pool == 'token'))
-
-
 @torch.no_grad()
 def scores_of(model, images):
     """Compute the scores of the measured layers and all their heads by name, each `[n, L * h, N, N]`."""
     found = {}
-    layers = measured_layers(model)
+    layers = layers_that_matter(model)
     norms = [model.blocks[layer].attn.k_norm for layer in layers]
     for batch in images.split(100):
         with record_calls(norms) as calls:
@@ -214,7 +209,7 @@ def measure(args):
             raise ValueError(
                 f'{label} takes {size[0]}x{size[1]} pixels in patches of {patch[0]}x{patch[1]}, the masks are for '
                 f'{SIDE}x{SIDE} in patches of {PATCH}x{PATCH}; choose others by --models')
-        if not measured_layers(model):
+        if not layers_that_matter(model):
             raise ValueError(
                 f'{label} has one layer and reads the class from the class token, so no layer is left to measure; '
                 'choose others by --models')

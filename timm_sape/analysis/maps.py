@@ -27,6 +27,7 @@ __all__ = [
     'PositionMaps',
     'attention_distance',
     'hooks_run',
+    'layers_that_matter',
     'logits_of',
     'position_maps',
     'record_calls',
@@ -136,6 +137,11 @@ def position_maps(
     if vectors is not None and vectors.ndim == 3 and vectors.shape[0] == 1:
         vectors = vectors[0]
     return PositionMaps(grid, found, vectors)
+
+
+def layers_that_matter(model: nn.Module) -> range:
+    """Layers whose attention between patches affects the class: all, or all but the last if the class token is pooled."""
+    return range(len(getattr(model, 'blocks', ())) - (getattr(model, 'global_pool', None) == 'token'))
 
 
 @contextmanager

@@ -102,6 +102,7 @@ def _map(args: argparse.Namespace) -> int:
 
     from ..analysis import attention_distance, position_maps
     from ..analysis.figures import displayed, draw_attention_distance, draw_maps
+    from ..analysis.maps import layers_that_matter
     from ..lab.machine import about
     from ..loading import ImageFile, load_model, patch_ratio, preprocessing
 
@@ -111,7 +112,7 @@ def _map(args: argparse.Namespace) -> int:
         warn_untrained([args.model])
         image, _ = ImageFile(args.image, preprocessing(model, size, crop_mode='squash'))[0]
         config = resolve_model_data_config(model)
-        last = -1 if args.what == 'similarity' else _last_that_matters(model)
+        last = -1 if args.what == 'similarity' else len(layers_that_matter(model)) - 1  # -1 for none
         layers = None if args.what == 'distance' else args.layers or [last]
         _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
@@ -195,11 +196,6 @@ def _without_nan(numbers, model: str):
     if numbers.isnan().any():
         raise CommandError(f'{model} computes NaN; has its training diverged, or is its file damaged?')
     return numbers
-
-
-def _last_that_matters(model) -> int:
-    """The last layer in which attention between patches has an effect on the class."""
-    return -2 if getattr(model, 'global_pool', None) == 'token' and len(getattr(model, 'blocks', ())) > 1 else -1
 
 
 def _acts_on_logits(model) -> bool:

@@ -14,14 +14,7 @@ from timm.utils import unwrap_model
 from .. import checkpoints
 from ..encodings import is_auto, parse_pos_enc
 from ..host import PosEncModel
-from .adopt import (
-    added_entries,
-    merge_encodings,
-    needs_trained_grid,
-    set_trained_grid,
-    under_our_names,
-    weights_for,
-)
+from .adopt import added_entries, merge_encodings, needs_trained_grid, set_trained_grid, under_our_names, weights_for
 from .bases import check_can_be_grafted, image_grid
 from .build_base import OF_THE_CALL, build_base, on_meta, refuse_lost_rows
 
