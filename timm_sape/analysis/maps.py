@@ -140,7 +140,7 @@ def position_maps(
 
 
 def layers_that_matter(model: nn.Module) -> range:
-    """Layers whose attention between patches affects the class: all, or all but the last if the class token is pooled."""
+    """Layers whose attention between patches affects the class: not the last if the class token is pooled."""
     return range(len(getattr(model, 'blocks', ())) - (getattr(model, 'global_pool', None) == 'token'))
 
 
