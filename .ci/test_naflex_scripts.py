@@ -69,7 +69,8 @@ def test_validate_and_resume(data, output):
     more = train(
         data, output, model, '--epochs', '4', '--resume', output / 'short' / 'last.pth.tar', name='resumed')
     assert [int(row['epoch']) for row in more] == [2, 3]
-    assert float(more[-1]['train_loss']) < float(epochs[-1]['train_loss'])
+    # Without the weights its first epoch had 2.19 here, with them 2.09, and the two epochs before 2.21 and 2.11.
+    assert float(more[0]['train_loss']) < sum(float(row['train_loss']) for row in epochs) / 2
 
 
 def test_several_patch_sizes_and_patch_dropout(data, output):
