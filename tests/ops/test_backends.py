@@ -127,6 +127,23 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
             chosen('triton', q=q, widths=(width, 3))
 
 
+def test_float64_on_a_gpu(monkeypatch):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', 227))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: (9, 0))
+    q = Gpu(64, torch.float64)
+    assert chosen(q=q) == 'torch'
+    with pytest.raises(ValueError, match='on a GPU its kernels do not take float64'):
+        chosen('triton', q=q)
+
+
+def test_a_gpu_that_is_not_from_nvidia(monkeypatch):
+    monkeypatch.setattr(torch.version, 'hip', '7.0')
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', 227))
+    with pytest.raises(ValueError, match='do not run on this device: they need an NVIDIA GPU'):
+        chosen('triton', q=Gpu(64))
+
+
 @pytest.mark.parametrize('width, memory', [(16, 99), (24, 163)])
 def test_float32_needs_more_memory(monkeypatch, width, memory):
     q = Gpu(64, torch.float32)

@@ -133,6 +133,15 @@ def test_exported_graphs_have_no_operator_of_ours(backend):
     assert targets and not [t for t in targets if 'timm_sape' in t]
 
 
+@pytest.mark.parametrize('pos_enc', ['sape2_k', 'cope'])
+def test_traces_have_no_operator_of_ours(pos_enc):
+    make_model = Maker(pos_enc, depth=1)
+    with using_backend('torch'):
+        graph = str(torch.jit.trace(make_model(), make_model.images(), check_trace=False).inlined_graph)
+    assert 'aten::softmax' in graph or 'aten::scaled_dot_product_attention' in graph
+    assert 'timm_sape::' not in graph
+
+
 @pytest.mark.parametrize('backend, operator', [
     ('torch', 'distance_attention'),
     ('cpp', 'cpp_sape2_attention'),

@@ -77,6 +77,20 @@ def test_the_same_as_pytorch(shape, dtype, monkeypatch):
         assert torch.equal(a, b)
 
 
+def test_scaling_rounds_no_channel():
+    """Channels may hold parts of numbers that cancel. In bfloat16, 0.3 times 96 would be 28.75, and 0.3 not 0.3."""
+    b = torch.arange(1., 6.).bfloat16().view(1, 1, 5, 1)
+    q = torch.tensor([96., 1.]).bfloat16().expand(1, 1, 5, 2)
+    probabilities = ops.probabilities(q, torch.cat([b, -96 * b], dim=-1), None, scale=0.3)
+    assert (probabilities == torch.tensor(0.2).bfloat16()).all()
+
+
+def test_products_may_be_larger_than_logits():
+    """300 times 300 does not fit into float16, 0.3 times as much does."""
+    q = torch.full((1, 1, 4, 1), 300.).half()
+    assert (ops.probabilities(q, q, None, scale=0.3) == 0.25).all()
+
+
 def test_what_is_kept(monkeypatch):
     """q, k, v, channels, the output and a number for each of its rows. PyTorch alone keeps all of them padded."""
     batch, num_heads, num_tokens, head_dim, width = 2, 3, 32, 8, 9

@@ -141,11 +141,15 @@ def test_gate_scale_as_a_tensor():
 
 
 @pytest.mark.parametrize('is_causal', [False, True])
-@pytest.mark.parametrize('mask', ['none', 'bool', 'bool per image', 'additive', 'additive per head'])
+@pytest.mark.parametrize('mask', ['none', 'bool', 'bool per image', 'bool for all', 'additive', 'additive per head'])
 def test_masks(mask, is_causal):
     """A mask adds to the bias or takes out what it forbids, alone and with `is_causal`."""
     generator = torch.Generator().manual_seed(2)
-    shape = {'bool per image': (B, 1, N, N), 'additive per head': (1, HEADS, N, N)}.get(mask, (N, N))
+    shape = {
+        'bool per image': (B, 1, N, N),
+        'bool for all': (1, N, N),
+        'additive per head': (1, HEADS, N, N),
+    }.get(mask, (N, N))
     attn_mask = torch.randn(shape, generator=generator, dtype=torch.float64)
     if mask.startswith('bool'):
         attn_mask = (attn_mask > 0) | torch.eye(N, dtype=torch.bool)  # at least itself
@@ -376,6 +380,10 @@ WRONG_ATTENTION = {
         dict(bias_scale='one'), r"bias_scale must be a number, or a tensor of one value per head \[2\], got 'one'"),
     'mask of three dimensions': (
         dict(attn_mask=torch.ones(HEADS, N, N)), r'attn_mask \[2, 8, 8\] does not say whether .*attn_mask\[:, None\]'),
+    'mask of one dimension': (
+        dict(attn_mask=torch.ones(N)), r'attn_mask must be broadcastable to .* = \[3, 2, 8, 8\], got \[8\]'),
+    'mask of five dimensions': (
+        dict(attn_mask=torch.ones(1, 1, 1, N, N)), r'attn_mask must be broadcastable .* got \[1, 1, 1, 8, 8\]'),
     'negative dropout': (dict(dropout_p=-0.1), 'dropout_p must be between 0 and 1, got -0.1'),
     'dropout above 1': (dict(dropout_p=1.5), 'dropout_p must be between 0 and 1, got 1.5'),
     'scale as text': (dict(scale='one'), r"scale must be a number, or None for 1/sqrt\(d\), got 'one'"),

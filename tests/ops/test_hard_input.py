@@ -158,6 +158,28 @@ def test_bias_is_within_the_noise_floor(backend, kind):
     assert ((bias - exact).abs() <= allowed + slack).all(), ((bias - exact).abs() - allowed).max()
 
 
+def codes_apart(part):
+    """Two codes, in float32, whose distance is so many rounding errors of either."""
+    return torch.tensor([[1., 0.], [1 + part * torch.finfo(torch.float32).eps, 0.]])
+
+
+@pytest.mark.parametrize('part, is_zero', [(50, True), (80, False)])
+@pytest.mark.parametrize('distance', [ops.pairwise_distance, _distance_by_products])
+def test_noise_floor_of_distances(distance, part, is_zero):
+    distances = distance(codes_apart(part))
+    assert (distances[0, 1] == 0) == is_zero and torch.equal(distances, distances.T)
+
+
+@pytest.mark.parametrize('part, is_zero', [(50, True), (80, False)])
+@pytest.mark.parametrize('backend', FAST)
+def test_noise_floor_of_operators(backend, part, is_zero):
+    """Where the distance is 0, both probabilities are exactly 1/2."""
+    zeros, v, gain = torch.zeros(1, 1, 2, 16), torch.eye(2, 16)[None, None], torch.full((1,), 1e5)
+    inputs = zeros, zeros, v, codes_apart(part)[None, None], zeros, gain
+    out = OPERATORS[backend](*(t.to(device_of(backend)) for t in inputs), 1.0)
+    assert bool((out[..., :2] == 0.5).all()) == is_zero
+
+
 @pytest.mark.parametrize('offset', [0.0, 3.0])
 @pytest.mark.parametrize('num_near', [2, 30])
 @pytest.mark.parametrize('backend, chunk', [*((backend, None) for backend in FAST), ('torch', 1)])

@@ -159,6 +159,15 @@ def test_encodings_left_in_float32(pos_enc, backend, dtype):
     assert_near(out, make_model().double()(x.double()), 1e-10 if dtype == F64 else 6e-2)
 
 
+@pytest.mark.parametrize('fused', [True, False])
+def test_a_mask_that_is_narrower_than_q(fused):
+    """It is made wider; nothing else is rounded to its dtype."""
+    q, k, v, *_ = (t.float() for t in make_inputs((2, 3)))
+    mask = torch.randn(7, 7, generator=torch.Generator().manual_seed(1)).to(BF16)
+    found, expected = (ops.attend(q, k, v, m, scale=0.3, fused=fused) for m in (mask, mask.float()))
+    assert found.dtype == F32 and torch.equal(found, expected)
+
+
 @pytest.mark.parametrize('backend', FAST)
 def test_narrow_tables_keep_their_digits(backend):
     """Control of the tests above: rounding tables to bfloat16 changes the output by far more than they allow."""

@@ -36,6 +36,15 @@ def test_another_grid(backend, ref_grid_size):
     check(backend, make_inputs((3, 5), npos=5), (3, 5), 1, ref_grid_size=ref_grid_size)
 
 
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_slope_at_whole_positions(backend):
+    """Gates of exactly 1/2: of the positions 2, 3/2, 1 and 1/2 one is whole and one is the last. The slope is that to
+    the right, which is 0 at the last position."""
+    inputs = make_inputs((4, 4), npos=3)
+    inputs[0].zero_()
+    check(backend, inputs, (4, 4), 1)
+
+
 @pytest.mark.parametrize('backend', FAST)
 def test_dropped_patches(backend):
     keep = torch.tensor([[7, 2, 11, 14], [0, 13, 5, 3]])
@@ -156,6 +165,39 @@ def test_no_gradient(backend):
     out = sape2_attention(*tensors, (3, 5), bias_scale=scale, num_prefix_tokens=1, backend=backend)
     (NoGradient.apply(out).sum() + sum(t.sum() for t in inputs)).backward()
     assert all(torch.equal(t.grad, torch.ones_like(t)) for t in inputs)
+
+
+def rotated_attention(rotated, backend, npos=None):
+    """Attention in float32, with these as q and k of the product."""
+    inputs = make_inputs((3, 5), npos=npos)
+    *tensors, scale = (t.to(device_of(backend), torch.float32) for t in inputs)
+    return ops.sape2_attention(
+        *tensors, timm_sape.Grid(3, 5, 1), mode='k', gate_scale=0.4, bias_scale=scale, scale=0.3,
+        rotated=rotated(*tensors[:2]), backend=backend).cpu()
+
+
+@pytest.mark.parametrize('backend', [*FAST[:2], pytest.param('triton', marks=FULL_WITHOUT_GPU)])
+@pytest.mark.parametrize('rotated', [lambda q, k: (q, -k), lambda q, k: (-q, k)], ids=['k', 'q'])
+def test_one_of_both_is_rotated(backend, rotated):
+    assert_near(rotated_attention(rotated, backend), rotated_attention(rotated, 'reference'), 1e-5)
+
+
+def test_rotated_tensors_of_another_dtype():
+    """By the reference, which is chosen."""
+    def rotated(q, k):
+        return q.double(), k.double()
+
+    assert torch.equal(rotated_attention(rotated, None), rotated_attention(rotated, 'reference'))
+    for backend in FAST:
+        with pytest.raises(ValueError, match='only the reference supports q, k and v of different dtypes'):
+            rotated_attention(rotated, backend)
+
+
+@pytest.mark.parametrize('factor, npos', [(16, None), (1, 34)])
+def test_limits_of_triton(factor, npos):
+    """They are for q and k as they are multiplied, and for tables, which may be longer than the grid."""
+    with pytest.raises(ValueError, match='a head dim of 64 and codes of 32 entries at most'):
+        rotated_attention(lambda q, k: (q.repeat(1, 1, 1, factor), k.repeat(1, 1, 1, factor)), 'triton', npos)
 
 
 class Operators(TorchDispatchMode):

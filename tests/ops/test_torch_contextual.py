@@ -47,6 +47,28 @@ def test_equations(function, between):
         assert_near(a, b, 1e-10, 'gradient')
 
 
+@pytest.mark.parametrize('function', [ops.contextual_bias, reference.contextual_bias])
+@pytest.mark.parametrize('between', [False, True])
+def test_slope_at_whole_positions(function, between):
+    """Gates of exactly 1/2. The slope is that to the right, which is 0 at the last position."""
+    loops = reference_cope.cope_between if between else reference_cope.cope_bias
+    inputs = draw(1, 2, 6, 4, seed=0), torch.zeros(1, 2, 6, 4, dtype=torch.float64).requires_grad_(), draw(3, 4, seed=2)
+    expected = loops(*inputs, (2, 3))
+    found = 0.5 * function(*inputs, timm_sape.Grid(2, 3), gate_scale=0.5, between=between)
+    weights = draw(1, 2, 6, 6, seed=3).detach()
+    for a, b in zip(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights)):
+        assert_near(a, b, 1e-10, 'gradient')
+
+
+@pytest.mark.parametrize('function', [ops.contextual_bias, reference.contextual_bias])
+def test_no_patch_is_kept(function):
+    inputs = draw(2, 2, 1, 4, seed=0), draw(2, 2, 1, 4, seed=1), draw(3, 4, seed=2)
+    grid = timm_sape.Grid(2, 3, 1, torch.zeros(2, 0, dtype=torch.int64))
+    bias = function(*inputs, grid, gate_scale=0.5)
+    assert bias.shape == (2, 2, 1, 1) and not bias.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(bias.sum(), inputs))
+
+
 def test_nothing_is_stored_but_inputs():
     q, k = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(2))
     table = torch.randn(5, 8, requires_grad=True)

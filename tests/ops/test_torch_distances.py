@@ -6,7 +6,7 @@ from harness import assert_near
 from operators import make_inputs, make_near_codes, run
 from timm_sape.functional import sape2_attention
 from timm_sape.ops import reference, torch_distances
-from timm_sape.ops.chunks import chunks
+from timm_sape.ops.chunks import chunk_size, chunks
 from timm_sape.ops.distances import distance_attention
 
 ALL = slice(None), slice(None)
@@ -59,11 +59,11 @@ def test_gradient_of_distances_by_products(offset):
     assert_near(found, exact, 1e-6)
 
 
-@pytest.mark.parametrize('distance', [1e-6, 1e-9])
-def test_gradient_of_many_small_distances_in_float64(distance):
-    """There is no wider dtype for their sums, so each is computed from a difference."""
-    codes = make_near_codes(30, distance).double()
-    codes[1, :30] = codes[1, :1] + distance * torch.randn(30, 6, generator=torch.Generator().manual_seed(1)).double()
+@pytest.mark.parametrize('num_near, distance', [(2, 0.0), (30, 1e-6), (30, 1e-9)])
+def test_gradient_of_small_distances_in_float64(num_near, distance):
+    """There is no wider dtype for their sums, so each is computed from a difference. A distance of 0 has none."""
+    generator, codes = torch.Generator().manual_seed(1), make_near_codes(num_near, distance).double()
+    codes[1, :num_near] = codes[1, :1] + distance * torch.randn(num_near, 6, generator=generator).double()
     q, k, v, *_ = make_inputs((5, 8), 0, heads=2)
     inputs = [q, k, v, codes[None], codes[None].flip(-1), torch.tensor([0.7, -0.4], dtype=torch.float64)]
 
@@ -119,10 +119,41 @@ def test_nothing_n_by_n_is_stored(backend):
 def test_chunks_have_each_head_once(device, batch, num_heads, num_tokens):
     """On a GPU few large ones, whatever the threads of the CPU: each costs some hundred launches."""
     counts = torch.zeros(batch, num_heads, dtype=torch.int64)
-    found = list(chunks(batch, num_heads, num_tokens ** 2, torch.device(device)))
+    size = num_tokens ** 2
+    found = list(chunks(batch, num_heads, size, torch.device(device)))
     for chunk in found:
-        assert counts[chunk].numel()
+        assert 0 < counts[chunk].numel() <= max(1, chunk_size(torch.device(device)) // size)
         counts[chunk] += 1
     assert (counts == 1).all()
     if device == 'cuda':
         assert len(found) <= 1 + batch * num_heads * num_tokens ** 2 // 2 ** 23
+
+
+@pytest.mark.parametrize('num_tokens', [1, 17, 700, 50_000])
+def test_rows_cover_each_token_once(num_tokens):
+    """In blocks that do not grow with N x N."""
+    device = torch.device('cpu')
+    rows = list(torch_distances._rows(num_tokens, device))
+    assert [i for block in rows for i in range(num_tokens)[block]] == list(range(num_tokens))
+    assert max(block.stop - block.start for block in rows) <= max(16, chunk_size(device) // num_tokens)
+
+
+def test_gradients_of_small_distances_with_threads():
+    """The same bits run by run. Threads add float32 numbers to one place in any order; so they add float64."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(1, 1, 400, 8, generator=generator)
+    codes[:, :, :60] = codes[:, :, :1] + 1e-4 * torch.randn(1, 1, 60, 8, generator=generator)
+    q, k, v, weights = torch.randn(4, 1, 1, 400, 16, generator=generator)
+
+    def gradients():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v, codes, codes.flip(2), torch.ones(1))]
+        return torch.autograd.grad(torch_distances.torch_distance_attention(*leaves, 0.25), leaves, weights)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        first, *others = (gradients() for _ in range(12))
+    finally:
+        torch.set_num_threads(before)
+    for found in others:
+        assert all(map(torch.equal, found, first))

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from operators import DEVICE
 from timm_sape.ops.distances import distance_attention
-from timm_sape.ops.triton_common import padded
+from timm_sape.ops.triton_common import dense_rows, padded
 from timm_sape.ops.triton_distances import _add_sums
 from timm_sape.ops.triton_limits import limits_of
 from timm_sape.ops.triton_operators import triton_distance_attention
@@ -132,6 +132,13 @@ def test_memory_of_output_and_its_gradient():
     ones = torch.ones(1, 1, 1, 1, device=DEVICE, dtype=out.dtype).expand(out.shape)
     grads = [torch.autograd.grad(out, inputs, w, retain_graph=True) for w in (ones, ones.contiguous())]
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize('stride, is_copied', [(2 ** 29 - 1, False), (2 ** 29, True)])
+def test_offsets_fit_32_bits(stride, is_copied):
+    """Rows that are too far apart are copied. The meta device has no memory, so they may be."""
+    found, = dense_rows(torch.empty_strided((1, 1, 4, 8), (8, 8, stride, 1), device='meta'))
+    assert found.is_contiguous() == is_copied
 
 
 def test_short_codes_that_differ_by_rounding_alone():

@@ -57,7 +57,7 @@ def interpolate(z: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         `[..., M]`.
     """
     npos = z.shape[-1]
-    pos = pos.clamp(max=npos - 1)
+    pos = pos.masked_fill(pos >= npos - 1, npos - 1)  # at npos-1 the slope of `clamp` depends on torch's version
     cell = pos.detach().long().clamp(0, npos - 2)  # NaN becomes some integer here; the result is NaN all the same
     return torch.lerp(z.gather(-1, cell), z.gather(-1, cell + 1), pos - cell)
 

@@ -602,7 +602,7 @@ void codes_backward(
             for (int64_t lane = 0; lane < width; lane += LANES<T>) {
               Vec<T> sum(0);  // the gate of patch j is part of all positions up to j
               for (int64_t at = lane; at < length * width; at += width) {
-                const Vec<T> beyond = Vec<T>::loadu(&lines.positions[at]) > Vec<T>(lines.npos - 1);
+                const Vec<T> beyond = Vec<T>::loadu(&lines.positions[at]) >= Vec<T>(lines.npos - 1);
                 sum = sum + Vec<T>::blendv(Vec<T>::loadu(&lines.grads[at]), Vec<T>(0), beyond);
                 const Vec<T> gate = Vec<T>::loadu(&lines.gates[at]), scale(gate_scale * lines.shrink);
                 (sum * gate * (Vec<T>(1) - gate) * scale).store(&lines.grads[at]);

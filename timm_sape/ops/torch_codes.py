@@ -68,7 +68,7 @@ def _axis_backward(
         grad_z = torch.zeros(z.shape, dtype=z.dtype, device=z.device)
         grad_z = grad_z.scatter_add_(-1, cell, g - upper).scatter_add_(-1, cell + 1, upper)
         grad_values.append(_patches(grad_z, along_y))
-    grad_pos.masked_fill_(pos > npos - 1, 0)
+    grad_pos.masked_fill_(pos >= npos - 1, 0)
     grad_gates = grad_pos.cumsum(-1)  # the gate of patch j is part of all positions up to j
     grad_logits = torch.ops.aten.sigmoid_backward(grad_gates, gates).mul_(shrink * gate_scale)
     lines_q += grad_logits @ k

@@ -78,7 +78,7 @@ def torch_contextual_bias_backward(
         pos, sign = _positions(gates, between, shrink)
         cell, weight = cells(pos, npos)
         z = q_ @ table.T
-        grad_pos = z[..., 1:].gather(-1, cell).sub_(z.gather(-1, cell)).mul_(g).masked_fill_(pos > npos - 1, 0)
+        grad_pos = z[..., 1:].gather(-1, cell).sub_(z.gather(-1, cell)).mul_(g).masked_fill_(pos >= npos - 1, 0)
         grad_z = torch.zeros_like(z)
         grad_z.scatter_add_(-1, cell, g * (1 - weight)).scatter_add_(-1, cell + 1, g * weight)
         grad_table += grad_z.flatten(0, -2).T @ q_.flatten(0, -2)

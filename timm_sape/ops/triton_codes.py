@@ -281,7 +281,7 @@ def _backward(
                 k, steps, DOUT, at + (length if USES_Q else 0), inside, pos, cell, num_reached, root, C, NPOS, M, DTYPE)
             dpos += dpos_k
             dtable, dlast = _add_table_gradient(dtable, dlast, dz_k, last_k, k, NPOS, M, DTYPE)
-        dpos = tl.where(pos > NPOS - 1.0, 0.0, dpos)
+        dpos = tl.where(pos >= NPOS - 1.0, 0.0, dpos)
         # the gate of patch j is part of all positions up to j
         if q.dtype.primitive_bitwidth <= 16:
             dgates = _sums(dpos, t, False, q.dtype) * shrink
