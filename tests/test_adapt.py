@@ -144,6 +144,7 @@ def test_scores(labelled, images, folders):
     assert len({row['score'] for row in found.rows}) > 2  # else nothing above could fail
     lines = adapted_table(found.rows).splitlines()
     assert len(lines) == 2 + 16 and sum('**' in line for line in lines) == 2
+    assert ('top-1 (%)' if labelled else 'agreement (%)') in lines[0]
 
 
 @pytest.mark.parametrize('wins, losses, only, chosen', [
@@ -181,6 +182,32 @@ def test_own_rule_is_kept_unless_another_is_shown_to_be_better(
     assert ('by its own rule extrapolate, as no other was shown to be better' in card) == (chosen == 'extrapolate')
     assert ('by the rule rescale (timm-sape adapt)' in card) == (chosen == 'rescale')
     assert ('24 images, on which the rule was chosen' in card) == (chosen == 'rescale')
+
+
+def test_the_best_of_several_rules_is_chosen(images, folders, monkeypatch):
+    hits = {'rescale': 22, 'ntk': 24, 'yarn': 23}
+
+    def predict(model, *args, **kwargs):
+        right = torch.arange(24) < (hits.get(own_rule(model), 12) if model.grid_size == (8, 8) else 24)
+        return Predictions(torch.stack([right, ~right], 1).float(), torch.zeros(24, dtype=torch.long), 1.)
+
+    monkeypatch.setattr('timm_sape.lab.adapt.predict', predict)
+    found = adapt(folders['rope2d'], open_dataset(images), [(64, 64)], progress=False)
+    assert [row['rule'] for row in found.rows if row['chosen']] == ['ntk']
+    assert all(row['difference_low'] > 0 for row in found.rows if row['rule'] in hits)
+
+
+@pytest.mark.parametrize('num_classes, unlabelled, measure, names', [
+    (3, 0, 'top1', ['class0', 'class1', 'class2']), (4, 0, 'top1', None), (3, 1, 'agreement', None)])
+def test_labels_that_do_not_tell_all(num_classes, unlabelled, measure, names, images, folders, monkeypatch):
+    """Of fewer classes than the model has, and of not all images."""
+    labels = torch.arange(24) % 3
+    logits = torch.nn.functional.one_hot(labels, num_classes).float()
+    labels[:unlabelled] = -1
+    monkeypatch.setattr('timm_sape.lab.adapt.predict', lambda *args, **kwargs: Predictions(logits, labels, 1.))
+    found = adapt(folders['nope'], open_dataset(images), [SIZE, SIZE], rules=['own'], progress=False)
+    row, = found.rows
+    assert (row['measure'], found.label_names, found.at_home) == (measure, names, 100)
 
 
 def test_predictions_at_the_trained_size(main, images, folders, capsys):
@@ -378,6 +405,9 @@ def test_rules_that_do_the_same_are_tried_once(size, images, folders):
         found = distinct_rules(names, default, size, (48, 48))
         same = {'slopes', left} if size == (96, 96) else set()
         assert found == [name for name in names if name not in same]
+        for shape in ((96, 64), (64, 96)):
+            found = distinct_rules(names, default, shape, (48, 32))
+            assert found == [name for name in names if shape == (64, 96) or name not in ('slopes', left)]
     found = adapt(folders['log'], open_dataset(images), [size], agreement=True, num_images=6, progress=False)
     assert len(found.rows) == len(names) - (2 if size == (96, 96) else 0)
     if size == (96, 96):  # the same, indeed

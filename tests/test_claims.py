@@ -20,7 +20,7 @@ from timm.utils import random_seed
 from example_tools import load_script, write_run
 from timm_sape.analysis import position_shap, separation
 from timm_sape.lab import shifts as shifts_module
-from timm_sape.lab.evaluate import wilson_interval
+from timm_sape.lab.evaluate import Predictions, wilson_interval
 from timm_sape.lab.shifts import shift_images, shift_sweep, shift_table
 from timm_sape.lab.sweep import sweep
 from timm_sape.cli import main
@@ -106,8 +106,9 @@ def test_shifted_images():
     for fill in ('reflect', 'replicate', 'circular', 'constant'):
         assert shift_images(image, 0, 0, fill).equal(image)
         assert shift_images(image, -2, 3, fill)[..., 0, 3] == image[..., 2, 0]
-    with pytest.raises(ValueError, match='moves all of a 3x4 image out of it'):
-        shift_images(image, 3, 0)
+    for down, right in (3, 0), (0, -4):
+        with pytest.raises(ValueError, match='moves all of a 3x4 image out of it'):
+            shift_images(image, down, right, 'constant')
     with pytest.raises(ValueError, match="must be one of reflect, replicate, circular, constant, got 'wrap'"):
         shift_images(image, 1, 0, 'wrap')
 
@@ -148,6 +149,21 @@ def test_shift_sweep(spots, monkeypatch):
     four, none = ([round(100 * end, 3) for end in wilson_interval(n, 4)] for n in (4, 0))
     assert [[row['top1_low'], row['top1_high']] for row in rows] == [four, four, none]
     assert shift_table(rows).splitlines()[-1] == f'| a | 4 | 12.5 [0.0, {none[1]:.1f}] | 12.5 [0.0, {none[1]:.1f}] |'
+
+
+def test_three_of_four_directions(spots, monkeypatch):
+    """The interval of a single image takes its directions for one, here nearly right."""
+    model = Quadrants()
+    model.pretrained_cfg = dict(input_size=(3, 8, 8))
+    monkeypatch.setattr(shifts_module, 'load_model', lambda spec: model)
+    monkeypatch.setattr(shifts_module, 'number_classes', lambda data, models: None)
+    logits = nn.functional.one_hot(torch.tensor([1, 1, 2, 1, 1]), 4).float().view(1, 20)  # unmoved, and four directions
+    monkeypatch.setattr(
+        shifts_module, 'predict', lambda *args: Predictions(logits, torch.tensor([1]), 1.))
+    row, = shift_sweep(['a'], open_dataset(str(spots)), [2], progress=False)
+    expected = [75., *(round(100 * end, 3) for end in wilson_interval(1, 1))]
+    for column in ('top1', 'same'):
+        assert [row[f'{column}{end}'] for end in ('', '_low', '_high')] == expected
 
 
 def test_shifts_command(spots, tmp_path, capsys):

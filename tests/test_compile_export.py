@@ -247,3 +247,11 @@ def test_trace_of_kept_patches(pos_enc):
     for batch in (1, 4):
         given = inputs(batch)
         torch.testing.assert_close(traced(*given), model(*given), rtol=0, atol=1e-5)
+
+
+def test_trace_of_other_sizes():
+    """The strides of a table of offsets must not become constants, which may go unnoticed."""
+    model = Maker('alibi2d')(dynamic_img_size=True, depth=1)
+    traced = torch.jit.trace(model, images((4, 6)))
+    for grid in ((3, 8), (7, 3)):
+        torch.testing.assert_close(traced(images(grid)), model(images(grid)), rtol=0, atol=1e-5)

@@ -46,6 +46,7 @@ from timm_sape.lab.evaluate import (
     mcnemar_p,
     negative_log_likelihood,
     predict,
+    same_random_weights,
     top_k_correct,
     wilson_interval,
 )
@@ -418,6 +419,8 @@ def test_random_weights_are_the_same_in_all_rows(images, seen):
     (one, x), (other, _) = seen
     assert one.encodings['rope2d'].rule != other.encodings['rope2d'].rule
     assert torch.equal(one.head.weight, other.head.weight) and torch.equal(one(x), other(x))  # on its own grid
+    sweep(['test_vit_nope@random'], open_dataset(images), [160], num_images=1, seed=1, rules=['own'], progress=False)
+    assert not torch.equal(seen[-1][0].head.weight, one.head.weight)
 
 
 def test_sweep_of_two_encodings_with_other_keywords(images, folders, seen):
@@ -453,6 +456,45 @@ def test_memory_that_a_sweep_needs(pos_enc, heads, images, seen, tmp_path, monke
     assert not seen
     run(0.99 * need, num_images=1)
     run(1.01 * need, num_images=5)
+
+
+def test_memory_that_explicit_attention_needs(monkeypatch):
+    """There are logits of each image, and patches that are not square."""
+    model = make('rope2d', img_size=(32, 64), patch_size=(8, 16))
+    for fused, heads in (True, 0), (False, 20):
+        for block in model.blocks:
+            block.attn.fused_attn = fused
+        need = 4 * (5 * 24 * 9 * 64 + heads * 24 ** 2)
+        monkeypatch.setattr(sweep_module, 'memory_size', lambda: need)
+        sweep_module.check_memory('m', [(24, 128)], model, 5)
+        monkeypatch.setattr(sweep_module, 'memory_size', lambda: need - 1)
+        with pytest.raises(ValueError, match='m at 24x128 has 24 patches'):
+            sweep_module.check_memory('m', [(24, 128)], model, 5)
+
+
+@pytest.mark.parametrize('run', [
+    lambda *args, **kwargs: adapt(*args, [(64, 64)], **kwargs),
+    lambda spec, *args, **kwargs: sweep([spec], *args, [64], **kwargs)], ids=['adapt', 'sweep'])
+def test_a_batch_has_no_more_images_than_there_are(run, images, folders, monkeypatch):
+    monkeypatch.setattr(sweep_module, 'memory_size', lambda: 1)
+    for num_images, batch in (None, 24), (5, 5), (100, 24):
+        with pytest.raises(ValueError, match=f'64x64 has 64 patches, .* in a batch of {batch}, and this machine'):
+            run(folders['nope'], open_dataset(images), num_images=num_images, progress=False)
+
+
+@pytest.mark.filterwarnings('ignore:.* and the images have 3, so')
+@pytest.mark.parametrize('num_classes', [5, 6])
+def test_top_5_of_five_classes_says_nothing(num_classes, images, tmp_path):
+    save_for_hf(make('nope', num_classes=num_classes), tmp_path / 'model')
+    arguments = [f'{tmp_path}/model'], open_dataset(images)
+    rows = compare(*arguments, progress=False) + sweep(*arguments, [48], rules=['own'], progress=False)
+    assert [row['top5'] is None for row in rows] == [num_classes == 5] * 2
+
+
+def test_patches_of_a_sweep_that_are_not_square(images, tmp_path):
+    save_for_hf(make('nope', img_size=(32, 64), patch_size=(8, 16)), tmp_path / 'model')
+    row, = sweep([f'{tmp_path}/model'], open_dataset(images), [(24, 128)], rules=['own'], num_images=1, progress=False)
+    assert row['patches'] == 24
 
 
 def test_sweep_of_some_rules(images, folders, seen):
@@ -523,6 +565,8 @@ def test_compare_of_fewer_models_has_fewer_columns(images, folders):
     two = compare([folders['nope'], folders['rope2d']], data, num_images=6, progress=False)
     assert 'holm_p' not in two[0] and two[1]['mcnemar_p'] is not None
     assert 'Holm' not in comparison_table(two) and '| p |' in comparison_table(two)
+    for p, text in (0.001, '0.001'), (0.00002, '2.0e-05'):
+        assert f'| {text} |' in comparison_table([two[0], {**two[1], 'mcnemar_p': p}])
     one = compare([folders['nope'], folders['nope']], data, num_images=6, progress=False)
     assert len(one) == 1 and '| p |' not in comparison_table(one)
 
@@ -557,6 +601,7 @@ def test_what_is_wrong_is_said_before_the_work(images, folders, seen):
             (lambda: sweep(one, data, [48, 50]), 'does not divide the size 50x50. Use 48x48 or 56x56.$'),
             (lambda: sweep(one, data, [(48, 3)]), 'does not divide the size 48x3. Use 48x8.$'),
             (lambda: sweep([folders['timm']], data, [(33, 48)]), 'the size 33x48. Use 32x48 or 40x48.$'),
+            (lambda: sweep(one, data, [0]), 'does not divide the size 0x0. Use 8x8.$'),
             (lambda: sweep([], data, [48]), 'at least one model and one size'),
             (lambda: sweep(one, data, []), 'at least one model and one size'),
             (lambda: sweep(one, data, [48], crop_mode='border'), "must be squash or center, got 'border'"),
@@ -569,6 +614,18 @@ def test_what_is_wrong_is_said_before_the_work(images, folders, seen):
         with pytest.raises(ValueError, match=text) as e:
             call()
         assert '\n' not in str(e.value)
+    assert not seen
+
+
+def test_rules_that_cannot_be_loaded_are_noticed_before_the_work(images, folders, seen, monkeypatch):
+    def load(spec, **kwargs):
+        if kwargs.get('pos_enc_kwargs') == {'rope2d': {'resolution': 'yarn'}}:
+            raise ValueError('no yarn')
+        return load_model(spec, **kwargs)
+
+    monkeypatch.setattr(sweep_module, 'load_model', load)
+    with pytest.raises(ValueError, match='no yarn'):
+        sweep([folders['nope'], folders['rope2d']], open_dataset(images), [48], progress=False)
     assert not seen
 
 
@@ -1572,6 +1629,17 @@ def test_interrupt(at, main, images, folders, tmp_path, capsys, monkeypatch):
         str(tmp_path / 'a.csv')]) == 130
     assert capsys.readouterr().err == 'timm-sape: interrupted\n'
     assert not list(tmp_path.iterdir())
+
+
+def test_random_weights_change_no_other_random_numbers():
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    with same_random_weights(3):
+        drawn = torch.rand(4)
+    assert torch.equal(torch.rand(4), expected) and not torch.equal(drawn, expected)
+    with same_random_weights(3):
+        assert torch.equal(torch.rand(4), drawn)
 
 
 def test_random_weights_do_not_depend_on_other_models(images):

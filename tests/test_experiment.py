@@ -1600,6 +1600,8 @@ def test_held_out_images_are_of_no_other_split(images, tmp_path, capsys):
         folder.parent.name: sorted(Image.open(file).getpixel((0, 0))[0] for file in folder.iterdir())
         for folder in (tmp_path / 'some').glob('*/a')}
     assert reds == {'train': [0], 'held_out': [1, 2], 'test': [0]}
+    record = json.loads((tmp_path / 'some' / 'cifar10_subset.json').read_text())
+    assert record['per_class'] == {'train': 1, 'test': 1, 'held_out': 2}
     assert main([*images, '--per-class', '2', '1', '--held-out', '2', '--force']) == 2
     assert "'train' has 3 images of 'a', and 4 were asked for" in capsys.readouterr().err
     assert main([*images, '--per-class', '2', '1', '--held-out', '-1', '--force']) == 2

@@ -3,9 +3,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
+import torch
 import torch.nn.functional as F
 from PIL import Image
 
@@ -16,10 +18,13 @@ SCRIPT = Path(__file__).parent.parent / 'examples' / 'native_aspect.py'
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the script. Returns loss and top-1 of each epoch."""
-    script = load_script(SCRIPT)
+def script():
+    return load_script(SCRIPT)
 
+
+@pytest.fixture
+def run(script, monkeypatch, capsys):
+    """Runs the script. Returns loss and top-1 of each epoch."""
     def main(*arguments):
         monkeypatch.setattr('sys.argv', ['native_aspect.py', *arguments])
         script.main()
@@ -67,6 +72,39 @@ def test_epochs_have_other_batches(run, folder, monkeypatch):
     run('--data-dir', str(folder), '--epochs', '4', '--batch-size', '4')
     epochs = [seen[i:i + len(seen) // 4] for i in range(0, len(seen), len(seen) // 4)]
     assert len(epochs) == 4 and any(epoch != epochs[0] for epoch in epochs)
+
+
+def test_training_and_test_images(script, run, folder, monkeypatch):
+    """No test image is trained on. Drawn images are not mirrored, because their classes are left and right."""
+    asked, create = [], script.create_naflex_loader
+
+    def spy(data, **options):
+        split, = {Path(path).parts[-3] for path, _ in data.reader.samples}
+        asked.append((split, options['is_training'], options['hflip'], options['mean'], options['std']))
+        return create(data, **options)
+
+    monkeypatch.setattr(script, 'create_naflex_loader', spy)
+    config = json.dumps({**script.SMALL, 'pretrained_cfg_overlay': {'mean': [0.1, 0.2, 0.3], 'std': [0.4, 0.5, 0.6]}})
+    for options, hflip in (['--data-dir', str(folder)], 0.5), ([], 0):
+        run('--epochs', '0', '--kwargs', config, *options)
+        numbers = hflip, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
+        assert asked == [('train', True, *numbers), ('val', False, *numbers)]
+        asked.clear()
+
+
+def test_each_step_is_of_one_batch_in_training_mode(script, run, folder, monkeypatch):
+    optimizer, models, modes = mock.Mock(), [], []
+    monkeypatch.setattr(script, 'create_optimizer_v2', lambda model, *args, **kwargs: models.append(model) or optimizer)
+    optimizer.step.side_effect = lambda: modes.append(models[0].training)
+    run('--data-dir', str(folder), '--epochs', '2', '--batch-size', '4')
+    assert len(modes) >= 2 and all(modes)
+    assert [call[0] for call in optimizer.method_calls] == ['zero_grad', 'step'] * len(modes)
+
+
+def test_accuracy_counts_images(script):
+    """The last batch may be smaller."""
+    batches = [(torch.eye(3), torch.tensor([0, 1, 2])), (torch.eye(3)[:1], torch.tensor([2]))]
+    assert script.accuracy(torch.nn.Identity(), batches) == 75
 
 
 @pytest.mark.parametrize('options, text', [

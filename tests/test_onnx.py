@@ -1,9 +1,11 @@
 """ONNX export of every encoding by timm's function and script. ONNX Runtime must give the model's logits."""
 import copy
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -244,6 +246,20 @@ def test_example_says_what_is_wrong(args, text, example, tmp_path, monkeypatch, 
     assert [path.name for path in tmp_path.iterdir()] == ['photos']
 
 
+@pytest.mark.parametrize('wrong', [0.5, math.nan])
+@pytest.mark.parametrize('batch', [1, 3])
+def test_example_tells_any_difference(batch, wrong, example):
+    """Of the first image alone, of the last in a batch, and of a number that is none."""
+    def run(names, inputs):
+        logits = inputs['x'].reshape(len(inputs['x']), -1).copy()
+        logits[-1, -1] += wrong if len(logits) == batch else 0
+        return [logits]
+
+    session = SimpleNamespace(get_inputs=lambda: [SimpleNamespace(name='x')], run=run)
+    logits, difference = example.compare(torch.nn.Flatten(), session, torch.zeros(3, 3, 4, 4), (4, 6))
+    assert logits.shape == (3, 72) and difference == pytest.approx(wrong, nan_ok=True)
+
+
 @pytest.mark.filterwarnings(*DEPRECATED)
 def test_example_writes_nothing_that_differs(example, photos, tmp_path, monkeypatch):
     output = tmp_path / 'model.onnx'
@@ -259,3 +275,10 @@ def test_example_writes_nothing_that_differs(example, photos, tmp_path, monkeypa
     with pytest.raises(SystemExit, match='logits differ from those of the model'):
         example.main()
     assert output.read_text() == 'of before' and list(tmp_path.iterdir()) == [output]
+
+    monkeypatch.setattr(example, 'onnx_export', lambda *args, **kwargs: None)
+    monkeypatch.setattr(onnxruntime, 'InferenceSession', lambda *args, **kwargs: None)
+    monkeypatch.setattr(example, 'compare', lambda *args: (torch.ones(1), math.nan))
+    with pytest.raises(SystemExit, match='logits differ from those of the model'):
+        example.main()
+    assert output.read_text() == 'of before'

@@ -99,6 +99,7 @@ def test_shrink_to_corner(corner, size, mode):
     (torch.zeros(3, 8, 8), 'top-left', 'needs a PIL image, got Tensor; use'),
     (random_image(0).convert('P'), 'top-left', r"got P; use image.convert\('RGB'\)"),
     (random_image(0, 1, 8), 'top-left', 'an image of 1 x 8 pixels cannot be halved; use at least 2 x 2'),
+    (random_image(0, 8, 1), 'top-left', 'an image of 8 x 1 pixels cannot be halved'),
 ])
 def test_shrink_to_corner_says_what_is_wrong(image, corner, text):
     with pytest.raises(ValueError, match=text):
@@ -186,6 +187,7 @@ def test_corners_are_balanced_in_each_class_of_a_folder(num_images):
     (dict(seed=-1), 'seed must be an integer of at least 0, got -1'),
     (dict(seed=0.5), 'seed must be an integer'),
     (dict(class_names=NAMES[:9]), 'made from ten classes, got 9'),
+    (dict(class_names=[*NAMES[:9], 'ship']), 'made from ten classes, got 10: .*ship, ship'),
 ])
 def test_dataset_says_what_is_wrong(keywords, text):
     with pytest.raises(ValueError, match=text):
@@ -199,9 +201,10 @@ def test_source_without_names():
     assert CIFAR10Position(source, class_names=NAMES)[0][1] == 15
 
 
-def test_label_out_of_range():
-    with pytest.raises(ValueError, match='labels of CIFAR-10 go from 0 to 9'):
-        CIFAR10Position([(random_image(0), 10)], class_names=NAMES)[0]
+@pytest.mark.parametrize('label', [-1, 10])
+def test_label_out_of_range(label):
+    with pytest.raises(ValueError, match=f'has label {label}, but labels of CIFAR-10 go from 0 to 9'):
+        CIFAR10Position([(random_image(0), label)], class_names=NAMES)[0]
 
 
 def position_splits(seed=0):
@@ -326,6 +329,8 @@ def test_interrupt_leaves_all_as_it_was(tmp_path, monkeypatch):
     ({'train': CIFAR10Position(Sorted(), transform=pil_to_tensor)}, "'train' has a transform"),
     ({'train': CIFAR10Position(Sorted()), 'test': CIFAR10Position(Sorted(), seed=1)}, "'test' has other classes or"),
     ({'train': CIFAR10Position(Sorted(), position_classes=(1, 2)), 'test': CIFAR10Position(Sorted())}, "'test' has ot"),
+    ({'train': CIFAR10Position(Sorted()), 'test': CIFAR10Position(Sorted(), class_names=[*NAMES[:9], 'van'])},
+     "'test' has other classes or"),
     ({'train': CIFAR10Position(Images(8))}, "'train' has no image of '.*; give a source with more images"),
 ])
 def test_writing_says_what_is_wrong(splits, text, tmp_path):

@@ -3,11 +3,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import timm_sape
@@ -102,6 +104,29 @@ def test_checkpoint(run, quickstart, monkeypatch):
     assert torch.equal(logits, again)
     top1 = (logits.argmax(dim=1) == labels).float().mean().item() * 100
     assert top1 == pytest.approx(rows(done.stdout)['SaPE2(K)+APE'][0], abs=0.051)
+
+
+def test_training(quickstart, tmp_path, monkeypatch):
+    """Each step is of one batch, at a rate that rises for a tenth of the epochs, and then falls."""
+    model, rates = torch.nn.Linear(4, 3), []
+    loader = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (5, 2)]
+
+    def check(optimizer, args, kwargs):
+        images, labels = loader[len(rates) % 2]
+        expected = torch.autograd.grad(F.cross_entropy(model(images), labels), list(model.parameters()))
+        torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+        rates.append(optimizer.param_groups[0]['lr'])
+
+    def create(*args, **kwargs):
+        optimizer = create_optimizer(*args, **kwargs)
+        optimizer.register_step_pre_hook(check)
+        return optimizer
+
+    create_optimizer = quickstart.create_optimizer_v2
+    monkeypatch.setattr(quickstart, 'create_optimizer_v2', create)
+    quickstart.train(model.eval(), loader, 10, tmp_path, mock.Mock())
+    assert model.training and len(rates) == 20
+    assert rates[0] < rates[1] < rates[2] and rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] < rates[2] / 20
 
 
 def test_position_bias_is_what_the_model_adds(quickstart, monkeypatch):

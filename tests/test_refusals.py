@@ -100,6 +100,9 @@ MISTAKES = {
     'no repository': (lambda: timm_sape.hub.push(None, None), 'repo_id must be OWNER/NAME, got None'),
     'a list for a card': (lambda: timm_sape.hub.save(None, 'unused', model_card=['a']), 'model_card must be a dict'),
     'no such split': (lambda: write_subset({'train': []}, {'test': 1}, 'unused'), "no split 'test'"),
+    'held out of nothing': (
+        lambda: write_subset({'test': []}, {'test': 1}, 'unused', held_out=1), 'per_class must say how many'),
+    'unknown fill': (lambda: shift_sweep(['a'], None, [1], fill='wrap'), 'fill must be one of'),
     'nothing to shift': (lambda: shift_sweep([], None, [1]), 'at least one model'),
 }
 

@@ -1,5 +1,6 @@
 """examples/segmentation.py: the probe against plain loops, and the command on tiny models and images of one colour."""
 import csv
+import json
 import sys
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_patches_have_the_class_of_the_image_that_they_are_from(example, made, s
     assert mixed > 20 // scale ** 2
 
 
+def test_batches_have_boxes_of_their_own(example, made, monkeypatch):
+    load_images, boxes, seeds = example.load_images, example.boxes, []
+    monkeypatch.setattr(
+        example, 'load_images', lambda data, batch_size, *args, **kwargs: load_images(data, 20, *args, **kwargs))
+    monkeypatch.setattr(
+        example, 'boxes', lambda count, grid_size, seed: seeds.append(seed) or boxes(count, grid_size, seed))
+    example.composites(timm.create_model('vit_tiny_ape', num_classes=3, **KWARGS), str(made / 'data'), 'train', 1)
+    assert len(seeds) == len(set(seeds)) == 4
+
+
 def test_the_probe_is_least_squares_and_place_is_the_share_between_places(example):
     rng = torch.Generator().manual_seed(0)
     features = [torch.randn(2, n, 5, 3, generator=rng, dtype=torch.float64) for n in (4, 3)]  # [L, b, N, D]
@@ -105,6 +116,8 @@ def test_the_probe_is_least_squares_and_place_is_the_share_between_places(exampl
         predicted, actual = (rows @ expected).argmax(axis=1), targets.argmax(axis=1)
         shares = [np.sum((predicted == k) & (actual == k)) / np.sum((predicted == k) | (actual == k)) for k in range(4)]
         assert found[layer].item() == pytest.approx(100 * np.mean(shares), rel=1e-5)
+    maps, _ = example.fit(lambda images: features[images[0]], batches, 5)  # there is no patch of the fifth class
+    assert torch.equal(example.scores(lambda images: features[images[0]], maps, batches), found)
 
 
 def test_it_finds_what_is_there_and_continues(example, start, made, monkeypatch, capsys):
@@ -149,22 +162,29 @@ def test_rule_and_layer_are_chosen_on_held_out_images(example, made, monkeypatch
         splits.append((split, composites(model, data_dir, split, scale)))
         return splits[-1][1]
 
+    def split_of(batches):
+        split, = (split for split, found in splits if found is batches)
+        return split
+
+    def fit(read, batches, num_classes):
+        assert split_of(batches) == 'train' and num_classes == 3
+        return read, torch.tensor([1., 2.])
+
     def scores(read, maps, batches):
         assert read is maps  # fitted for this rule
-        split, = (split for split, found in splits if found is batches)
         rule = read.__defaults__[0].pos_enc_kwargs.get('rope2d', {}).get('resolution', 'extrapolate')
         of_rule = {'extrapolate': [50., 60.], 'rescale': [10., 90.]}.get(rule, [40., 40.])
-        return torch.tensor(of_rule) + {'held_out': 0, 'test': 5, 'train': 30}[split]
+        return torch.tensor(of_rule) + {'held_out': 0, 'test': 5, 'train': 30}[split_of(batches)]
 
     monkeypatch.setattr(example, 'load_model', load)
     monkeypatch.setattr(example, 'composites', compose)
-    monkeypatch.setattr(example, 'fit', lambda read, batches, num_classes: (read, torch.tensor([1., 2.])))
+    monkeypatch.setattr(example, 'fit', fit)
     monkeypatch.setattr(example, 'scores', scores)
     small, large = example.measure(str(made / 'runs' / 'RoPE-2D' / 'seed1' / 'last.pth.tar'), str(made / 'data'))
     assert [kwargs['img_size'] for kwargs in built[1:]] == [(32, 32)] + 8 * [(64, 64)]
-    columns = 'size', 'rule', 'layer', 'miou', 'miou_held_out', 'place'
+    columns = 'size', 'rule', 'layer', 'miou', 'miou_held_out', 'place', 'train_images', 'test_images'
     assert [[row[column] for column in columns] for row in (small, large)] == [
-        [32, '', 2, 65, 60, 2], [64, 'rescale', 2, 95, 90, 2]]
+        [32, '', 2, 65, 60, 2, 72, 48], [64, 'rescale', 2, 95, 90, 2, 18, 12]]
 
 
 def test_what_does_not_fit_is_refused(start, made, capsys):
@@ -175,6 +195,11 @@ def test_what_does_not_fit_is_refused(start, made, capsys):
 
     refused("no run of 'none'", '--baseline', 'none')
     refused("no finished run of 'CPB'", '--models', 'CPB')
+    record = made / 'runs' / 'APE' / 'seed1' / 'run.json'
+    before = record.read_text()
+    record.write_text(json.dumps({**json.loads(before), 'starts': [{'began': '', 'images': {'test': '9 files'}}]}))
+    refused("was trained on other images: 'test' had 9 files")
+    record.write_text(before)
     start('--models', 'APE')
     before = (made / 'maps.csv').read_text()
     folder = made / 'data' / 'test' / 'red'

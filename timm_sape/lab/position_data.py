@@ -293,10 +293,12 @@ def write_subset(
 
     Raises:
         ValueError: If a class has too few images, a split does not exist, splits have different classes, `held_out` is
-            negative, or the folder must not be replaced.
+            negative or without `train`, or the folder must not be replaced.
     """
     if not is_integer(held_out, 0):
         raise ValueError(f'held_out must be 0 or more images per class, got {held_out!r}')
+    if held_out and 'train' not in per_class:
+        raise ValueError("held_out images follow the first ones of 'train'; per_class must say how many those are")
     subsets, classes = {}, None
     for split, count in per_class.items():
         if split not in splits:
