@@ -1276,6 +1276,17 @@ def check_openvino(make):
     return lambda x: torch.from_numpy(model(x.numpy())[0]), make(), 1e-3
 
 
+@client('executorch', 'torch.export, lowered to XNNPACK, inference on the CPU')
+def check_executorch(make):
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+    exported = torch.export.export(make(), (images(2),))
+    program = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch()
+    program = Runtime.get().load_program(program.buffer)  # its methods point into it
+    return lambda x: program.load_method('forward').execute((x,))[0], make(), 1e-3
+
+
 # ---- running them
 
 

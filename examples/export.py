@@ -56,6 +56,8 @@ def main():
     args = parser.parse_args()
     if args.num_images < 1:
         parser.error('--num-images must be 1 or more')
+    if args.output.is_dir():
+        parser.error(f'--output {args.output} is a folder; name a file')
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         model = load_model(args.model, **({'dynamic_img_size': True} if args.dynamic_size else {}))

@@ -235,6 +235,7 @@ def test_example(saved, photos, tmp_path):
     (['vit_nowhere', '--images', 'photos'], 'There is no model'),
     (['test_vit_ape', '--images', 'nowhere'], 'There is no image or folder'),
     (['test_vit_ape', '--images', 'photos', '--num-images', '0'], '--num-images must be 1 or more'),
+    (['test_vit_ape', '--images', 'photos', '--output', 'photos'], '--output photos is a folder; name a file'),
 ])
 def test_example_says_what_is_wrong(args, text, example, tmp_path, monkeypatch, capsys):
     (tmp_path / 'photos').mkdir()

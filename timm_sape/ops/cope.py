@@ -34,8 +34,8 @@ def contextual_bias(
     """
     check_devices(q=q, k=k, table=table, keep_indices=grid.keep_indices)
     needs_reference = (
-        type(q.shape[2]) is not int or type(grid.num_patches) is not int or q.dtype != k.dtype or is_transformed()
-        or is_exporting() or torch.jit.is_tracing())
+        type(q.shape[2]) is not int  # also in a trace, where sizes are tensors
+        or type(grid.num_patches) is not int or q.dtype != k.dtype or is_transformed() or is_exporting())
     if needs_reference:
         return reference.contextual_bias(
             q, k, table, grid, gate_scale=gate_scale, between=between, ref_num_patches=ref_num_patches)
