@@ -338,7 +338,7 @@ CHANGES = {
     'a class as argument': (
         lambda model: timm.create_model('test_vit_rope2d', act_layer=torch.nn.ReLU),
         r"'act_layer' is not serializable.* model_config=\{'model_args': \{'act_layer': 'relu'\}\}"),
-    'all': (lambda model: torch.nn.Linear(2, 2), 'cannot be saved as timm saves those that timm.create_model makes: '),
+    'all': (lambda model: torch.nn.Linear(2, 2), 'must be a model made by timm.create_model, got a Linear'),
 }
 
 

@@ -98,6 +98,7 @@ MISTAKES = {
         'use output_dict=True'),
     'a number for a repository': (lambda: timm_sape.hub.save(None, 'unused', repo_id=3), 'must be OWNER/NAME'),
     'no repository': (lambda: timm_sape.hub.push(None, None), 'repo_id must be OWNER/NAME, got None'),
+    'no model': (lambda: timm_sape.hub.save(None, 'unused'), 'must be a model made by timm.create_model, got a None'),
     'a list for a card': (lambda: timm_sape.hub.save(None, 'unused', model_card=['a']), 'model_card must be a dict'),
     'no such split': (lambda: write_subset({'train': []}, {'test': 1}, 'unused'), "no split 'test'"),
     'held out of nothing': (

@@ -1,11 +1,11 @@
-"""Analysis and preprocessing see the model inside what training loops and adapters wrap it in."""
+"""Analysis, preprocessing, saving and grafting see the model inside what training loops and adapters wrap it in."""
 from copy import deepcopy
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from timm.utils import ModelEmaV2, ModelEmaV3
+from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch.optim.swa_utils import AveragedModel
 
 import timm_sape  # noqa: F401  registers the models
@@ -164,6 +164,27 @@ def test_preprocessing_of_a_wrapped_model(wrap):
     assert image_size_of(wrapped) == (16, 24)
     assert patch_size_of(wrapped) == patch_ratio(wrapped) == (8, 8)
     assert repr(preprocessing(wrapped)) == repr(preprocessing(model)) and '(16, 24)' in repr(preprocessing(wrapped))
+
+
+@pytest.mark.parametrize('wrap', [
+    Adapter, nn.DataParallel, torch.compile, AveragedModel, ModelEma, ModelEmaV2, ModelEmaV3])
+def test_a_wrapped_model_is_saved_and_grafted(wrap, tmp_path):
+    model = timm.create_model('test_vit', img_size=32, patch_size=8, num_classes=5).eval()
+    x = torch.randn(2, 3, 32, 32)
+    wrapped, expected = wrap(deepcopy(model)), model(x)
+    timm_sape.hub.save(wrapped, tmp_path / 'saved')
+    for found in timm_sape.hub.load(str(tmp_path / 'saved')), timm_sape.graft(wrapped, 'rope2d'):
+        assert_near(found.eval()(x), expected, 1e-5)
+
+
+def test_a_wrapper_that_computes_something_else_is_not_saved(tmp_path):
+    """What it computes would be lost without a word."""
+    wrapped = Changed(timm.create_model('test_vit'))
+    with pytest.raises(ValueError, match='model must be .* got a Changed. Of a wrapper of your own, save'):
+        timm_sape.hub.save(wrapped, tmp_path / 'saved')
+    with pytest.raises(ValueError, match='Changed cannot be grafted'):
+        timm_sape.graft(wrapped, 'rope2d')
+    assert not list(tmp_path.iterdir())
 
 
 def test_bias_of_an_encoding_that_an_adapter_keeps():

@@ -19,7 +19,8 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from ..attention import HostsEncodings
 from ..grid import Grid
 from ..host import PosEncModel
-from ..loading import patch_ratio, unwrapped
+from ..loading import patch_ratio
+from ..wrappers import unwrapped
 
 __all__ = [
     'KNOWN',

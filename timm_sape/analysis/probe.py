@@ -11,7 +11,8 @@ from ..attention import HostsEncodings
 from ..encodings import get_encoding
 from ..encodings.sape2 import SemanticAwarePositionEncoding
 from ..host import PosEncModel
-from ..loading import patch_size_of, unwrapped
+from ..loading import patch_size_of
+from ..wrappers import unwrapped
 from .maps import KNOWN, logits_of, record_calls, watched_module
 from .pshap import check_pooled, shuffle_patches
 

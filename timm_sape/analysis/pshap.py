@@ -23,7 +23,8 @@ from tqdm import tqdm
 from ..checks import is_integer
 from ..grid import Grid
 from ..host import PosEncModel
-from ..loading import check_classes, patch_size_of, unwrapped
+from ..loading import check_classes, patch_size_of
+from ..wrappers import unwrapped
 from .maps import hooks_run
 
 __all__ = ['PositionShap', 'attributions', 'check_pooled', 'position_shap', 'shuffle_patches']

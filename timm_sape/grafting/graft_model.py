@@ -9,11 +9,11 @@ from timm.layers import PatchDropout, PatchDropoutWithIndices, get_device_dtype
 from timm.models import get_model_args, is_model, is_model_in_modules
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.naflexvit import NaFlexVit
-from timm.utils import unwrap_model
 
 from .. import checkpoints
 from ..encodings import is_auto, parse_pos_enc
 from ..host import PosEncModel
+from ..wrappers import unwrapped
 from .adopt import added_entries, merge_encodings, needs_trained_grid, set_trained_grid, under_our_names, weights_for
 from .bases import check_can_be_grafted, image_grid
 from .build_base import OF_THE_CALL, build_base, on_meta, refuse_lost_rows
@@ -67,7 +67,7 @@ def graft(
         raise ValueError(
             f'{", ".join(sorted(kwargs))}: arguments of timm.create_model go with the name of a model, but this is a '
             'model. Leave them out.')
-    model = unwrap_model(model)
+    model = unwrapped(model)
     if isinstance(model, PosEncModel):
         raise ValueError(_already_ours(model, pos_enc, pos_enc_kwargs))
     check_can_be_grafted(model)

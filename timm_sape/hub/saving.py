@@ -11,9 +11,9 @@ import torch.nn as nn
 from huggingface_hub import CommitInfo, HfApi
 from timm.models import get_model_input_config, save_for_hf
 from timm.models._hub import HF_SAFE_WEIGHTS_NAME, generate_readme
-from timm.utils import unwrap_model
 
 from ..version import __version__
+from ..wrappers import unwrapped
 from .card import make_card
 from .config import CONFIG_NAME, check_label_names, read_config
 from .errors import described, plain_errors, short
@@ -95,7 +95,8 @@ def save(
     """Save a model as `push` does: safetensors, config.json and a card, which load back to identical logits.
 
     Args:
-        model: A model made by `timm.create_model`, of any architecture.
+        model: A model made by `timm.create_model`, of any architecture, also inside DDP, `torch.compile` or an average
+            of weights.
         folder: A folder that does not exist yet. It appears complete or not at all.
         repo_id: Repository (with `@revision`) that the card names. Default: the card names the folder.
         recipe: How the model was trained, for the card: text, a list, or a dict of names and values.
@@ -125,7 +126,11 @@ def save(
     folder = Path(os.path.expanduser(folder))
     if os.path.lexists(folder):
         raise ValueError(f'{folder} exists. Name a folder that does not.')
-    model = unwrap_model(model)
+    model = unwrapped(model)
+    if not hasattr(model, 'pretrained_cfg'):
+        raise ValueError(
+            f'model must be a model made by timm.create_model, got a {type(model).__name__}. Of a wrapper of your own, '
+            'save the model inside; what else it computes cannot be saved.')
     if not all(value.is_contiguous() for value in model.state_dict().values() if isinstance(value, torch.Tensor)):
         raise ValueError(
             'The model is in a memory format that files do not have (channels_last?). Save '

@@ -2,7 +2,7 @@
 from .classes import check_classes, check_numbering, number_classes
 from .images import ImageFile, in_order, is_torchvision, load_images, open_dataset, reads_folders, split_folder
 from .models import load_model, why_unknown
-from .preprocess import image_size_of, native_preprocessing, patch_ratio, patch_size_of, preprocessing, unwrapped
+from .preprocess import image_size_of, native_preprocessing, patch_ratio, patch_size_of, preprocessing
 
 __all__ = [
     'ImageFile',
@@ -21,6 +21,5 @@ __all__ = [
     'preprocessing',
     'reads_folders',
     'split_folder',
-    'unwrapped',
     'why_unknown',
 ]

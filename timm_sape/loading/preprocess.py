@@ -8,30 +8,14 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.data.loader import adapt_to_chs
 from timm.models import get_model_input_config
 from timm.models.naflexvit import NaFlexVit
-from timm.utils import ModelEmaV2, ModelEmaV3
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torchvision.transforms import Compose, Grayscale
 from torchvision.transforms.v2 import RGB
 from torchvision.transforms.v2.functional import center_crop
 
 from ..host import PosEncModel
+from ..wrappers import unwrapped
 
-__all__ = ['image_size_of', 'native_preprocessing', 'patch_ratio', 'patch_size_of', 'preprocessing', 'unwrapped']
-
-WRAPPERS = AveragedModel, DataParallel, DistributedDataParallel, ModelEmaV2, ModelEmaV3
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside wrappers that compute the same: DDP, `torch.compile`, averages of weights, peft.
-
-    Others may compute something else, or, as FSDP, have to be called.
-    """
-    if isinstance(model, WRAPPERS):
-        return unwrapped(model.module)
-    if '_orig_mod' in model._modules:
-        return unwrapped(model._orig_mod)
-    return unwrapped(model.get_base_model()) if callable(getattr(model, 'get_base_model', None)) else model
+__all__ = ['image_size_of', 'native_preprocessing', 'patch_ratio', 'patch_size_of', 'preprocessing']
 
 
 def preprocessing(model: torch.nn.Module, img_size: Optional[Sequence[int]] = None, **overrides):
