@@ -200,6 +200,16 @@ def test_limits_of_triton(factor, npos):
         rotated_attention(lambda q, k: (q.repeat(1, 1, 1, factor), k.repeat(1, 1, 1, factor)), 'triton', npos)
 
 
+def test_limits_of_triton_are_those_of_the_keys_for_the_codes():
+    """In float32 codes have 32 entries at most, in bfloat16 64."""
+    *tensors, scale = (t.to(device_of('triton'), torch.bfloat16) for t in make_inputs((3, 40)))
+    keys = tensors[1].float()
+    with pytest.raises(ValueError, match='in torch.float32 its kernels take .* codes of 32 entries at most'):
+        ops.sape2_attention(
+            *tensors, timm_sape.Grid(3, 40, 1), mode='k', gate_scale=0.4, bias_scale=scale, scale=0.3,
+            axis_keys=(keys, keys), backend='triton')
+
+
 class Operators(TorchDispatchMode):
     """The names of those that run."""
 
