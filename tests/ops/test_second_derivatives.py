@@ -158,6 +158,19 @@ def test_one_tensor_in_several_places(backend):
         assert_near(a, b, 1e-5)
 
 
+@pytest.mark.parametrize('backend', FAST)
+def test_gradients_that_are_taken_under_autocast(backend):
+    """The operators compute in their own dtype, so they do with `create_graph=True`."""
+    device = device_of(backend)
+    *inputs, bias_scale = (t.float().to(device).requires_grad_() for t in make_inputs((3, 3)))
+    out = sape2_attention(*inputs, (3, 3), bias_scale=bias_scale, num_prefix_tokens=1, backend=backend).square().sum()
+    expected = torch.autograd.grad(out, inputs, retain_graph=True)
+    with torch.autocast(device, torch.bfloat16):
+        found = torch.autograd.grad(out, inputs, create_graph=True)
+    for a, b in zip(found, expected):
+        assert_near(a, b, 1e-5)
+
+
 def adahessian_step(backend):
     """Names, parameters before and after a step, and the Hessian's diagonal as the optimizer estimates it."""
     torch.manual_seed(0)
