@@ -167,19 +167,19 @@ def test_no_gradient(backend):
     assert all(torch.equal(t.grad, torch.ones_like(t)) for t in inputs)
 
 
-def rotated_attention(rotated, backend, npos=None):
-    """Attention in float32, with these as q and k of the product."""
-    inputs = make_inputs((3, 5), npos=npos)
-    *tensors, scale = (t.to(device_of(backend), torch.float32) for t in inputs)
+def attention(backend, grid=(3, 5), npos=None, dtype=torch.float32, **made_of_q_and_k):
+    """Attention with further keywords, each given as a function of q and k."""
+    *tensors, scale = (t.to(device_of(backend), dtype) for t in make_inputs(grid, npos=npos))
+    keywords = {name: make(*tensors[:2]) for name, make in made_of_q_and_k.items()}
     return ops.sape2_attention(
-        *tensors, timm_sape.Grid(3, 5, 1), mode='k', gate_scale=0.4, bias_scale=scale, scale=0.3,
-        rotated=rotated(*tensors[:2]), backend=backend).cpu()
+        *tensors, timm_sape.Grid(*grid, 1), mode='k', gate_scale=0.4, bias_scale=scale, scale=0.3, backend=backend,
+        **keywords).cpu()
 
 
 @pytest.mark.parametrize('backend', [*FAST[:2], pytest.param('triton', marks=FULL_WITHOUT_GPU)])
 @pytest.mark.parametrize('rotated', [lambda q, k: (q, -k), lambda q, k: (-q, k)], ids=['k', 'q'])
 def test_one_of_both_is_rotated(backend, rotated):
-    assert_near(rotated_attention(rotated, backend), rotated_attention(rotated, 'reference'), 1e-5)
+    assert_near(attention(backend, rotated=rotated), attention('reference', rotated=rotated), 1e-5)
 
 
 def test_rotated_tensors_of_another_dtype():
@@ -187,27 +187,24 @@ def test_rotated_tensors_of_another_dtype():
     def rotated(q, k):
         return q.double(), k.double()
 
-    assert torch.equal(rotated_attention(rotated, None), rotated_attention(rotated, 'reference'))
+    assert torch.equal(attention(None, rotated=rotated), attention('reference', rotated=rotated))
     for backend in FAST:
         with pytest.raises(ValueError, match='only the reference supports q, k and v of different dtypes'):
-            rotated_attention(rotated, backend)
+            attention(backend, rotated=rotated)
 
 
 @pytest.mark.parametrize('factor, npos', [(16, None), (1, 34)])
 def test_limits_of_triton(factor, npos):
     """They are for q and k as they are multiplied, and for tables, which may be longer than the grid."""
     with pytest.raises(ValueError, match='a head dim of 64 and codes of 32 entries at most'):
-        rotated_attention(lambda q, k: (q.repeat(1, 1, 1, factor), k.repeat(1, 1, 1, factor)), 'triton', npos)
+        attention(
+            'triton', npos=npos, rotated=lambda q, k: (q.repeat(1, 1, 1, factor), k.repeat(1, 1, 1, factor)))
 
 
 def test_limits_of_triton_are_those_of_the_keys_for_the_codes():
     """In float32 codes have 32 entries at most, in bfloat16 64."""
-    *tensors, scale = (t.to(device_of('triton'), torch.bfloat16) for t in make_inputs((3, 40)))
-    keys = tensors[1].float()
     with pytest.raises(ValueError, match='in torch.float32 its kernels take .* codes of 32 entries at most'):
-        ops.sape2_attention(
-            *tensors, timm_sape.Grid(3, 40, 1), mode='k', gate_scale=0.4, bias_scale=scale, scale=0.3,
-            axis_keys=(keys, keys), backend='triton')
+        attention('triton', (3, 40), dtype=torch.bfloat16, axis_keys=lambda q, k: (k.float(), k.float()))
 
 
 class Operators(TorchDispatchMode):

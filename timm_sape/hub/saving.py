@@ -148,7 +148,7 @@ def save(
                 model, staged, model_config=model_config, data_config=data_config, safe_serialization=True)
         except OSError:
             raise
-        except Exception as e:  # models that timm has not made fail in many ways
+        except Exception as e:  # models that were changed after timm made them fail in many ways
             fixes = {
                 'not serializable': "E.g. act_layer by its name: model_config={'model_args': {'act_layer': 'relu'}}.",
                 'share memory': 'Give each layer a parameter of its own: nn.Parameter(shared.detach().clone()).'}
