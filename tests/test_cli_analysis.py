@@ -21,11 +21,12 @@ import timm_sape
 from harness import assert_near
 from timm_sape.analysis import PositionShap, gallery, position_maps, randomize_encodings
 from timm_sape.analysis.figures import displayed, draw_attention_distance, draw_histogram, draw_maps
-from timm_sape.cli import main
+from timm_sape.cli import main, make_parser
 from timm_sape.cli.list import GUIDE
 from timm_sape.cli.pshap import _by_class
 from timm_sape.entrypoints import SIZES
 from timm_sape.loading import ImageFile, load_model, open_dataset, preprocessing
+from timm_sape.loading.models import why_unknown
 
 
 @pytest.fixture(scope='module')
@@ -182,6 +183,16 @@ def test_map_says_what_is_wrong(args, text, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith('timm-sape: ') and text in error
     assert not list(tmp_path.iterdir())
+
+
+def test_the_hint_about_names_lists_the_commands_with_its_option():
+    subcommands = make_parser()._subparsers._group_actions[0].choices
+    taking_models = [
+        name for name, parser in subcommands.items()
+        if '--pos-enc' in parser._option_string_actions and
+        any(action.dest in ('model', 'models') and not action.option_strings for action in parser._actions)]
+    assert 'in the commands map, probe and pshap vit_base_pos_enc@random' in why_unknown('vit_base_sincos2d_ape')
+    assert sorted(taking_models) == ['map', 'probe', 'pshap']
 
 
 def test_damaged_files(tmp_path, capsys):

@@ -146,8 +146,8 @@ def why_unknown(name: str) -> str:
     except ValueError as e:
         return str(e)
     return (
-        f"It has no name of its own: timm.create_model('{size}_pos_enc', pos_enc={encoding!r}), or in a command "
-        f'{size}_pos_enc@random --pos-enc {encoding}.')
+        f"It has no name of its own: timm.create_model('{size}_pos_enc', pos_enc={encoding!r}), or in the commands "
+        f'map, probe and pshap {size}_pos_enc@random --pos-enc {encoding}.')
 
 
 def find_source(model: str) -> Source:
