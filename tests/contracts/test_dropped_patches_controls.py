@@ -40,6 +40,18 @@ def keeps_the_next_patch(patch):
     patch.setattr(vit_pos_enc, 'keep_patches', keep_patches)
 
 
+@controls.broken_code('no_patch_left', r'\[2, 6, 32\]', pos_enc='ape')
+def keeps_one_patch(patch):
+    keep = vit_pos_enc.keep_patches
+
+    def keep_patches(patch_drop, x, grid, keep_indices):
+        if keep_indices is not None and keep_indices.shape[1] == 0:
+            keep_indices = keep_indices.new_zeros(len(x), 1)
+        return keep(patch_drop, x, grid, keep_indices)
+
+    patch.setattr(vit_pos_enc, 'keep_patches', keep_patches)
+
+
 if torch.__version__ >= (2, 12):  # torch 2.11 has this gradient
     @controls.broken_code('no_patch_left', 'no gradient for .*rpb.table', pos_enc='rpb')
     def fused_without_tokens(patch):
