@@ -1002,6 +1002,35 @@ def test_all_are_stopped(tmp_path, monkeypatch):
     assert [job.stopped for job in jobs] == [True] * 3
 
 
+@pytest.mark.parametrize('number, error', [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_interrupted_while_a_training_begins(tmp_path, number, error):
+    """The signal comes when the process runs, and `start` has not yet returned it."""
+    stopped = []
+
+    class Begun(Job):
+        def stop(self):
+            os.close(self.held)
+            stopped.append(self.thing)
+
+    def start(*args):
+        signal.raise_signal(number)
+        return Begun(*args)
+
+    def end(*_):
+        raise error
+
+    before = {n: signal.signal(n, end) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(error):
+            runner.work([1, 2], [runner.Slot(name, '', {}) for name in 'ab'], tmp_path, start, print)
+        assert {signal.getsignal(n) for n in before} == {end}
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert sorted(stopped) == [1, 2]
+    assert records.lock(tmp_path / 'a') is not None
+
+
 def test_what_cannot_be_started_is_not_held(lab, monkeypatch):
     def start(*args):
         raise OSError('disk full')

@@ -10,12 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import yaml
@@ -315,39 +316,63 @@ def work(
     told = False
     try:
         while waiting or running:
-            for slot, job in list(running.items()):
-                if job.ended():
-                    del running[slot]
-                    changed()
-            for slot in slots:
-                if not waiting:
-                    break
-                if slot.name in running:
-                    continue
-                held = lock(locks / slot.name)
-                if held is None:
-                    continue
-                job = None
-                try:
-                    for thing in list(waiting):
-                        job = start(thing, slot, held)
-                        if job is not None:
-                            waiting.remove(thing)
-                        if job:
-                            running[slot.name] = job
-                            break
-                finally:
-                    if not job:
-                        os.close(held)
-            if waiting and not running and not told:
-                told = True
-                tell('waiting for another start of this experiment, or for trainings that it left running')
+            with _undisturbed():
+                for slot, job in list(running.items()):
+                    if job.ended():
+                        del running[slot]
+                        changed()
+                for slot in slots:
+                    if not waiting:
+                        break
+                    if slot.name in running:
+                        continue
+                    held = lock(locks / slot.name)
+                    if held is None:
+                        continue
+                    job = None
+                    try:
+                        for thing in list(waiting):
+                            job = start(thing, slot, held)
+                            if job is not None:
+                                waiting.remove(thing)
+                            if job:
+                                running[slot.name] = job
+                                break
+                    finally:
+                        if not job:
+                            os.close(held)
+                if waiting and not running and not told:
+                    told = True
+                    tell('waiting for another start of this experiment, or for trainings that it left running')
             if waiting or running:
                 time.sleep(POLL)
     finally:
         with ExitStack() as stack:  # stops all, even if one raises
             for job in running.values():
                 stack.callback(job.stop)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Within the block Ctrl-C and SIGTERM have to wait.
+
+    Else one of them could come after a training has begun and before anything knows that it is to be stopped.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone has handlers of signals
+        yield
+        return
+    came = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def run_all(
