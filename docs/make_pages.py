@@ -9,6 +9,7 @@ import argparse
 import csv
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections import Counter
@@ -494,7 +495,7 @@ def kernels():
             forward, = (row for row in own if row['kernel'].endswith('_forward'))
             backward = [float(row['least_ps']) for row in own if row is not forward]
             cells += [
-                f'{float(forward["per_logit"]):.0f}', f'{float(forward["least_ps"]):.1f}', f'{sum(backward):.1f}',
+                f'{float(forward["per_logit"]):.0f}', f'{float(forward["least_ps"]):.1f}', f'{math.fsum(backward):.1f}',
                 str(max(int(row['stack']) for row in own))]
         found.append([f'{dtype}, {head_dim}', grid, *cells])
     what = ('instructions', 'forward, ps', 'backward, ps', 'spilled bytes')
