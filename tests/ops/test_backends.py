@@ -163,8 +163,10 @@ def test_kernels_that_no_such_gpu_has_run_must_be_asked_for(monkeypatch, caplog,
     selection._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger='timm_sape'):
         assert chosen(q=Gpu(64)) == ('triton' if tested_on == (9, 0) else 'torch')
-    text = 'no GPU of compute capability 9.0 has run the tests of the Triton kernels yet; TIMM_SAPE_BACKEND=triton'
-    assert (text in caplog.text) == (tested_on != (9, 0))
+    line, = caplog.records
+    text = 'no GPU of compute capability 9.0 has run their tests yet; TIMM_SAPE_BACKEND=triton selects them'
+    assert (text in line.message, line.levelname) == (
+        (False, 'INFO') if tested_on == (9, 0) else (True, 'WARNING'))
     assert chosen('triton', q=Gpu(64)) == 'triton'
     with using_backend('triton'):
         assert chosen(q=Gpu(64)) == 'triton'
@@ -182,6 +184,32 @@ def test_float32_where_float64_is_slow(monkeypatch, capability, dtype, expected)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capability)
     assert chosen(q=Gpu(64, dtype)) == expected
     assert chosen('triton', q=Gpu(64, dtype)) == 'triton'
+
+
+@pytest.mark.parametrize('widths, needs, backend, text', [
+    ((65, 3), '', 'torch', "the kernels of 'triton' would be faster, but in torch.bfloat16 its kernels take"),
+    ((3, 3), 'a mask', 'reference', 'only it supports a mask; without that, a GPU would be many times faster'),
+])
+def test_python_shows_what_makes_a_gpu_slow(monkeypatch, caplog, widths, needs, backend, text):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', 227))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: (9, 0))
+    selection._log_once.cache_clear()
+    assert chosen(q=Gpu(64), widths=widths, needs=needs) == backend
+    line, = caplog.records
+    assert line.levelname == 'WARNING' and line.message.startswith(f'SaPE2 attention by backend {backend!r}: {text}')
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_what_was_asked_for_is_no_warning(monkeypatch, caplog, compiled):
+    make = Maker('sape2_k')
+    torch.compiler.reset()
+    model = torch.compile(make(), backend='eager', fullgraph=True) if compiled else make()
+    selection._log_once.cache_clear()
+    with using_backend('torch'), caplog.at_level(logging.INFO, logger='timm_sape'):
+        model(make.images())
+    assert [(r.levelname, r.message) for r in caplog.records if r.name == selection.__name__] == [
+        ('INFO', "SaPE2 attention by backend 'torch': requested by TIMM_SAPE_BACKEND.")]
 
 
 def test_one_line_in_the_log(caplog, monkeypatch):

@@ -49,8 +49,13 @@ def using_backend(backend: Optional[str]) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=None)
-def _log_once(backend: str, why: str) -> None:
-    _logger.info(f'SaPE2 attention by backend {backend!r}: {why}.')
+def _log_once(level: int, backend: str, why: str) -> None:
+    _logger.log(level, f'SaPE2 attention by backend {backend!r}: {why}.')
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it while it compiles
+def _log(level: int, backend: str, why: str) -> None:
+    _log_once(level, backend, why)
 
 
 @functools.lru_cache(maxsize=None)
@@ -149,6 +154,9 @@ def choose_backend(
     Exported graphs must not contain our operators, so there it is the reference, whatever was requested. So it is
     without tokens, whose number the kernels divide by.
 
+    Says once in the log what it chose and why: as a warning, which Python shows by default, where a GPU could do it
+    much faster.
+
     Args:
         requested: One of `BACKENDS`, None to choose.
         q: Queries.
@@ -164,7 +172,7 @@ def choose_backend(
     head_dim = q.shape[-1] if head_dim is None else head_dim
     only_reference = {**only_reference, 'torch.func and forward mode': is_transformed()}
     needs_reference = ', '.join(what for what, needed in only_reference.items() if needed)
-    by = 'backend=' if requested is not None else VARIABLE
+    by, level = 'backend=' if requested is not None else VARIABLE, logging.INFO
     requested = requested if requested is not None else _from_environment()
     if requested is not None:
         if requested not in BACKENDS:
@@ -176,16 +184,21 @@ def choose_backend(
         backend, why = requested, f'requested by {by.rstrip("=")}'
     elif needs_reference:
         backend, why = 'reference', f'only it supports {needs_reference}'
-    elif q.device.type == 'cuda' and not _refusal('triton', q, head_dim, code_widths, ''):
-        backend, capability = 'torch', _capability(q.device.index)
-        if q.dtype == torch.float32 and capability not in FAST_FLOAT64:
-            why = 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
+        if q.device.type == 'cuda':
+            level, why = logging.WARNING, f'{why}; without that, a GPU would be many times faster'
+    elif q.device.type == 'cuda':
+        backend, level = 'torch', logging.WARNING
+        refusal, capability = _refusal('triton', q, head_dim, code_widths, ''), _capability(q.device.index)
+        if refusal:
+            why = f"the kernels of 'triton' would be faster, but {refusal}"
+        elif q.dtype == torch.float32 and capability not in FAST_FLOAT64:
+            level, why = logging.INFO, 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
         elif capability in TRITON_TESTED_ON:
-            backend, why = 'triton', 'the fastest on this GPU'
+            backend, level, why = 'triton', logging.INFO, 'the fastest on this GPU'
         else:
             why = (
-                'no GPU of compute capability {}.{} has run the tests of the Triton kernels yet; '.format(*capability) +
-                f'{VARIABLE}=triton selects them')
+                "the kernels of 'triton' would be faster, but no GPU of compute capability {}.{} has run their tests "
+                'yet; {}=triton selects them'.format(*capability, VARIABLE))
     elif q.device.type == 'cpu':
         why = _cpp_on('cpu', build=False)
         if why:
@@ -194,6 +207,5 @@ def choose_backend(
             backend, why = 'cpp', 'the fastest on cpu'
     else:
         backend, why = 'torch', f'the fastest on {q.device.type}'
-    if not torch.compiler.is_compiling():
-        _log_once(backend, why)
+    _log(level, backend, why)
     return backend
