@@ -100,6 +100,7 @@ class Gpu:
     ((8, 6), 99, 64, 32, ''),
     ((8, 0), 163, 128, 64, ''),
     ((10, 3), 227, 64, 14, 'on GPUs of compute capability 10.3 some versions of Triton compile them into wrong code'),
+    ((12, 0), 99, 64, 14, ''),
 ])
 @pytest.mark.parametrize('compiler', [True, False])
 def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_dim, width, text, compiler):
@@ -125,6 +126,38 @@ def test_gpus_that_triton_would_fail_on(monkeypatch, capability, memory, head_di
     if text:
         with pytest.raises(ValueError, match=text):
             chosen('triton', q=q, widths=(width, 3))
+
+
+@pytest.mark.parametrize('device, expected', [('cuda:0', 'torch'), ('cuda:1', 'triton'), ('cuda', 'torch')])
+def test_one_of_two_gpus(monkeypatch, device, expected):
+    """That of the tensor decides, and 'cuda' is the current one."""
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    capabilities = [(8, 6), (9, 0)]
+    monkeypatch.setattr('triton.runtime.driver', SimpleNamespace(
+        active=SimpleNamespace(get_current_device=lambda: 0)))
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda index: SimpleNamespace(
+        major=capabilities[index][0], minor=capabilities[index][1],
+        shared_memory_per_block_optin=1024 * (99, 227)[index]))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: capabilities[index or 0])
+    monkeypatch.setattr(selection, '_gpu', selection._gpu.__wrapped__)
+    monkeypatch.setattr(selection, 'TRITON_TESTED_ON', {(9, 0): 'the second GPU'})
+    q = Gpu(64)
+    q.device = torch.device(device)
+    assert chosen(q=q) == expected
+    if expected == 'torch':  # it has less memory, too
+        with pytest.raises(ValueError, match='this GPU has 99'):
+            chosen('triton', q=q, widths=(40, 3))
+    else:
+        assert chosen('triton', q=q, widths=(40, 3)) == 'triton'
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr(selection.importlib.util, 'find_spec', lambda name: None)
+    assert chosen(q=Gpu(64)) == 'torch'
+    with pytest.raises(ValueError, match='Triton is not installed'):
+        chosen('triton')
 
 
 def test_float64_on_a_gpu(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from torch.utils import cpp_extension
 from torch.utils.cpp_extension import get_cxx_compiler
 
 import timm_sape
@@ -78,6 +79,24 @@ def test_strides():
 
 
 @pytest.mark.cpp
+def test_strides_of_operators():
+    """Codes may have any. Gradients are contiguous, as compiled graphs are told, also where heads were padded."""
+    q, k, v, table_x, table_y, gain = make_inputs((3, 5))
+    codes = torch.ops.timm_sape.cpp_axis_codes(q, k, table_x, table_y, 3, 5, 'k', 0.3, 1.0, 1.0)
+    strided = [c.mT.contiguous().mT for c in codes]
+    found = []
+    for codes in (codes, strided):
+        leaves = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (q, k, v, *codes, gain)]
+        out = cpp_distance_attention(*leaves, 0.3)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+    grads = *found[0][1:], *found[1][1:], *torch.ops.timm_sape.cpp_axis_codes_backward(
+        *codes, q, k, table_x, table_y, 3, 5, 'k', 0.3, 1.0, 1.0)
+    assert all(grad.is_contiguous() for grad in grads)
+
+
+@pytest.mark.cpp
 def test_threads():
     """The same bits run by run, whatever the number of threads, also if Python threads call at the same time."""
     inputs = [t.float() for t in make_inputs((9, 8), heads=3, dim=16, batch=3)]
@@ -135,6 +154,37 @@ def test_nobody_who_did_not_ask_waits_for_a_compiler(not_built, monkeypatch, cap
     with caplog.at_level(logging.INFO, logger='timm_sape'):
         assert choose_backend(None, torch.zeros(1, 1, 2, 8), (1, 1)) == 'torch'
     assert 'have not been compiled; timm_sape.ops.build_cpp() does that' in caplog.text
+
+
+def test_what_was_built_is_used_at_once(not_built, monkeypatch):
+    """Also where the process has found out before that there was nothing."""
+    built = []
+    monkeypatch.setattr(cpp_build, '_is_loaded', lambda: bool(built))
+    monkeypatch.setattr(cpp_build, '_compile', built.append)
+    q = torch.zeros(1, 1, 2, 8)
+    assert choose_backend(None, q, (1, 1)) == 'torch' and not built
+    assert build_cpp() == not_built and built == [not_built]
+    assert choose_backend(None, q, (1, 1)) == 'cpp'
+
+
+@pytest.mark.cpp
+def test_what_another_process_has_compiled_meanwhile(not_built, monkeypatch):
+    """While this one waited for it."""
+    not_built.parent.mkdir()
+    not_built.touch()
+    monkeypatch.setattr(cpp_build, '_is_whole', lambda library: library.exists())
+    monkeypatch.setattr(cpp_extension, 'load', lambda *args, **kwargs: pytest.fail('compiled'))
+    cpp_build._compile(not_built)
+
+
+@pytest.mark.cpp
+@pytest.mark.parametrize('folder', ['', 'elsewhere', None])
+def test_folder_of_the_library(monkeypatch, tmp_path, folder):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.delenv('TORCH_EXTENSIONS_DIR')
+    if folder is not None:
+        monkeypatch.setenv('TORCH_EXTENSIONS_DIR', folder)
+    assert cpp_build._library().parent == Path(folder or tmp_path / '.cache/torch_extensions')
 
 
 def test_no_compiler(not_built, monkeypatch, caplog):

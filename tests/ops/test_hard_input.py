@@ -7,7 +7,8 @@ import torch.nn as nn
 
 import timm_sape
 from harness import assert_near
-from operators import DEVICE, FAST, HALVES, KINDS, NAMES, device_of, make_hard, make_inputs, make_near_codes, run
+from operators import (
+    BACKENDS, DEVICE, FAST, HALVES, KINDS, NAMES, device_of, make_hard, make_inputs, make_near_codes, run)
 from timm_sape import ops
 from timm_sape.functional import sape2_attention, sape2_bias
 from timm_sape.ops.cpp_operators import cpp_distance_attention
@@ -40,6 +41,32 @@ def test_no_subnormal_probabilities(backend, dtype):
     assert_near(grad[0], one[0], 1e-6)
     assert_near(grad[2], logits[2].to(dtype).exp(), 1e-6)
     assert grad[1] == grad[3] == 0
+
+
+@pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])
+def test_positions_keep_their_digits(backend):
+    """Of 256 gates as of one. With a table of 0, 1, 2, ... the codes are the positions."""
+    length, logit = 256, torch.tensor(0.3)
+    q, k, table = torch.zeros(1, 1, length, 16), torch.zeros(1, 1, length, 16), torch.zeros(length + 1, 16)
+    q[..., 0], k[..., 0], table[:, 0] = logit, 1, torch.arange(length + 1)
+    codes, _ = ops.axis_codes(
+        q, k, table, table[:2], timm_sape.Grid(1, length), mode='k', gate_scale=1.0, backend=backend)
+    positions = torch.arange(length, 0, -1) * logit.double().sigmoid()
+    assert (codes / positions - 1).abs().max() < 2 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize('backend', ['torch', 'cpp'])
+def test_errors_do_not_grow_with_the_number_of_tokens(backend):
+    """The sum of the softmax, seen where one token alone has a value, and the sum of the probabilities. Added one after
+    the other, 2048 equal numbers would be off by 180 and 250 times eps."""
+    num_tokens, logit = 2048, torch.tensor(-2.3)
+    q, k, v = torch.zeros(3, 1, 1, num_tokens, 16).unbind()
+    q[..., 0], k[:, :, 1:, 0], v[:, :, 0, 0], v[..., 1] = 1, logit, 1, 1
+    codes = torch.zeros(1, 1, num_tokens, 1)
+    out = OPERATORS[backend](q, k, v, codes, codes, torch.zeros(1), 1.0)
+    total = 1 + (num_tokens - 1) * logit.double().exp()
+    for found, expected in ((out[..., 0], 1 / total), (out[..., 1], 1)):
+        assert (found / expected - 1).abs().max() < 32 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.interpreted
@@ -275,6 +302,8 @@ def test_distance_that_overflows_is_not_0(distance):
         distances = distance(torch.tensor([[large, 0.], [0., 0.]]))
         assert not distances[0, 1].isfinite() and not distances[1, 0].isfinite()
     assert distance(torch.tensor([[1e18, 0.], [0., 0.]]))[0, 1] == 1e18
+    large = torch.tensor([[3e19, 3e19], [3.1e19, 3e19]])  # with norms whose squares overflow
+    assert_near(distance(large)[0, 1], large[1, 0] - large[0, 0], 1e-6)
 
 
 @pytest.mark.parametrize('backend', ['reference', 'torch', 'cpp'])
@@ -292,20 +321,24 @@ def test_a_diverged_model_does_not_look_healthy(backend):
         assert not found[~expected.isfinite()].isfinite().any() and not expected.isfinite().all()
 
 
-def of_distances(operator, q, k, codes):
+def of_distances(operator, dtype, q, k, codes, gain):
     """Output and gradients of attention where all codes along y are equal."""
     num_tokens, num_patches = q.shape[2], codes.shape[2]
-    codes_y, gain = codes.new_zeros(1, 1, num_patches, 2), torch.full((1,), 1e-17)
-    leaves = [t.clone().requires_grad_() for t in (q, k, codes, codes_y, gain)]
+    codes_y, gain = codes.new_zeros(1, 1, num_patches, 2), torch.full((1,), gain)
+    leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, codes, codes_y, gain)]
     q, k, *others = leaves
-    v = torch.arange(float(num_tokens)).view(1, 1, -1, 1).expand_as(q)
+    v = torch.arange(num_tokens, dtype=dtype).view(1, 1, -1, 1).expand_as(q)
     out = operator(q, k, v, *others, 0.25)
     return out, *torch.autograd.grad((out * v).sum(), leaves)
 
 
+@pytest.mark.parametrize('gain', [1e-17, -1e-17])
 @pytest.mark.parametrize('backend', ['torch', 'cpp'])
-def test_infinite_distances_and_gradients(backend):
-    """NaN and only NaN where the reference has it. Distances that are not infinite remain, however large codes are."""
+def test_infinite_distances_and_gradients(backend, gain):
+    """NaN and only NaN where the reference has it. Distances that are not infinite remain, however large codes are.
+
+    With a negative gain a token does not attend to what is infinitely far, which is no reason for NaN.
+    """
     q, k = make_inputs((1, 3), 1, heads=1, dim=16)[:2]
     q, k = q[:1].float().abs(), k[:1].float()
     no_key = k.clone()
@@ -316,9 +349,10 @@ def test_infinite_distances_and_gradients(backend):
         'usual': torch.arange(3.)}
     for kind, k in (('infinite', k), ('large', k), ('usual', no_key)):
         wide = codes[kind].view(1, 1, 3, 1).expand(-1, -1, -1, 2)
-        found = of_distances(OPERATORS[backend], q, k, wide)
-        expected = of_distances(lambda *args: distance_attention(args[-1], *args[:-1]), q, k, wide)
-        assert expected[0].isnan().any() == (kind == 'infinite')
+        dtype = torch.float32 if kind == 'infinite' else torch.float64  # what float32 cannot hold float64 can
+        found = of_distances(OPERATORS[backend], torch.float32, q, k, wide, gain)
+        expected = of_distances(lambda *args: distance_attention(args[-1], *args[:-1]), dtype, q, k, wide, gain)
+        assert expected[0].isnan().any() == (kind == 'infinite' and gain > 0)
         for i, (a, b) in enumerate(zip(found, expected)):
             if i != 4:  # equal codes along y: 0 or NaN if the other distance is NaN
                 assert torch.equal(a.isnan(), b.isnan())
@@ -346,6 +380,23 @@ def test_a_single_patch_that_is_nan(backend):
     kwargs = dict(grid_size=(1, 1), num_prefix_tokens=1, backend=backend)
     assert sape2_attention(q, k, v, table_x, table_y, **kwargs).isfinite().all()
     assert sape2_attention(q, k, v, table_x * float('nan'), table_y, **kwargs)[:, :, 1:].isnan().all()
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_nan_of_a_patch_stays_in_its_lines(backend):
+    """All positions are beyond the table, whose rows fill the vectors of any processor. There the kernel must not look
+    at what follows in memory, the values of the next patch."""
+    q, k = torch.ones(2, 1, 1, 9, 16)
+    k[:, :, 4] = torch.nan
+    table = torch.ones(16, 16)
+    inputs = (t.to(device_of(backend)) for t in (q, k, table, table))
+    codes = ops.axis_codes(
+        *inputs, timm_sape.Grid(3, 3), mode='k', gate_scale=1.0, ref_grid_size=(64, 64), backend=backend)
+    expected = torch.zeros(3, 3, 3, dtype=torch.bool)
+    expected[1, :, :2] = True  # the gate of the middle patch is part of the positions up to it
+    expected[1, 1] = True
+    for found, nan in zip(codes, (expected, expected.transpose(0, 1))):
+        assert torch.equal(found.cpu().isnan(), nan.reshape(1, 1, 9, 3))
 
 
 @pytest.mark.parametrize('backend', ['torch', 'cpp'])

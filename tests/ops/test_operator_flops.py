@@ -125,7 +125,7 @@ def test_cope():
 
 
 @pytest.mark.parametrize('backend, mode', [
-    ('torch', 'q'), ('torch', 'k'), ('torch', 'qk'), ('cpp', 'k'),
+    ('torch', 'q'), ('torch', 'k'), ('torch', 'qk'), ('cpp', 'k'), ('cpp', 'qk'),
     pytest.param('triton', 'k', marks=FULL_WITHOUT_GPU)])
 def test_forward_and_backward_together(backend, mode):
     inputs = [t.requires_grad_() for t in make(device_of(backend))]

@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
@@ -199,8 +200,9 @@ struct Codes {
     const Matrix<const T> from(tensor, head);
     for (int64_t i = 0; i < size; ++i) {
       std::copy_n(from[i], channels, &codes[i * row]);
-      const T squares = std::inner_product(from[i], from[i] + channels, from[i], T(0));
-      noise[i] = std::min(floor * floor * squares, std::numeric_limits<T>::max());  // a distance of inf is no noise
+      const auto square = [floor](T a, T b) { return floor * a * (floor * b); };  // a * b may overflow
+      const T squares = std::inner_product(from[i], from[i] + channels, from[i], T(0), std::plus<T>(), square);
+      noise[i] = std::min(squares, std::numeric_limits<T>::max());  // a distance of inf is no noise
     }
   }
 

@@ -145,7 +145,7 @@ def pairwise_distance(codes: torch.Tensor) -> torch.Tensor:
 
 def _noise(codes: torch.Tensor, eps: float) -> torch.Tensor:
     """Distances up to this may be rounding errors of the codes, `[..., N, N]`."""
-    noise = 64 * eps * codes.detach().norm(dim=-1)
+    noise = (64 * eps * codes.detach()).norm(dim=-1)  # the squares of larger numbers may overflow
     noise = noise.clamp(max=torch.finfo(noise.dtype).max ** 0.5)  # less than inf, squared too
     return torch.maximum(noise.unsqueeze(-1), noise.unsqueeze(-2))
 

@@ -61,7 +61,7 @@ def _prepare(codes_x: torch.Tensor, codes_y: torch.Tensor, num_tokens: int) -> _
     w[..., :num_prefix_tokens, :] = 0
     s = w.square().sum(dim=-1, keepdim=True)
     finfo = torch.finfo(codes.dtype)
-    noise = (64 * finfo.eps) ** 2 * codes.square().sum(dim=-1, keepdim=True)
+    noise = (64 * finfo.eps * codes).square().sum(dim=-1, keepdim=True)
     noise.clamp_(max=finfo.max)  # a distance of inf is no noise
     near = torch.maximum(NEAR * s, 4 * noise)
     one, fill = torch.ones_like(s), w.new_zeros(*w.shape[:-1], -(width + 2) % 4)  # products of such widths are faster
