@@ -188,7 +188,8 @@ def choose_backend(
             level, why = logging.WARNING, f'{why}; without that, a GPU would be many times faster'
     elif q.device.type == 'cuda':
         backend, level = 'torch', logging.WARNING
-        refusal, capability = _refusal('triton', q, head_dim, code_widths, ''), _capability(q.device.index)
+        refusal = _refusal('triton', q, head_dim, code_widths, '')
+        capability = None if refusal else _capability(q.device.index)
         if refusal:
             why = f"the kernels of 'triton' would be faster, but {refusal}"
         elif q.dtype == torch.float32 and capability not in FAST_FLOAT64:
