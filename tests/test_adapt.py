@@ -495,6 +495,11 @@ def test_command_at_several_sizes(main, images, folders, capsys):
         assert model.patch_embed.img_size == size and own_rule(model) in ('extrapolate', 'rescale')
 
 
+def test_command_at_one_size_that_is_given_twice(main, images, folders, capsys):
+    assert main(folders['nope'], '--sizes', '64', '64x64', '--data-dir', images / 'flat', '--output', 'out') == 0
+    assert capsys.readouterr().out.count('\n64x64: ') == 1 and Path('out', 'config.json').is_file()
+
+
 @pytest.mark.parametrize('name', ['timm', 'rotary', 'naflex', 'nope'])
 def test_command_on_models_of_timm_and_others(name, main, images, folders, capsys):
     size = (64, 96)
@@ -581,6 +586,7 @@ def test_command_with_one_rule(main, images, folders, capsys):
     (['--sizes', '64', '--output', 'x' * 300], r'cannot be created: File name too long; name another --output'),
     (['--sizes', '64x4096000'], r'--sizes: an image of 64 x 4096000 pixels takes 3.1 GB, a model many times that, and'),
     (['--sizes', '4096', '--workers', '1'], r'--sizes: 24 images of 4096 x 4096 pixels, which are loaded at a time,'),
+    (['--sizes', '4096', '--workers', '1', '--num-images', '22'], r'--sizes: 22 images of 4096 x 4096 pixels'),
     (['--sizes', '64', '--table', 'x.txt'], r'x.txt must end in .csv or .json or .md'),
     (['--sizes', '64', '--num-images', '0'], r'--num-images must be at least 1, got 0'),
     (['--sizes', '64', '--data-dir', 'nowhere'], r"There is no image or folder 'nowhere'"),

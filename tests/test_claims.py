@@ -182,6 +182,8 @@ def test_shifts_command(spots, tmp_path, capsys):
             (['--by', '1', '--output', str(tmp_path / 'shifts.csv')], '--force overwrites')):
         assert main([*command, *args]) == 2
         assert text in capsys.readouterr().err
+    assert main([*command, '--by', '1', '--fill', 'circular', '--output', str(tmp_path / 'shifts.csv'), '--force']) == 0
+    assert [row['fill'] for row in csv.DictReader((tmp_path / 'shifts.csv').read_text().splitlines())] == ['circular']
 
 
 def test_models_without_classes(spots, tmp_path, capsys):

@@ -82,6 +82,15 @@ def test_run_is_like_calling_the_script(tmp_path, script):
     )
 
 
+def test_run_of_a_link(tmp_path, script):
+    """Its neighbours are those of the file that it leads to."""
+    tmp_path.joinpath('link.py').symlink_to(script)
+    done = run_cli('run', 'link.py', cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    seen = json.loads(done.stdout)
+    assert (seen['file'], seen['path']) == ('link.py', str(tmp_path / 'scripts'))
+
+
 @pytest.mark.full
 def test_run_lets_exceptions_through(tmp_path, script):
     done = run_cli('run', script, 'raise', cwd=tmp_path)
@@ -230,6 +239,15 @@ def test_import_says_what_is_wrong(module, message, tmp_path, monkeypatch, capsy
     assert err.startswith(f'timm-sape: --import {module}: ') and message.format(cwd=tmp_path) in err
 
 
+def test_import_hides_no_installed_module(tmp_path, monkeypatch):
+    """By a file of the same name beside the module, as `python FILE` would."""
+    tmp_path.joinpath('imports_one.py').write_text('import tabnanny\ntabnanny.check')
+    tmp_path.joinpath('tabnanny.py').touch()
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    monkeypatch.delitem(sys.modules, 'tabnanny', raising=False)
+    assert main(['--import', str(tmp_path / 'imports_one.py'), 'list', 'rope2d']) == 0
+
+
 def test_import_does_not_reach_experiments(capsys):
     assert main(['experiment', 'plan.yaml', '--output', 'x', '--import', 'sub/mine.py']) == 2
     assert 'write `args: {device_modules: [timm_sape, mine]}` in the plan' in capsys.readouterr().err
@@ -258,6 +276,12 @@ def test_output_to_something_else_than_a_file():
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(['list', 'rope2d']) == 0
     assert 'rope2d' in out.getvalue()
+
+
+def test_output_that_a_terminal_cannot_show(tmp_path, monkeypatch):
+    monkeypatch.setenv('PYTHONIOENCODING', 'ascii')
+    done = run_cli('configs', 'grün', cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith('gr\\xfcn/'), done.stderr
 
 
 def test_output_in_the_home_folder(monkeypatch):
@@ -364,6 +388,15 @@ def test_commands_without_scipy(tmp_path):
     needs = 'timm-sape: this needs scipy, which is not installed: pip install matplotlib pyyaml scipy'
     assert done.stderr.splitlines() == 5 * [needs] + [
         'timm-sape: nothing to measure; give --settings at least one']
+
+
+def test_a_package_that_is_missing_but_not_optional():
+    """No advice to install others hides it."""
+    def handler(args):
+        raise ModuleNotFoundError("No module named 'inner'", name='inner')
+
+    with pytest.raises(ModuleNotFoundError):
+        cli.files.interruptible(handler)(None)
 
 
 SMALL = ['--repeats', '1', '--batch-size', '2', '--model', 'test_vit_pos_enc']
@@ -583,6 +616,7 @@ def test_appendix_d_is_our_attention(size):
     (['--sizes', '64'], '--sizes is not for'),
     (['--settings', '31/4'], "unknown setting '31/4'"),
     (['--repeats', '0'], 'must be at least 1'),
+    (['--batch-size', '0'], 'must be at least 1'),
     (['--model', 'resnet18'], '--model resnet18: it is none of those that can be measured; see `timm-sape list models'),
     (['--model', 'test_vit_pos*'], '--model test_vit_pos*: it is none of those that can be measured'),
     (['--pos-enc', 'lookhere', '--model', 'vit_tiny_pos_enc', '--settings', '32/4'], "'lookhere' needs 6 heads"),

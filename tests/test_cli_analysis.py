@@ -19,13 +19,13 @@ from sklearn.datasets import load_sample_image
 
 import timm_sape
 from harness import assert_near
-from timm_sape.analysis import PositionShap, gallery, position_maps, randomize_encodings
+from timm_sape.analysis import PositionShap, gallery, position_maps, position_shap, randomize_encodings
 from timm_sape.analysis.figures import displayed, draw_attention_distance, draw_histogram, draw_maps
 from timm_sape.cli import main, make_parser
 from timm_sape.cli.list import GUIDE
 from timm_sape.cli.pshap import _by_class
 from timm_sape.entrypoints import SIZES
-from timm_sape.loading import ImageFile, load_model, open_dataset, preprocessing
+from timm_sape.loading import ImageFile, load_images, load_model, open_dataset, preprocessing
 from timm_sape.loading.models import why_unknown
 
 
@@ -104,6 +104,15 @@ def test_layers_without_position_are_left_out(tmp_path, capsys):
     assert 'position adds nothing to the logits of layer 1 of' in capsys.readouterr().err
 
 
+def test_patches_of_a_map_have_their_shape(tmp_path, monkeypatch):
+    drawn = mock.Mock(side_effect=ValueError('enough'))
+    monkeypatch.setattr('timm_sape.analysis.figures.draw_maps', drawn)
+    model = timm.create_model('test_vit_rope2d', num_classes=2, img_size=32, patch_size=(8, 16))
+    timm_sape.hub.save(model, tmp_path / 'wide')
+    assert main(['map', f'{tmp_path}/wide', '--image', 'china.jpg', '--output', str(tmp_path / 'map.png')]) == 2
+    assert drawn.call_args.args[-1] == 8 / 16
+
+
 @pytest.mark.parametrize('what, suffix', [('attention', 'svg'), ('similarity', 'pdf'), ('distance', 'png')])
 def test_other_maps(tmp_path, what, suffix):
     out, numbers = tmp_path / f'map.{suffix}', tmp_path / 'map.json'
@@ -157,6 +166,7 @@ def test_what_is_printed(args, code, text, capsys):
     (['--image', 'none.jpg'], "There is no file 'none.jpg'."),
     (['--image', 'model/config.json'], 'is not an image that can be read'),
     (['--patches', '4,0'], 'there is no patch 4,0: x goes from 0 to 3, y from 0 to 2'),
+    (['--patches', '0,3'], 'there is no patch 0,3: x goes from 0 to 3, y from 0 to 2'),
     (['--layers', '2'], 'There is no layer 2: the model has 2, 0 to 1'),
     (['--cmap', 'blue-ish'], "There is no colour map 'blue-ish'"),
     (['--output', 'map.bmp'], 'must end in .png or .svg or .pdf'),
@@ -348,6 +358,7 @@ def test_encoding_of_an_untrained_model(tmp_path, capsys):
         'map', 'test_vit_rope2d@random', *arguments, '--numbers', f'{tmp_path}/b.json', '--force']) == 0
     a, b = (json.loads((tmp_path / f'{name}.json').read_text())['rows'] for name in 'ab')
     assert len(a) == len(b) == 9 ** 2 and a == b  # random weights are the same each time
+    assert 'china.jpg at 48x48, ' in tmp_path.joinpath('a.json').read_text()
     assert main(['pshap', model, '--pos-enc', 'rope', '--data-dir', 'data', '--workers', '0']) == 2
     assert "Unknown position encoding 'rope'" in capsys.readouterr().err
     assert main([
@@ -386,6 +397,30 @@ def test_pshap(tmp_path, capsys):
     assert plot.stat().st_size > 1000
     assert main(['pshap', *arguments, '--per-layer', '--num-images', '8']) == 0
     assert '| all | 8 |' in capsys.readouterr().out
+
+
+def test_pshap_is_that_of_the_function(tmp_path):
+    output = tmp_path / 'p.json'
+    arguments = ['model', '--data-dir', 'data', '--background', '4', '--per-layer', '--seed', '3', '--workers', '0']
+    assert main(['pshap', *arguments, '--output', str(output)]) == 0
+    model, data = load_model('model'), open_dataset('data')
+    data.transform = preprocessing(model)
+    batches = load_images(data, 64, seed=3, shuffle=True)  # else each image had a background of its own class
+    found = position_shap(model, batches, background=4, batch_size=64, per_layer=True, seed=3)
+    expected = torch.stack([found.labels, found.correct, found.position, found.image, found.values], 1)
+    columns = ('label', 'correct', 'position', 'image', 'pshap')
+    rows = json.loads(output.read_text())['rows']
+    assert_near(torch.tensor([[float(row[column]) for column in columns] for row in rows]), expected, 1e-5)
+
+
+def test_random_weights_by_the_seed(tmp_path):
+    tables = []
+    for seed in ('1', '1', '2'):
+        output = tmp_path / 'p.json'
+        arguments = ['test_vit_ape@random', '--data-dir', 'data', '--num-images', '4', '--workers', '0']
+        assert main(['pshap', *arguments, '--seed', seed, '--output', str(output), '--force']) == 0
+        tables.append(json.loads(output.read_text())['rows'])
+    assert tables[0] == tables[1] != tables[2]
 
 
 @pytest.mark.parametrize('background, number, text', [
@@ -447,12 +482,33 @@ def test_probe(tmp_path, capsys):
     assert main(['probe', *arguments]) == 0
     found = json.loads(output.read_text())
     assert list(dict.fromkeys(row['model'] for row in found['rows'])) == encodings
-    assert {row['verdict'] for row in found['rows']} == {'pass', ''}
+    assert {row['verdict'] for row in found['rows']} == {'pass', ''} and 'china.jpg at 48x64, ' in found['notes']
     assert 'theorems hold' in capsys.readouterr().out
     # An encoding that starts at zero does not know where patches are until it is trained, so a theorem fails: code 1.
     assert main(['probe', 'test_vit_irpe_k', *size]) == 1
     assert '| changes | fail |' in capsys.readouterr().out
     assert main(['probe', 'model', '--image', 'flower.jpg']) == 0
+
+
+@pytest.mark.parametrize('arguments, probe', [
+    (['test_vit_rope2d@random'], 'image mirrored'), (['model', '--randomize'], 'image mirrored'),
+    (['model'], 'patches permuted')], ids=['weights', 'noise', 'permutations'])
+def test_the_seed_of_a_probe(arguments, probe, tmp_path):
+    changes = []
+    for seed in ('1', '1', '2'):
+        output = tmp_path / 'probe.json'
+        main(['probe', *arguments, '--image', 'china.jpg', '--seed', seed, '--output', str(output), '--force'])
+        changes.append([row['change'] for row in json.loads(output.read_text())['rows'] if row['probe'] == probe])
+    assert changes[0] == changes[1] != changes[2]
+
+
+def test_the_image_of_a_probe(monkeypatch):
+    """Squashed, as for a map: timm's usual transform would crop the photograph, which is wider than high."""
+    seen = mock.Mock(side_effect=ValueError('enough'))
+    monkeypatch.setattr('timm_sape.analysis.probe', seen)
+    assert main(['probe', 'model', '--image', 'china.jpg', '--img-size', '48']) == 2
+    expected, _ = ImageFile('china.jpg', preprocessing(load_model('model'), (48, 48), crop_mode='squash'))[0]
+    assert torch.equal(seen.call_args.args[1][0], expected)
 
 
 @pytest.mark.full
@@ -501,6 +557,8 @@ def test_list(capsys):
     assert f'{197 * 384:,}' in ape and 'resampled' in ape
     assert main(['list', 'rope2*']) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(['list', 'sape2']) == 0
+    assert 'the same as sape2_k' in capsys.readouterr().out
     assert main(['list', 'models', 'vit_small_rope2d*']) == 0
     found = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in found] == ['model', *timm.list_models('vit_small_rope2d*')]

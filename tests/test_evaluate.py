@@ -753,9 +753,12 @@ def test_a_file_that_came_in_between_is_kept(tmp_path):
     ('none/a.csv', files.TABLES, 'there is no directory .*none to write a.csv to'),
     ('folder.csv', files.TABLES, 'folder.csv is a directory; name a file'),
     ('a.pdf', files.FIGURES, r'a.pdf needs matplotlib: pip install matplotlib, or leave it out'),
+    ('closed/a.csv', files.TABLES, 'closed is not writable; name another directory for a.csv'),
 ])
 def test_outputs_are_checked(name, suffixes, text, tmp_path, monkeypatch):
     monkeypatch.setattr(files, 'find_spec', lambda name: None)
+    (tmp_path / 'closed').mkdir()
+    monkeypatch.setattr(os, 'access', lambda path, mode: Path(path).name != 'closed')  # root may write everywhere
     (tmp_path / 'folder.csv').mkdir()
     with pytest.raises(CommandError, match=text):
         files.check_outputs([None, tmp_path / name], True, suffixes)
@@ -808,6 +811,33 @@ def test_sweep_command(main, images, folders, tmp_path, capsys):
     assert set(tmp_path.iterdir()) == set(out)
 
 
+@pytest.mark.parametrize('command', ['compare {}', 'sweep {} --sizes 48 --rules own', 'shifts {} --by 1'])
+def test_options_of_the_data_reach_the_work(command, images, folders, capsys):
+    found = []
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, inputs: found.extend(
+        [torch.is_autocast_enabled('cpu')] if isinstance(module, nn.Linear) else []))
+    options = ['--data-dir', str(images), '--workers', '0']
+    try:
+        for extra, text in (([], 'float32'), (['--amp'], 'bfloat16 autocast')):
+            found.clear()
+            assert cli.main([*command.format(folders['nope']).split(), *options, *extra]) == 0
+            assert set(found) == {bool(extra)} and f'24 images of {images}/val, batch 64, {text};' in (
+                capsys.readouterr().out)
+    finally:
+        handle.remove()
+
+
+def test_images_are_drawn_by_the_seed_of_the_command(main, images, folders, tmp_path):
+    found = []
+    for seed in ('1', '1', '2'):
+        args = ['compare', folders['rope2d'], '--data-dir', str(images), '--num-images', '5', '--workers', '0']
+        assert main([*args, '--seed', seed, '--output', str(tmp_path / 'a.json'), '--force']) == 0
+        table = json.loads((tmp_path / 'a.json').read_text())
+        found.append(table['rows'][0]['nll'])
+        assert f'drawn with seed {seed}' in table['notes']
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize('suffix', ['csv', 'json', 'md'])
 def test_compare_command(suffix, main, images, folders, tmp_path, capsys):
     out = tmp_path / f'table.{suffix}'
@@ -832,6 +862,32 @@ def test_names_without_weights_are_pointed_out(main, images, capsys):
     assert main(['compare', 'test_vit_rope2d', *args]) == 0
     assert capsys.readouterr().err == (
         'timm-sape: test_vit_rope2d has no pretrained weights and runs with random ones; ignore its accuracy\n')
+
+
+@pytest.mark.parametrize('command', [
+    'compare {}', 'sweep {} --sizes 160 --rules own', 'shifts {} --by 1', 'adapt {} --sizes 160 --agreement',
+    'pshap {}'])
+def test_each_command_points_out_random_weights(command, images, capsys):
+    options = ['--data-dir', str(images), '--num-images', '2', '--workers', '0']
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of the number of classes
+        assert cli.main([*command.format('test_vit_nope').split(), *options]) == 0
+    assert 'test_vit_nope has no pretrained weights and runs with random ones' in capsys.readouterr().err
+
+
+def test_weights_of_a_file_are_not_called_random(main, images, tmp_path, capsys):
+    """Nor those that the user called random."""
+    save_file(timm.create_model('test_vit', num_classes=CLASSES).state_dict(), tmp_path / 'a.safetensors')
+    args = ['--data-dir', str(images), '--num-images', '3', '--workers', '0']
+    file = f'{tmp_path}/a.safetensors'
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # of the number of classes
+        for name in (f'test_vit.r160_in1k@{file}', 'test_vit.r160_in1k@random'):
+            assert main(['compare', name, *args]) == 0
+            assert not capsys.readouterr().err
+    assert main(['compare', f'test_vit.r161_in1k@{file}', *args]) == 2
+    assert capsys.readouterr().err == (
+        'timm-sape: test_vit.r161_in1k: Invalid pretrained tag (r161_in1k) for test_vit.\n')
 
 
 @pytest.mark.parametrize('args, text', [
@@ -986,7 +1042,9 @@ def test_names_of_a_saved_models_classes(images, folders, tmp_path):
         config = json.loads((folder / 'config.json').read_text())
         (folder / 'config.json').write_text(json.dumps({**config, 'label_names': label_names}))
         data = open_dataset(images)
-        number_classes(data, [str(folder)])
+        with pytest.warns(UserWarning, match='words have none of the classes of the images, so the labels may') if (
+                name == 'words') else contextlib.nullcontext():
+            number_classes(data, [str(folder)])
         assert {label: data.reader.class_to_idx[label] for label in ('class0', 'class1', 'class2')} == dict(
             zip(('class0', 'class1', 'class2'), expected[name])), name
     with pytest.raises(ValueError, match='in different ways, .* by the label_names that they were saved with'):
@@ -994,6 +1052,46 @@ def test_names_of_a_saved_models_classes(images, folders, tmp_path):
     (folder / 'config.json').write_text(json.dumps({**config, 'label_names': ['class0', 'class2', 'fox']}))
     with pytest.raises(ValueError, match='gaps have only some of the classes of the images, not class1. Move their'):
         compare([str(folder)], open_dataset(images), progress=False)
+
+
+def test_train_py_numbers_the_classes_anew(images, folders, tmp_path):
+    """Whatever `label_names` the model has that it started from. By these all labels were another class's, silently."""
+    model = load_model(folders['nope'])
+    model.head.weight.data.zero_()
+    model.head.bias.data.copy_(torch.eye(CLASSES)[0])  # it predicts the first class
+    timm_sape.hub.save(model, tmp_path / 'base', model_config={'label_names': ['class2', 'class0', 'class1']})
+    shutil.copytree(images, tmp_path / 'data')
+    for n in range(4):
+        (tmp_path / 'data' / 'val' / 'class0' / f'{n}.png').unlink()
+    base = f'local-dir:{tmp_path}/base'
+    path = checkpoint(tmp_path / 'last.pth.tar', base, model)
+    for name, labels, top1 in (
+            (base, ['class2', 'class0', 'class1'], 40), (path, None, 20), (f'{base}@{path}', None, 20),
+            (f'test_vit_nope@{path}', None, 20)):
+        kwargs = dict(img_size=48, patch_size=PATCH) if name.startswith('test_vit') else {}
+        assert load_model(name, **kwargs).pretrained_cfg.get('label_names') == labels
+        data = open_dataset(tmp_path / 'data')
+        number_classes(data, [name])
+        right = [label for _, label in data].count(0)
+        assert 100 * right / len(data) == top1, name
+    timm_sape.hub.save(load_model(path), tmp_path / 'tuned')  # its config claims no other order, either
+    assert compare([str(tmp_path / 'tuned')], data, progress=False)[0]['top1'] == 20
+
+
+@pytest.mark.parametrize('label_names, dataset, text', [
+    (['class2', 'class0', 'class1'], 'torch/folder', 'in another order than .* Measure on a folder of images, without'),
+    (['class2', 'class0', 'class1'], 'hfds/some', 'in another order than .* Give a class map: --class-map FILE'),
+    (['class0', 'class1', 'class2'], 'torch/folder', ''), (['class0', 'class1', 'class2'], 'hfds/some', ''),
+])
+def test_names_of_classes_and_other_data_sets(label_names, dataset, text, images, folders, tmp_path, monkeypatch):
+    """All labels were another class's, silently."""
+    timm_sape.hub.save(load_model(folders['nope']), tmp_path / 'saved', model_config={'label_names': label_names})
+    if dataset == 'hfds/some':
+        monkeypatch.setattr(
+            'timm_sape.loading.images.create_dataset', lambda *args, **kwargs: ImageDataset(str(images / 'val')))
+    data = open_dataset(images, dataset)
+    with pytest.raises(ValueError, match=text) if text else contextlib.nullcontext():
+        compare([str(tmp_path / 'saved')], data, progress=False)
 
 
 def test_names_of_the_classes_of_a_model_on_the_hub(images, monkeypatch):
@@ -1094,6 +1192,16 @@ def test_hidden_files_are_no_images(images, tmp_path):
         (folder / name).rename(folder / f'.{name}')
     with pytest.raises(ValueError, match='No images in .*: all of them are hidden'):
         open_dataset(tmp_path / '.data')
+
+
+def test_images_of_kinds_that_timm_does_not_look_for(images, tmp_path):
+    """Of these nothing was said, and the figures were those of the others."""
+    shutil.copytree(images, tmp_path / 'data')
+    folder = tmp_path / 'data' / 'val' / 'class1'
+    for name in ('0.webp', '1.BMP', '2.PNG', '.3.webp', 'notes.txt'):
+        Image.new('RGB', (8, 8)).save(folder / name, 'PNG')
+    with pytest.warns(UserWarning, match=r"^2 images in .*val', such as .*/[01]\.\w*, are left out, as in train.py"):
+        assert len(open_dataset(tmp_path / 'data')) == 8 * CLASSES + 1
 
 
 def test_a_folder_with_the_name_of_a_model(images, folders, tmp_path, monkeypatch, capsys):
@@ -1374,8 +1482,10 @@ def test_class_map_of_a_checkpoint(command, text, mapped, tmp_path, capsys):
     cli.main(arguments)
     assert text in ''.join(capsys.readouterr())
     (tmp_path / 'other.txt').write_text('class0\nclass1\nclass2\n')
-    cli.main([*arguments, '--class-map', str(tmp_path / 'other.txt')])
-    assert text.replace('20.0', '40.0').replace('20 | 4', '20 | 8') in ''.join(capsys.readouterr())
+    code = cli.main([*arguments, '--class-map', str(tmp_path / 'other.txt')])
+    said = ''.join(capsys.readouterr())
+    assert text.replace('20.0', '40.0').replace('20 | 4', '20 | 8') in said
+    assert code or f', class map {tmp_path}/other.txt, batch' in said
 
 
 def test_class_map_that_is_not_there(mapped, tmp_path):
@@ -1494,6 +1604,14 @@ def test_no_images_are_drawn_from_a_stream(draw):
     assert [len(labels) for _, labels in load_images(Stream(), 3)] == [3, 1]
     with pytest.raises(ValueError, match='No images can be drawn at random from a data set that is read as a stream'):
         load_images(Stream(), 3, **draw)
+
+
+def test_images_are_drawn_in_the_order_of_the_data_set(images):
+    labels = [
+        [label for _, batch in load_images(open_dataset(images, transform=v2.ToImage()), 1, 12, **options)
+         for label in batch.tolist()]
+        for options in ({}, {'shuffle': True})]
+    assert labels[0] == sorted(labels[0]) == sorted(labels[1]) != labels[1]
 
 
 def test_class_map_of_other_data_sets(mapped, images, monkeypatch):

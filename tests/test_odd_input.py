@@ -60,6 +60,7 @@ def create(**kwargs):
 
 @pytest.mark.parametrize('changes, message', [
     ({'img_size': 10 ** 9}, 'more than any model can use'),
+    ({'img_size': 8 * 2049, 'pos_enc': 'nope'}, '2,049 x 2,049 patches .* more than any model can use'),
     ({'img_size': (16, 16, 16)}, 'img_size must be an integer'),
     ({'img_size': True}, 'img_size must be an integer'),
     ({'depth': 10 ** 6}, 'depth must be an integer .* at most 1,000'),

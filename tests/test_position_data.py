@@ -430,6 +430,14 @@ def test_command(image_folder, tmp_path, capsys):
     assert json.loads((output / 'cifar10_position.json').read_text())['position_classes'] == ['cat', 'dog']
 
 
+def test_classes_whose_names_are_numbers(image_folder, tmp_path):
+    for folder in image_folder.glob('*/*'):
+        folder.rename(folder.parent / str(10 + NAMES.index(folder.name)))
+    args = ['cifar10-position', '--source', image_folder, '--output', tmp_path / 'data']
+    assert run_data(*args, '--position-classes', '12', '13') == 0
+    assert json.loads((tmp_path / 'data' / 'cifar10_position.json').read_text())['position_classes'] == ['12', '13']
+
+
 @pytest.mark.parametrize('args, text', [
     (['--position-classes', 'cat', 'cow'], "unknown position class 'cow'"),
     (['--seed', '-1'], 'seed must be'),

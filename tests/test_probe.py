@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import timm_sape
 from timm_sape.analysis import probe, randomize_encodings
 from timm_sape.analysis.probe import ProbeRow, _another_shape
+from timm_sape.loading import patch_size_of
 
 MODELS = [
     name if timm_sape.get_encoding(name).alone else f'sincos2d+{name}' for name in timm_sape.list_encodings()
@@ -192,6 +193,11 @@ def test_a_base_with_a_position_of_its_own(pos_enc):
 def test_what_is_wrong():
     with pytest.raises(ValueError, match='Linear does not cut images into separate patches'):
         probe(nn.Linear(2, 2), picture())
+    for name in ('pvt_v2_b0', 'vit_small_r26_s32_224'):  # patches that overlap, and those of a feature map
+        with torch.device('meta'):
+            model = timm.create_model(name)
+        with pytest.raises(ValueError, match=f'{type(model).__name__} does not cut images into separate patches'):
+            patch_size_of(model)
     with pytest.raises(ValueError, match='The image is 32x33, the model is made for 32x40'):
         probe(build('nope'), picture()[..., :33])
     with pytest.raises(ValueError, match=r'images must be \[B, C, height, width\], got \[3, 32, 40\]'):

@@ -23,6 +23,7 @@ __all__ = [
     'named',
     'readable',
     'seed',
+    'seen',
     'size',
     'warn_untrained',
 ]
@@ -138,6 +139,11 @@ def image_size(args: argparse.Namespace) -> Optional[Sequence[int]]:
     return sides[0], sides[-1]
 
 
+def seen(image: str, size: Optional[Sequence[int]]) -> str:
+    """An image and the size from `--img-size`, for notes."""
+    return image if size is None else f'{image} at {size[0]}x{size[1]}'
+
+
 def check_images_fit(sizes: Sequence[Tuple[int, int]], options: Dict[str, Any]) -> None:
     """Check that images of each size fit into memory, as many as are loaded at a time.
 
@@ -237,7 +243,9 @@ def warn_untrained(models: Sequence[str]) -> None:
     from timm.models import is_model_pretrained
 
     for model in models:
-        if timm.is_model(model.split('.')[0]) and not is_model_pretrained(model) and not Path(model).is_file():
+        if '@' in model or Path(model).is_file():  # NAME@FILE, NAME@random, or a checkpoint
+            continue
+        if timm.is_model(model.split('.')[0]) and not is_model_pretrained(model):
             print(
                 f'timm-sape: {model} has no pretrained weights and runs with random ones; ignore its accuracy',
                 file=sys.stderr)

@@ -14,6 +14,7 @@ from .data_options import (
     image_size,
     named,
     readable,
+    seen,
     warn_untrained,
 )
 from .files import FIGURES, check_outputs, interruptible, table_writer, write_files
@@ -117,7 +118,7 @@ def _map(args: argparse.Namespace) -> int:
         _check_memory(model, image, layers, args)
         maps = position_maps(model, image[None], layers)
 
-    notes = f'{named(args)}, {args.image}, {WHAT[args.what]}; {about(torch.device("cpu"))}'
+    notes = f'{named(args)}, {seen(args.image, size)}, {WHAT[args.what]}; {about(torch.device("cpu"))}'
     if args.what == 'distance':
         distances = [_without_nan(attention_distance(layer.attention, maps.grid), args.model) for layer in maps.layers]
         rows = [

@@ -3,7 +3,7 @@ import argparse
 from typing import Any, Dict, List
 
 from .common import CommandError, add_command
-from .data_options import MODELS_HELP, add_image_options, chosen_encoding, image_size, readable, seed
+from .data_options import MODELS_HELP, add_image_options, chosen_encoding, image_size, readable, seed, seen
 from .files import TABLES, add_output_options, check_outputs, interruptible, table_writer, write_files
 
 __all__ = ['add']
@@ -71,7 +71,8 @@ def _probe(args: argparse.Namespace) -> int:
     holding = f'{verdicts.count("pass")} of {len(verdicts)} theorems hold' if verdicts else 'no theorems for this'
     weights = ', encodings randomized' if args.randomize else ''
     notes = (
-        f'{args.image}, {", ".join(args.models)}{weights}, seed {args.seed}: {holding}; {about(torch.device("cpu"))}')
+        f'{seen(args.image, size)}, {", ".join(args.models)}{weights}, seed {args.seed}: {holding}; '
+        f'{about(torch.device("cpu"))}')
     table = markdown([{**row, 'change': f'{row["change"]:.2e}'} for row in rows])
     write_files({args.output: table_writer(rows, notes, table)}, args.force)
     print(table, notes, sep='\n\n')  # last: it fails if a pipe was closed

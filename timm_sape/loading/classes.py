@@ -17,7 +17,7 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
     """Number the classes of images as the models do.
 
     Those that train.py trained with `--class-map` name the file. Saved models may have `label_names`, the names of all
-    folders of images in their order.
+    folders of images in their order; but train.py, even if it starts from one, numbers its own classes.
 
     Args:
         data: From `open_dataset`. If a class map was given there, it stays.
@@ -32,18 +32,24 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
         return
     sources = {model: find_source(model) for model in models}
     if not isinstance(data, ImageFolder):
-        # torchvision's data sets have no reader, and train.py no class map for them
-        fix = 'Give it, too: --class-map {}.' if hasattr(data, 'reader') else (
-            'It does not apply to a data set of torchvision: measure on a folder of images, without --dataset.')
+        takes_map = hasattr(data, 'reader')  # torchvision's data sets have none, and train.py no class map for them
+        names = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}
         for model, source in sources.items():
             if source.class_map:
-                raise ValueError(f'{model} was trained with a class map. {fix.format(source.class_map)}')
+                fix = f'Give it, too: --class-map {source.class_map}.' if takes_map else (
+                    'It does not apply to a data set of torchvision: measure on a folder of images, without --dataset.')
+                raise ValueError(f'{model} was trained with a class map. {fix}')
+            numbers = _numbers_by_labels(source.labelled_by, names)
+            if any(numbers[name] != number for name, number in names.items()):
+                fix = 'Give a class map: --class-map FILE.' if takes_map else (
+                    'Measure on a folder of images, without --dataset.')
+                raise ValueError(f'{model} was saved with label_names in another order than the data set has. {fix}')
         return
     if '' in data.by_name:
         return
     numbers = {
         model: read_class_map(source.class_map, data.reader.root) if source.class_map else _numbers_by_labels(
-            source.trained if source.trained_in_folder else source.name, data.by_name)
+            source.labelled_by, data.by_name)
         for model, source in sources.items()}
     if any(each is data.by_name for each in numbers.values()):
         _refuse_ties(data.by_name)
@@ -72,7 +78,7 @@ def _refuse_ties(names: Iterable[str]) -> None:
 
 
 def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
-    """The index of each class in the `label_names` of a saved model. If they name none of the classes: `by_name`.
+    """The index of each class in the `label_names` of a saved model. Without them, or if they name none: `by_name`.
 
     Raises:
         ValueError: If they name some of them.
@@ -91,6 +97,10 @@ def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
     numbers = {label: index for index, label in (labels.items() if isinstance(labels, dict) else enumerate(labels))}
     unknown = sorted(by_name.keys() - numbers.keys())
     if len(unknown) == len(by_name):
+        if numbers and by_name:
+            warnings.warn(
+                f'The label_names of {name.removeprefix("local-dir:")} have none of the classes of the images, so the '
+                'labels may be wrong. A class map says which is which: --class-map FILE.')
         return by_name
     if unknown:
         raise ValueError(

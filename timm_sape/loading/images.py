@@ -2,7 +2,7 @@
 import os
 import warnings
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import BinaryIO, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 from PIL import Image
@@ -10,6 +10,7 @@ from timm.data import ImageDataset, create_dataset
 from timm.data.dataset_factory import _EVAL_SYNONYM, _TORCH_BASIC_DS, _TRAIN_SYNONYM, _search_split
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.readers.class_map import load_class_map
+from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 READERS = 'torch', 'hfds', 'hfids', 'tfds', 'wds'  # what the names of data sets begin with in timm
+OTHER_KINDS = '.avif', '.bmp', '.gif', '.heic', '.jp2', '.tif', '.tiff', '.webp'  # that timm does not look for
 WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/CLASS/IMAGE, or the root of a `dataset`.'
 
 
@@ -100,6 +102,11 @@ class ImageFolder(StrictImages):
         if not self.files:
             raise ValueError('all of them are hidden')
         self.by_name = _numbered(name for _, name in self.files)
+        others = _visible(_images_of_other_kinds(root), root)
+        if others:
+            warnings.warn(
+                f'{len(others)} images in {str(root)!r}, such as {others[0][0]}, are left out, as in train.py: timm '
+                f'looks only for {", ".join(get_img_extensions())} in folders. Convert them, or move them elsewhere.')
 
     def number(self, class_to_idx: Dict[str, int]) -> None:
         """Give each class its index. As in train.py, images are left out whose class has none."""
@@ -271,6 +278,15 @@ def read_image(file: Union[str, os.PathLike, BinaryIO], name: str = '') -> Image
             f"{name} has integers of more than 8 bits or floats (Pillow's mode {opened.mode}), which would become "
             'white or black. Save it with 8 bits for each channel.')
     return image
+
+
+def _images_of_other_kinds(root: Path) -> Iterator[str]:
+    """The paths of images that timm does not look for."""
+    kinds = {*OTHER_KINDS} - {*get_img_extensions()}
+    for folder, _, names in os.walk(root, followlinks=True):
+        for name in names:
+            if os.path.splitext(name)[1].lower() in kinds:
+                yield os.path.join(folder, name)
 
 
 def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:

@@ -43,9 +43,12 @@ class Source(NamedTuple):
     """The file that numbered the classes in train.py."""
 
     @property
-    def trained_in_folder(self) -> bool:
-        """Whether the file lies in the folder of a saved model, whose config.json says more of it."""
-        return (self.trained or '').startswith('local-dir:')
+    def labelled_by(self) -> str:
+        """The model whose `label_names` number the classes. Empty for train.py, which numbers them anew."""
+        if 'label_names' in self.cfg:
+            return ''
+        in_folder = (self.trained or '').startswith('local-dir:')  # the file lies in the folder of a saved model
+        return self.trained if in_folder else self.name
 
 
 def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, **kwargs) -> torch.nn.Module:
@@ -250,6 +253,8 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     saved = _config_beside(Path(file))
     trained = checkpoint.get('arch') if saved is None else f'local-dir:{Path(file).parent}'
     cfg.update({key: saved[key] for key in PREPROCESSING if saved and saved.get(key) is not None})
+    if args:  # whatever model train.py starts from, the outputs are those of its own classes
+        cfg['label_names'] = None
     # train.py ignores the class map of torchvision's data sets
     class_map = '' if is_torchvision(args.get('dataset') or '') else args.get('class_map') or ''
     return Source(name, file, kwargs, cfg, trained, class_map)
@@ -270,7 +275,10 @@ def _pretrained_cfg(name: str) -> Mapping[str, Any]:
     if name.startswith('local-dir:'):
         config = _read_config(Path(name.removeprefix('local-dir:')))
         return config.get('pretrained_cfg', config)  # old timm wrote its entries directly
-    cfg = timm.get_pretrained_cfg(name)
+    try:
+        cfg = timm.get_pretrained_cfg(name)
+    except RuntimeError as e:  # it does not know the tag
+        raise ValueError(f'{name}: {e}') from e
     return {} if cfg is None else vars(cfg)
 
 
