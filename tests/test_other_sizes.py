@@ -205,8 +205,8 @@ def test_compile(pos_enc, kwargs, fresh_compiler):
 
 @pytest.mark.parametrize('pos_enc, kwargs', seldom(NEW, 0, 7))
 def test_export(pos_enc, kwargs):
-    if 'ntk' in str(kwargs) and torch.__version__ < (2, 12):
-        pytest.skip('what torch 2.11 exports of a power refuses the trained grid, where the base is 1')
+    if 'ntk' in str(kwargs) and torch.__version__ < (2, 13):
+        pytest.skip('what torch 2.11 and 2.12 export of a power refuses the trained grid, where the base is 1')
     model = Maker(pos_enc, GRID, dynamic_img_size=True, depth=1, **kwargs)()
     shapes = {0: Dim('batch', max=64), 2: PATCH * Dim('height', max=64), 3: PATCH * Dim('width', max=64)}
     program = torch.export.export(model, (images((4, 6)),), dynamic_shapes={'x': shapes})
