@@ -1050,7 +1050,7 @@ def test_names_of_a_saved_models_classes(images, folders, tmp_path):
     with pytest.raises(ValueError, match='in different ways, .* by the label_names that they were saved with'):
         compare([folders['nope'], str(tmp_path / 'other order')], open_dataset(images), progress=False)
     (folder / 'config.json').write_text(json.dumps({**config, 'label_names': ['class0', 'class2', 'fox']}))
-    with pytest.raises(ValueError, match='gaps have only some of the classes of the images, not class1. Move their'):
+    with pytest.raises(ValueError, match='gaps have only some of the classes of the images, not class1. Give a'):
         compare([str(folder)], open_dataset(images), progress=False)
 
 
@@ -1059,7 +1059,8 @@ def test_train_py_numbers_the_classes_anew(images, folders, tmp_path):
     model = load_model(folders['nope'])
     model.head.weight.data.zero_()
     model.head.bias.data.copy_(torch.eye(CLASSES)[0])  # it predicts the first class
-    timm_sape.hub.save(model, tmp_path / 'base', model_config={'label_names': ['class2', 'class0', 'class1']})
+    labels = {'label_names': ['class2', 'class0', 'class1'], 'label_descriptions': {'class2': 'the first'}}
+    timm_sape.hub.save(model, tmp_path / 'base', model_config=labels)
     shutil.copytree(images, tmp_path / 'data')
     for n in range(4):
         (tmp_path / 'data' / 'val' / 'class0' / f'{n}.png').unlink()
@@ -1075,7 +1076,14 @@ def test_train_py_numbers_the_classes_anew(images, folders, tmp_path):
         right = [label for _, label in data].count(0)
         assert 100 * right / len(data) == top1, name
     timm_sape.hub.save(load_model(path), tmp_path / 'tuned')  # its config claims no other order, either
-    assert compare([str(tmp_path / 'tuned')], data, progress=False)[0]['top1'] == 20
+    assert 'the first' in (tmp_path / 'base' / 'config.json').read_text()
+    assert 'the first' not in (tmp_path / 'tuned' / 'config.json').read_text()
+    timm_sape.hub.save(load_model(f'{base}@{tmp_path}/tuned/model.safetensors'), tmp_path / 'again')
+    for name in ('tuned', 'again'):
+        assert compare([str(tmp_path / name)], data, progress=False)[0]['top1'] == 20
+    name = f'test_vit_nope@{tmp_path}/base/model.safetensors'  # its order is that of its folder
+    timm_sape.hub.save(load_model(name, img_size=48, patch_size=PATCH), tmp_path / 'copy')
+    assert compare([str(tmp_path / 'copy')], data, progress=False)[0]['top1'] == 40
 
 
 @pytest.mark.parametrize('label_names, dataset, text', [

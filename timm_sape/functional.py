@@ -120,7 +120,7 @@ def sape2_attention(
             same, compiled for the CPU at the first call), 'triton' (NVIDIA GPUs), or None: what `TIMM_SAPE_BACKEND`
             says, else the fastest that can be used. Only the reference supports masks, causality, dropout, q, k and v
             of different dtypes, torch.func and forward mode. Second derivatives are computed by the reference,
-            whatever the backend; torch has none before 2.14, nor has the reference on a CPU if only v needs a gradient.
+            whatever the backend; before torch 2.14 there are none, nor on a CPU if only v needs a gradient.
             Exported graphs always contain the reference.
 
     Returns:

@@ -221,7 +221,7 @@ def test_float32_where_float64_is_slow(monkeypatch, capability, dtype, expected)
 
 @pytest.mark.parametrize('widths, needs, backend, text', [
     ((65, 3), '', 'torch', "the kernels of 'triton' would be faster, but in torch.bfloat16 its kernels take"),
-    ((3, 3), 'a mask', 'reference', 'only it supports a mask; without that, a GPU would be many times faster'),
+    ((3, 3), 'a mask', 'reference', 'only it supports a mask; without that, this GPU would be faster'),
 ])
 def test_python_shows_what_makes_a_gpu_slow(monkeypatch, caplog, widths, needs, backend, text):
     monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
@@ -231,6 +231,22 @@ def test_python_shows_what_makes_a_gpu_slow(monkeypatch, caplog, widths, needs, 
     assert chosen(q=Gpu(64), widths=widths, needs=needs) == backend
     line, = caplog.records
     assert line.levelname == 'WARNING' and line.message.startswith(f'SaPE2 attention by backend {backend!r}: {text}')
+
+
+@pytest.mark.parametrize('dtype, hip, text', [
+    (torch.float32, None, "the kernels of 'triton' cannot be used: in torch.float32 its kernels take"),
+    (torch.float64, None, "the kernels of 'triton' cannot be used: on a GPU its kernels do not take float64"),
+    (torch.bfloat16, '7.0', 'the fastest on cuda'),
+])
+def test_no_warning_where_triton_would_not_be_faster(monkeypatch, caplog, dtype, hip, text):
+    monkeypatch.delenv('TIMM_SAPE_BACKEND', raising=False)
+    monkeypatch.setattr(torch.version, 'hip', hip)
+    monkeypatch.setattr(selection, '_gpu', lambda index: ('', 227))
+    selection._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger='timm_sape'):
+        assert chosen(q=Gpu(64, dtype), widths=(65, 3)) == 'torch'
+    line, = caplog.records
+    assert line.levelname == 'INFO' and line.message.startswith(f"SaPE2 attention by backend 'torch': {text}")
 
 
 @pytest.mark.parametrize('compiled', [False, True])

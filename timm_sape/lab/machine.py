@@ -46,7 +46,8 @@ def commit() -> str:
         return ''
     command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=7']
     try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        # Ctrl-C must not kill it: where we let Ctrl-C wait, the empty answer would be recorded as no commit.
+        return subprocess.run(command, capture_output=True, text=True, start_new_session=True).stdout.strip()
     except FileNotFoundError:  # git is not installed
         return ''
 

@@ -31,25 +31,25 @@ def number_classes(data: Dataset, models: Sequence[str]) -> None:
     if given or given is None and not hasattr(data, 'reader'):  # one image, or a data set of the caller's own
         return
     sources = {model: find_source(model) for model in models}
+    takes_map = hasattr(data, 'reader')  # torchvision's data sets have none, and train.py no class map for them
+    advice = 'Give a class map: --class-map FILE.' if takes_map else 'Measure on a folder of images, without --dataset.'
     if not isinstance(data, ImageFolder):
-        takes_map = hasattr(data, 'reader')  # torchvision's data sets have none, and train.py no class map for them
         names = getattr(getattr(data, 'reader', data), 'class_to_idx', None) or {}
         for model, source in sources.items():
             if source.class_map:
                 fix = f'Give it, too: --class-map {source.class_map}.' if takes_map else (
                     'It does not apply to a data set of torchvision: measure on a folder of images, without --dataset.')
                 raise ValueError(f'{model} was trained with a class map. {fix}')
-            numbers = _numbers_by_labels(source.labelled_by, names)
+            numbers = _numbers_by_labels(source.labelled_by, names, advice)
             if any(numbers[name] != number for name, number in names.items()):
-                fix = 'Give a class map: --class-map FILE.' if takes_map else (
-                    'Measure on a folder of images, without --dataset.')
-                raise ValueError(f'{model} was saved with label_names in another order than the data set has. {fix}')
+                raise ValueError(
+                    f'{model} was saved with label_names in another order than the data set has. {advice}')
         return
     if '' in data.by_name:
         return
     numbers = {
         model: read_class_map(source.class_map, data.reader.root) if source.class_map else _numbers_by_labels(
-            source.labelled_by, data.by_name)
+            source.labelled_by, data.by_name, advice)
         for model, source in sources.items()}
     if any(each is data.by_name for each in numbers.values()):
         _refuse_ties(data.by_name)
@@ -77,7 +77,7 @@ def _refuse_ties(names: Iterable[str]) -> None:
                 'run. Rename one, or give a class map.')
 
 
-def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
+def _numbers_by_labels(name: str, by_name: Dict[str, int], advice: str) -> Dict[str, int]:
     """The index of each class in the `label_names` of a saved model. Without them, or if they name none: `by_name`.
 
     Raises:
@@ -100,12 +100,12 @@ def _numbers_by_labels(name: str, by_name: Dict[str, int]) -> Dict[str, int]:
         if numbers and by_name:
             warnings.warn(
                 f'The label_names of {name.removeprefix("local-dir:")} have none of the classes of the images, so the '
-                'labels may be wrong. A class map says which is which: --class-map FILE.')
+                f'labels may be wrong. {advice}')
         return by_name
     if unknown:
         raise ValueError(
             f'The label_names of {name.removeprefix("local-dir:")} have only some of the classes of the images, not '
-            f'{", ".join(unknown[:5])}. Move their images elsewhere, or give a class map: --class-map FILE.')
+            f'{", ".join(unknown[:5])}. {advice}')
     return {label: int(index) for label, index in numbers.items()}
 
 

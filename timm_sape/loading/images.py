@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 READERS = 'torch', 'hfds', 'hfids', 'tfds', 'wds'  # what the names of data sets begin with in timm
-OTHER_KINDS = '.avif', '.bmp', '.gif', '.heic', '.jp2', '.tif', '.tiff', '.webp'  # that timm does not look for
+OTHER_KINDS = (  # that timm does not look for
+    '.avif', '.bmp', '.gif', '.heic', '.heif', '.jfif', '.jp2', '.jpe', '.ppm', '.tga', '.tif', '.tiff', '.webp')
 WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/CLASS/IMAGE, or the root of a `dataset`.'
 
 

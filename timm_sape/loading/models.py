@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from timm.layers import to_2tuple
 from timm.models import is_model_pretrained, load_state_dict
 from timm.models._helpers import _torch_load
+from timm.models._hub import load_model_config_from_path
 
 from ..checkpoints import module_names, refuse_other_encoding
 from ..encodings import list_encodings, merge_keywords
@@ -93,6 +94,9 @@ def load_model(model: str, img_size: Union[None, int, Tuple[int, int]] = None, *
         overlay = dict(source.cfg)
         if source.class_map and os.path.isfile(source.class_map):  # it may be found only beside images
             overlay['label_names'] = in_order(read_class_map(source.class_map))
+        if source.labelled_by not in ('', source.name):  # so that it stays so if it is saved
+            labelled, *_ = load_model_config_from_path(source.labelled_by.removeprefix('local-dir:'))
+            overlay['label_names'] = labelled.get('label_names')
         overlay.update(kwargs.get('pretrained_cfg_overlay') or {})
         overlay.update(file=source.file, source='', state_dict=None)  # else timm would prefer other weights
         cfg = _pretrained_cfg(source.name)
@@ -254,7 +258,7 @@ def _from_checkpoint(file: str, name: Optional[str] = None) -> Source:
     trained = checkpoint.get('arch') if saved is None else f'local-dir:{Path(file).parent}'
     cfg.update({key: saved[key] for key in PREPROCESSING if saved and saved.get(key) is not None})
     if args:  # whatever model train.py starts from, the outputs are those of its own classes
-        cfg['label_names'] = None
+        cfg['label_names'] = cfg['label_descriptions'] = None
     # train.py ignores the class map of torchvision's data sets
     class_map = '' if is_torchvision(args.get('dataset') or '') else args.get('class_map') or ''
     return Source(name, file, kwargs, cfg, trained, class_map)

@@ -185,13 +185,15 @@ def choose_backend(
     elif needs_reference:
         backend, why = 'reference', f'only it supports {needs_reference}'
         if q.device.type == 'cuda':
-            level, why = logging.WARNING, f'{why}; without that, a GPU would be many times faster'
-    elif q.device.type == 'cuda':
+            level, why = logging.WARNING, f'{why}; without that, this GPU would be faster'
+    elif q.device.type == 'cuda' and torch.version.hip is None:
         backend, level = 'torch', logging.WARNING
         refusal = _refusal('triton', q, head_dim, code_widths, '')
         capability = None if refusal else _capability(q.device.index)
-        if refusal:
+        if refusal and q.dtype.itemsize <= 2:
             why = f"the kernels of 'triton' would be faster, but {refusal}"
+        elif refusal:  # wider numbers they compute in float64, which is slow on most GPUs
+            level, why = logging.INFO, f"the kernels of 'triton' cannot be used: {refusal}"
         elif q.dtype == torch.float32 and capability not in FAST_FLOAT64:
             level, why = logging.INFO, 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
         elif capability in TRITON_TESTED_ON:

@@ -316,13 +316,13 @@ def work(
     told = False
     try:
         while waiting or running:
-            with _undisturbed():
+            with _undisturbed() as came:
                 for slot, job in list(running.items()):
                     if job.ended():
                         del running[slot]
                         changed()
                 for slot in slots:
-                    if not waiting:
+                    if came or not waiting:
                         break
                     if slot.name in running:
                         continue
@@ -341,7 +341,7 @@ def work(
                     finally:
                         if not job:
                             os.close(held)
-                if waiting and not running and not told:
+                if waiting and not (running or told or came):
                     told = True
                     tell('waiting for another start of this experiment, or for trainings that it left running')
             if waiting or running:
@@ -353,26 +353,23 @@ def work(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Within the block Ctrl-C and SIGTERM have to wait.
+def _undisturbed() -> Iterator[List[int]]:
+    """Within the block Ctrl-C and SIGTERM have to wait. Gives the list of those that came.
 
     Else one of them could come after a training has begun and before anything knows that it is to be stopped.
     """
     if threading.current_thread() is not threading.main_thread():  # which alone has handlers of signals
-        yield
+        yield []
         return
-    came = []
+    came: List[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:  # restores both handlers, even if one raises in between
+        stack.callback(lambda: [signal.raise_signal(number) for number in came])
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+            stack.callback(signal.signal, number, handler)
+            signal.signal(number, lambda number, _: came.append(number))
+        yield came
 
 
 def run_all(
