@@ -1,4 +1,5 @@
 """Experiments, with a stand-in for train.py that writes what timm's writes and takes a fraction of a second."""
+import contextlib
 import csv
 import json
 import math
@@ -1003,6 +1004,18 @@ def test_all_are_stopped(tmp_path, monkeypatch):
     assert [job.stopped for job in jobs] == [True] * 3
 
 
+@contextlib.contextmanager
+def handled_by(handler):
+    """Ctrl-C and SIGTERM, which must have this handler in the end as well."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+        assert {signal.getsignal(number) for number in before} == {handler}
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
 @pytest.mark.parametrize('number, error', [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_interrupted_while_a_training_begins(tmp_path, number, error):
     """The signal comes when the process runs, and `start` has not yet returned it."""
@@ -1020,14 +1033,8 @@ def test_interrupted_while_a_training_begins(tmp_path, number, error):
     def end(*_):
         raise error
 
-    before = {n: signal.signal(n, end) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(error):
-            runner.work([1, 2], [runner.Slot(name, '', {}) for name in 'ab'], tmp_path, start, print)
-        assert {signal.getsignal(n) for n in before} == {end}
-    finally:
-        for n, handler in before.items():
-            signal.signal(n, handler)
+    with handled_by(end), pytest.raises(error):
+        runner.work([1, 2], [runner.Slot(name, '', {}) for name in 'ab'], tmp_path, start, print)
     assert stopped == [1]  # no other has begun
     assert records.lock(tmp_path / 'a') is not None
 
@@ -1062,17 +1069,13 @@ def test_handlers_of_signals_are_restored(monkeypatch, when, number):
             signal.raise_signal(number)
         return before
 
-    before = {n: real(n, end) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        monkeypatch.setattr(signal, 'signal', exchange)
+    both = [signal.SIGINT, signal.SIGTERM]
+    with handled_by(end), monkeypatch.context() as patch:
+        patch.setattr(signal, 'signal', exchange)
         with pytest.raises(SystemExit), runner._undisturbed():
-            for n in before:
+            for n in both:
                 signal.raise_signal(n)
-        assert {signal.getsignal(n) for n in before} == {end}
-        assert when or came == [*before]
-    finally:
-        for n, handler in before.items():
-            real(n, handler)
+    assert when or came == both
 
 
 def test_what_cannot_be_started_is_not_held(lab, monkeypatch):

@@ -2,7 +2,7 @@
 import os
 import warnings
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import BinaryIO, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 import torch
 from PIL import Image
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 READERS = 'torch', 'hfds', 'hfids', 'tfds', 'wds'  # what the names of data sets begin with in timm
-OTHER_KINDS = (  # that timm does not look for
+OTHER_KINDS = (  # that timm does not look for, unless told to
     '.avif', '.bmp', '.gif', '.heic', '.heif', '.jfif', '.jp2', '.jpe', '.ppm', '.tga', '.tif', '.tiff', '.webp')
 WHAT_IS_DATA = 'Give an image, a folder of images, one with CLASS/IMAGE or val/CLASS/IMAGE, or the root of a `dataset`.'
 
@@ -103,7 +103,8 @@ class ImageFolder(StrictImages):
         if not self.files:
             raise ValueError('all of them are hidden')
         self.by_name = _numbered(name for _, name in self.files)
-        others = _visible(_images_of_other_kinds(root), root)
+        found, _ = find_images_and_targets(str(root), types=OTHER_KINDS)
+        others = _visible(sorted({path for path, _ in found} - {path for path, _ in self.reader.samples}), root)
         if others:
             warnings.warn(
                 f'{len(others)} images in {str(root)!r}, such as {others[0][0]}, are left out, as in train.py: timm '
@@ -279,15 +280,6 @@ def read_image(file: Union[str, os.PathLike, BinaryIO], name: str = '') -> Image
             f"{name} has integers of more than 8 bits or floats (Pillow's mode {opened.mode}), which would become "
             'white or black. Save it with 8 bits for each channel.')
     return image
-
-
-def _images_of_other_kinds(root: Path) -> Iterator[str]:
-    """The paths of images that timm does not look for."""
-    kinds = {*OTHER_KINDS} - {*get_img_extensions()}
-    for folder, _, names in os.walk(root, followlinks=True):
-        for name in names:
-            if os.path.splitext(name)[1].lower() in kinds:
-                yield os.path.join(folder, name)
 
 
 def _visible(paths: Iterable[str], root: Path) -> List[Tuple[str, str]]:

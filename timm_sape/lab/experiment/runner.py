@@ -322,25 +322,10 @@ def work(
                         del running[slot]
                         changed()
                 for slot in slots:
-                    if came or not waiting:
-                        break
-                    if slot.name in running:
-                        continue
-                    held = lock(locks / slot.name)
-                    if held is None:
-                        continue
-                    job = None
-                    try:
-                        for thing in list(waiting):
-                            job = start(thing, slot, held)
-                            if job is not None:
-                                waiting.remove(thing)
-                            if job:
-                                running[slot.name] = job
-                                break
-                    finally:
-                        if not job:
-                            os.close(held)
+                    if waiting and not came and slot.name not in running:
+                        job = _start_first(waiting, slot, locks, start)
+                        if job:
+                            running[slot.name] = job
                 if waiting and not (running or told or came):
                     told = True
                     tell('waiting for another start of this experiment, or for trainings that it left running')
@@ -350,6 +335,29 @@ def work(
         with ExitStack() as stack:  # stops all, even if one raises
             for job in running.values():
                 stack.callback(job.stop)
+
+
+def _start_first(waiting: List[Any], slot: Slot, locks: Path, start: Callable[[Any, Slot, int], Any]) -> Any:
+    """Start the first of the waiting jobs that can be started, if the slot is free. Arguments as for `work`.
+
+    Returns:
+        The running job, if any. What was started or has nothing to do no longer waits.
+    """
+    held = lock(locks / slot.name)
+    if held is None:
+        return None
+    job = None
+    try:
+        for thing in list(waiting):
+            job = start(thing, slot, held)
+            if job is not None:
+                waiting.remove(thing)
+            if job:
+                return job
+    finally:
+        if not job:
+            os.close(held)
+    return None
 
 
 @contextmanager
