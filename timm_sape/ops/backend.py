@@ -142,6 +142,31 @@ def _refusal(
     return ''
 
 
+def _fastest(q: torch.Tensor, head_dim: int, code_widths: Sequence[int]) -> Tuple[str, int, str]:
+    """The fastest backend that can be used; for the log a level, and why."""
+    if q.device.type == 'cpu':
+        why = _cpp_on('cpu', build=False)
+        if why:
+            return 'torch', logging.INFO, f"the kernels of 'cpp' would be faster, but {why}"
+        return 'cpp', logging.INFO, 'the fastest on cpu'
+    if q.device.type != 'cuda' or torch.version.hip is not None:
+        return 'torch', logging.INFO, f'the fastest on {q.device.type}'
+    refusal = _refusal('triton', q, head_dim, code_widths, '')
+    if refusal and q.dtype.itemsize <= 2:
+        return 'torch', logging.WARNING, f"the kernels of 'triton' would be faster, but {refusal}"
+    if refusal:  # wider numbers they compute in float64, which is slow on most GPUs
+        return 'torch', logging.INFO, f"the kernels of 'triton' cannot be used: {refusal}"
+    capability = _capability(q.device.index)
+    if q.dtype == torch.float32 and capability not in FAST_FLOAT64:
+        why = 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
+        return 'torch', logging.INFO, why
+    if capability in TRITON_TESTED_ON:
+        return 'triton', logging.INFO, 'the fastest on this GPU'
+    return 'torch', logging.WARNING, (
+        "the kernels of 'triton' would be faster, but no GPU of compute capability {}.{} has run their tests yet; "
+        '{}=triton selects them'.format(*capability, VARIABLE))
+
+
 def choose_backend(
         requested: Optional[str],
         q: torch.Tensor,
@@ -186,29 +211,7 @@ def choose_backend(
         backend, why = 'reference', f'only it supports {needs_reference}'
         if q.device.type == 'cuda':
             level, why = logging.WARNING, f'{why}; without that, this GPU would be faster'
-    elif q.device.type == 'cuda' and torch.version.hip is None:
-        backend, level = 'torch', logging.WARNING
-        refusal = _refusal('triton', q, head_dim, code_widths, '')
-        capability = None if refusal else _capability(q.device.index)
-        if refusal and q.dtype.itemsize <= 2:
-            why = f"the kernels of 'triton' would be faster, but {refusal}"
-        elif refusal:  # wider numbers they compute in float64, which is slow on most GPUs
-            level, why = logging.INFO, f"the kernels of 'triton' cannot be used: {refusal}"
-        elif q.dtype == torch.float32 and capability not in FAST_FLOAT64:
-            level, why = logging.INFO, 'for float32 the Triton kernels compute in float64, which is slow on this GPU'
-        elif capability in TRITON_TESTED_ON:
-            backend, level, why = 'triton', logging.INFO, 'the fastest on this GPU'
-        else:
-            why = (
-                "the kernels of 'triton' would be faster, but no GPU of compute capability {}.{} has run their tests "
-                'yet; {}=triton selects them'.format(*capability, VARIABLE))
-    elif q.device.type == 'cpu':
-        why = _cpp_on('cpu', build=False)
-        if why:
-            backend, why = 'torch', f"the kernels of 'cpp' would be faster, but {why}"
-        else:
-            backend, why = 'cpp', 'the fastest on cpu'
     else:
-        backend, why = 'torch', f'the fastest on {q.device.type}'
+        backend, level, why = _fastest(q, head_dim, code_widths)
     _log(level, backend, why)
     return backend
