@@ -87,45 +87,62 @@ def rope1d(rule, dim, size, ref, ramp=(1, 32)):
     return angle_of, temperature(rule, s)
 
 
+def oblique(rule, place, frequency, e, stretch, ref, ramp):
+    """The angle of a pair with a frequency along y and one along x, given the exponent `e` of NTK-aware.
+
+    A pair turns most between two opposite corners.
+    """
+    turns = sum(size * abs(f) for size, f in zip(ref, frequency)) / (2 * math.pi)
+    total = 0
+    for p, f, s in zip(place, frequency, stretch):
+        changed = f / s if rule == 'rescale' else f * s ** -e if rule == 'ntk' else by_parts(f, s, turns, ramp)
+        total = total + angle(p, f, changed)
+    return total
+
+
 def rope2d_mixed(rule, freqs, size, ref, ramp=(1, 32)):
     """Learned frequencies along x and y, `[2, h, d/2]`; the initial ones have n lengths, from a base of 10.
 
-    NTK-aware treats one as the initial frequency of its length. A pair turns most between two opposite corners.
+    NTK-aware treats one as the initial frequency of its length.
     """
     n = freqs.shape[-1] // 2
-    sy, sx = (new / old for new, old in zip(size, ref))
+    stretch = [new / old for new, old in zip(size, ref)]
     shortest = series(n - 1, n, 10)
 
     def angle_of(h, t, y, x):
         fx, fy = freqs[0, h, t], freqs[1, h, t]
-        if rule == 'rescale':
-            return angle(x, fx, fx / sx) + angle(y, fy, fy / sy)
-        if rule == 'ntk':
-            length = torch.sqrt(fx * fx + fy * fy)
-            e = 0 if length > 1 else 1 if length < shortest else torch.log(length) / math.log(shortest)
-            return angle(x, fx, fx * sx ** -e) + angle(y, fy, fy * sy ** -e)
-        turns = (ref[1] * abs(fx) + ref[0] * abs(fy)) / (2 * math.pi)
-        return angle(x, fx, by_parts(fx, sx, turns, ramp)) + angle(y, fy, by_parts(fy, sy, turns, ramp))
+        length = torch.sqrt(fx * fx + fy * fy)
+        e = 0 if length > 1 else 1 if length < shortest else torch.log(length) / math.log(shortest)
+        return oblique(rule, (y, x), (fy, fx), e, stretch, ref, ramp)
 
-    return angle_of, temperature(rule, sy, sx)
+    return angle_of, temperature(rule, *stretch)
 
 
 def rope_spiral(rule, dim, size, ref, ramp=(1, 32)):
-    """Four directions. A pair turns with the parts of its frequency w along x and along y."""
+    """Four directions."""
     n = dim // 4
-    sy, sx = (new / old for new, old in zip(size, ref))
+    stretch = [new / old for new, old in zip(size, ref)]
 
     def angle_of(h, pair, y, x):
         half, t = divmod(pair, n)
         direction = (1 - half) * math.pi / 2 - t // 2 % 2 * math.pi / 4
         w = 1.5 * series(t, n, 10000)
-        fx, fy = w * math.cos(direction), w * math.sin(direction)
-        if rule == 'rescale':
-            return angle(x, fx, fx / sx) + angle(y, fy, fy / sy)
-        if rule == 'ntk':
-            e = t / (n - 1)
-            return angle(x, fx, fx * sx ** -e) + angle(y, fy, fy * sy ** -e)
-        turns = (ref[1] * abs(fx) + ref[0] * abs(fy)) / (2 * math.pi)
-        return angle(x, fx, by_parts(fx, sx, turns, ramp)) + angle(y, fy, by_parts(fy, sy, turns, ramp))
+        return oblique(
+            rule, (y, x), (w * math.sin(direction), w * math.cos(direction)), t / (n - 1), stretch, ref, ramp)
 
-    return angle_of, temperature(rule, sy, sx)
+    return angle_of, temperature(rule, *stretch)
+
+
+def rope_nd(rule, dim, size, ref, ramp=(1, 32)):
+    """Two heads, with three corners of a triangle for each frequency; the second head has it turned by 30 degrees."""
+    n = dim // 6
+    stretch = [new / old for new, old in zip(size, ref)]
+
+    def angle_of(h, pair, y, x):
+        corner, t = divmod(pair, n)
+        direction = math.radians(120 * corner + 30 * h)
+        w = series(t, n, 100)
+        return oblique(
+            rule, (y, x), (w * math.sin(direction), w * math.cos(direction)), t / (n - 1), stretch, ref, ramp)
+
+    return angle_of, temperature(rule, *stretch)

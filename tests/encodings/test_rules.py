@@ -17,7 +17,7 @@ from timm_sape.encodings import FrequencyEncoding, LogitScaling
 from timm_sape.position import LayerEncodings, Position, SharedEncodings
 
 SIZES = {'heads': 2, 'head_dim': 12}
-ROTATIONS = ['rope1d', 'rope2d', 'rope2d_mixed', 'rope_spiral', 'mrope']
+ROTATIONS = ['rope1d', 'rope2d', 'rope2d_mixed', 'rope_nd', 'rope_spiral', 'mrope']
 SLOPES = {'alibi2d': reference_alibi2d, 'rpe2d': reference_rpe2d, 'lookhere': reference_lookhere}
 RULES = ['rescale', 'ntk', 'yarn']
 RAMPS = [(1, 32), (0.1, 0.6)]  # the second has pairs below, within and above

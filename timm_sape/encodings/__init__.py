@@ -28,6 +28,7 @@ from . import (
     rope2d_mixed,
     rope_dinov3,
     rope_golden,
+    rope_nd,
     rope_spiral,
     rpb,
     rpe2d,
