@@ -184,8 +184,8 @@ def choosing():
          '(`timm-sape adapt`)',
          'they keep more of their accuracy than `ape`'],
         ['start from a pretrained backbone', "the backbone's own encoding; or try a graft of `rope2d`",
-         '`rope2d` gained little in a [small test](grafting.md#fine-tune), and its new seeds alone do not show it; of '
-         '`sape2_k` and `rpb` no gain is shown'],
+         '`rope2d` gained a little in a [small test](grafting.md#fine-tune), but the new seeds alone do not show it; '
+         'no gain from `sape2_k` or `rpb` is shown'],
         ['segment by maps of features', '`ape`', '`rope2d` and `rope2d_mixed` are behind it'],
         ['study SaPE2', '`ape+sape2_k`, at half the learning rate of `ape`',
          'at the same rate it is behind `ape`. It is not shown to improve `ape` at either'],
@@ -193,16 +193,15 @@ def choosing():
     ]
     return table(['you want to', 'take', 'because'], advice) + '\n\n' + textwrap.fill(
         'This is what the advice rests on. A difference is the first model minus the second, in percentage points, '
-        'with its 95 % interval if runs of one seed are taken for pairs; `not paired` treats all runs as independent. '
+        'with the 95 % interval that pairs runs of one seed; `not paired` treats all runs as independent. '
         '**A difference is shown if both intervals exclude 0.**', 120) + '\n\n' + table(
         ['measured', 'compared', 'difference', 'not paired', 'seeds', 'shown'], rows) + '\n\n' + textwrap.fill(
-        'Accuracy kept: accuracy above chance (10 %) at the other size, in percent of that at the trained size, each '
-        f'seed by a rule chosen on held-out images. If the intervals are corrected for the {len(others)} models that '
-        'were compared with `ape`, it is [shown](../results/details.md#how-much-accuracy-is-kept-at-two-to-four-times-'
-        'the-trained-size) for `rope2d_mixed` alone. Corrected for two comparisons, the lead of `lape` after 40 epochs '
-        'is [not shown](../results/README.md#does-the-order-hold-in-a-longer-training); three of its seeds were added '
-        'after a look at the others. The rules, with their number '
-        'of seeds: `rope2d` '
+        'Accuracy kept: accuracy above chance (10 %) at the other size, in percent of that at the trained size, '
+        f'with a rule chosen for each seed on held-out images. If the intervals are corrected for the {len(others)} '
+        'models that were compared with `ape`, it is [shown](../results/details.md#how-much-accuracy-is-kept-at-two-to-'
+        'four-times-the-trained-size) for `rope2d_mixed` alone. Corrected for two comparisons, the lead of `lape` '
+        'after 40 epochs is [not shown](../results/README.md#does-the-order-hold-in-a-longer-training); three of its '
+        'seeds were added after a look at the others. The rules, and how many seeds chose each: `rope2d` '
         f'{rules_at("RoPE-2D", "64")}; `rope2d_mixed` {rules_at("RoPE-2D mixed", "64")}. Maps: mean intersection over '
         'union of a linear map on frozen features, at the trained size, with intervals corrected for all models and '
         'sizes; at twice that size no difference is shown.', 120, break_long_words=False, break_on_hyphens=False)

@@ -575,7 +575,7 @@ def test_the_longer_training():
         return f'{model.replace(", 4", " with four")} is {lead:.2f} points ahead of '
 
     assert [model for model in pairs if shown[model]] == ['SaPE2(K)+APE']
-    summary = 'SaPE2(K)+APE is still behind APE. Rotations are no longer shown to be ahead of it; LaPE is, by little.'
+    summary = 'SaPE2(K)+APE is still behind APE. Rotations are no longer shown to be ahead of it; LaPE is, by a little.'
     assert summary in text
     assert ahead('RoPE-2D mixed') + 'APE. Here its lead is smaller, and one of three seeds has none.' in text
     assert sum(gain > 0 for gain in gains['RoPE-2D mixed']) == 2 and 0 < statistics.mean(gains['RoPE-2D mixed']) < 2.19

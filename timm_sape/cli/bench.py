@@ -37,8 +37,8 @@ examples:
 NaFlexVit and beside the same images one by one. `timm` prints timm's own rotary and relative-position ViTs beside ours
 with the same weights. Files are written again after each row, so nothing measured is lost if the command ends early.
 
-Results are checked before they are timed: of `encodings`, and of `sape2` up to N=1024, against float64; of `naflex` and
-`timm`, the logits against those of the plain model or of timm's, always in float32, even with --amp.
+Results are checked before they are timed: those of `encodings`, and of `sape2` up to N=1024, against float64; the
+logits of `naflex` and `timm` against those of the plain model or of timm's, always in float32, even with --amp.
 
 If other processes want the same cores, set OMP_NUM_THREADS=1. With more threads each small operation waits for its last
 thread, and SaPE2 in PyTorch, which has dozens of them, looks ten times slower than it is.""",

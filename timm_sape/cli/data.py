@@ -24,7 +24,7 @@ examples:
 
 ROOT contains cifar-10-batches-py, or train/ and test/ (or val/) with a folder for each of ten classes.
 cifar10-position: each image is halved and put into a corner of a black frame; two classes are split into four each, by
-corner. The options in the last line of train.py turn off augmentation that moves pixels.
+corner. The options in the last line of that command turn off augmentation that moves pixels.
 cifar10-subset: the first images of each class; with --held-out, the training images that follow them, too.""",
     )
     parser.add_argument('what', choices=('cifar10-position', 'cifar10-subset'), help='the data set')

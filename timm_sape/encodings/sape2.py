@@ -9,7 +9,7 @@ i in the same way. Two patches get a bias in attention: the distance between the
 The paper's equations and the code in its Appendix D differ in two scales; `preset` chooses between them. A public
 repository that appears to be the authors' swaps K and Q: `help(timm_sape.get_encoding('sape2_k'))` has a table.
 
-The bias says little about geometry alone. If rows of the image are exchanged, the x part moves with them and is
+The bias says little about geometry alone. If rows of the image are swapped, the x part moves with them and is
 otherwise the same; so does the y part with columns. Without another encoding, the bias on a constant image is zero. So
 combine it with another encoding, such as `ape`.
 
@@ -232,7 +232,7 @@ def _with_names(cls):
 class SemanticAwarePositionEncodingQ(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on queries (SaPE2(Q)).
 
-    Entries of the table are multiplied with the queries, as in Appendix D.
+    Entries of the table are multiplied by the queries, as in Appendix D.
     """
     mode = 'q'
 
@@ -242,7 +242,7 @@ class SemanticAwarePositionEncodingQ(SemanticAwarePositionEncoding):
 class SemanticAwarePositionEncodingK(SemanticAwarePositionEncoding):
     """2-D semantic-aware, on keys (SaPE2(K)).
 
-    Entries of the table are multiplied with the keys; the gates are computed from q.k as in the other variants. `sape2`
+    Entries of the table are multiplied by the keys; the gates are computed from q.k as in the other variants. `sape2`
     is another name for it, because the paper prints one accuracy for SaPE2+APE (Table 1) and SaPE2(K)+APE (Table 2).
     """
     mode = 'k'

@@ -54,9 +54,9 @@ class FrequencyEncoding(CoordinateEncoding, ABC):
             channels are rescaled, fast ones hardly. 'yarn': pairs with few turns over the trained grid are rescaled,
             those with many are not, and logits are scaled up.
         ramp: For 'yarn', two numbers of turns, at least 0, the first below the second: pairs with fewer turns than the
-            first number are rescaled, with more than the second are not. YaRN's are for long texts: on 14 x 14 patches
-            no pair of 'rope2d' turns more than 2.3 times, so there 'yarn' is nearly 'rescale' with larger logits
-            (but pairs of 'rope1d' turn up to 31 times).
+            first number are rescaled, those with more than the second are not. The default, YaRN's, is for long texts:
+            on 14 x 14 patches no pair of 'rope2d' turns more than 2.3 times, so there 'yarn' is nearly 'rescale' with
+            larger logits (but pairs of 'rope1d' turn up to 31 times).
 
     Raises:
         ValueError: If `resolution` is none of these, or `ramp` is not two such numbers.
