@@ -178,9 +178,12 @@ def grid_of_table(entries: Mapping[str, torch.Tensor], model: nn.Module, prefix_
     """The grid of a plain model's `pos_embed`.
 
     It is known if a saved config has the size of the images, or if an encoding that is resized along with the table has
-    saved its grid. Otherwise four kinds of grids are tried: what other encodings have saved, the declared one, the
-    model's own, and squares. The declared one is taken if it fits the number of rows and no other saved one fits, with
-    a warning if it may be only the default of the name and the model's own fits too; another one only if no other fits.
+    saved its grid. Otherwise those that have the right number of rows are candidates: what other encodings have saved,
+    the declared one, the model's own, and squares. Then
+
+    - the declared one is taken, unless another saved one is a candidate. A warning says so if it is only the default of
+      the name and the model's own is a candidate, too;
+    - without the declared one, the only candidate is taken.
 
     Args:
         entries: The checkpoint.

@@ -41,7 +41,7 @@ class PosEncModel(nn.Module):
     """A timm model with any set of position encodings."""
     #: In words, the position encoding that the base of a graft has itself, computed by timm's modules. Empty for none.
     base_position: str = ''
-    #: Whether `pool_include_prefix` is due to the attention pool. Eva's other pools leave the prefix tokens out.
+    #: Whether only the attention pool includes the prefix tokens, as in Eva: without it `pool_include_prefix` is False.
     attn_pool_includes_prefix: bool = False
 
     # Read-only, because the modules were built from these: another value would only be saved, and change nothing.

@@ -66,11 +66,9 @@ class Position:
 
     def to(self, *args, **kwargs) -> 'Position':
         """As `torch.Tensor.to`. Libraries that spread a model over devices call it on the arguments of modules."""
-        moved = (None if t is None else t.to(*args, **kwargs) for t in self.tensors())
-        factor = self.logit_factor
-        return replace(
-            self.with_tensors(*moved), grid=self.grid.to(*args, **kwargs),
-            logit_factor=factor.to(*args, **kwargs) if isinstance(factor, torch.Tensor) else factor)
+        given = *self.tensors(), self.logit_factor
+        moved = (t.to(*args, **kwargs) if isinstance(t, torch.Tensor) else t for t in given)
+        return Position(self.grid.to(*args, **kwargs), *moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,8 +251,8 @@ class LayerEncodings(_Encodings):
         layer: Index of the layer, from 0.
         rotate_half: Layout of the rotation's channel pairs, t and t + d/2 instead of 2t and 2t + 1. It also applies to
             a rotation that all layers share.
-        needs_position: Whether it needs a `Position` because of shared encodings, or of a rotation of the host's own.
-            For its own encodings it finds that out.
+        needs_position: Whether shared encodings, or a rotation of the host's own, act in this layer, so that it needs a
+            `Position`. Whether `encodings` need one is found out here.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ def choose_backend(
 ) -> str:
     """The argument decides, then the variable `TIMM_SAPE_BACKEND`, then what is fastest for device and shape.
 
-    Exported graphs must not contain our operators, so there it is the reference, whatever was requested. So it is
-    without tokens, whose number the kernels divide by.
+    Two cases get the reference whatever was requested: exported graphs, which must not contain our operators, and input
+    without tokens, because the kernels divide by their number.
 
     Says once in the log what it chose and why: as a warning, which Python shows by default, where a GPU could do it
     much faster.

@@ -9,11 +9,12 @@ def fill_trunc_normal(parameter: torch.Tensor, std: float) -> None:
     """Initialize with timm's `trunc_normal_`, with exactly this standard deviation and in any dtype.
 
     By default timm's function truncates at +-2, whatever the standard deviation. It also draws in the tensor's dtype,
-    and in half precision some of these draws are infinite before they are truncated.
+    and in half precision some of these draws are infinite before they are truncated. In float32 one in 2^24 is: it
+    becomes an end of the range, so the range must be near.
     """
     std = float(std)
     wide = torch.empty_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False)
-    trunc_normal_(wide, std=std, a=-100 * std, b=100 * std)
+    trunc_normal_(wide, std=std, a=-8 * std, b=8 * std)
     with torch.no_grad():
         parameter.copy_(wide)
 

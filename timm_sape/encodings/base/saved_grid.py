@@ -122,7 +122,7 @@ class ReferenceGridEncoding(_SavesGrid):
     `ref_grid_size`, (H, W), is that grid, and is saved with the parameters. On any other grid the encoding rescales its
     positions.
     """
-    #: Whether users may choose a rule that needs the trained grid when they load a checkpoint that does not have it.
+    #: Whether a checkpoint that saves no grid may be loaded with a rule that needs the trained grid.
     chosen_when_loading: bool = False
 
     def __init__(self, *, ref_grid_size: Optional[Tuple[int, int]] = None, **host) -> None:
