@@ -249,8 +249,8 @@ class LayerEncodings(_Encodings):
     Args:
         encodings: The encodings that belong to this layer, by name. Shared ones are not among them.
         layer: Index of the layer, from 0.
-        rotate_half: Layout of the rotation's channel pairs, t and t + d/2 instead of 2t and 2t + 1. It also applies to
-            a rotation that all layers share.
+        rotate_half: Layout of the channel pairs of a rotation that all layers share, or that is the host's own: t and
+            t + d/2 instead of 2t and 2t + 1. A rotation among `encodings` brings its own layout.
         needs_position: Whether shared encodings, or a rotation of the host's own, act in this layer, so that it needs a
             `Position`. Whether `encodings` need one is found out here.
     """
@@ -265,7 +265,7 @@ class LayerEncodings(_Encodings):
     ) -> None:
         super().__init__(encodings or {})
         self.layer = layer
-        self.rotate_half = rotate_half
+        self.rotate_half = rotate_half or any(getattr(encoding, 'rotate_half', False) for encoding in self.values())
         acts = any(encoding.acts_on() or encoding.scales_logits for encoding in self.values())  # 'nope' does not
         self.needs_position = needs_position or acts
 

@@ -67,8 +67,7 @@ def own_parameters(encoding):
 
 def turned(q, k, encoding, grid):
     """q and k after the rotation in an attention layer."""
-    rotate_half = getattr(encoding, 'rotate_half', False)
-    layer = LayerEncodings({encoding.name: encoding}, rotate_half=rotate_half, needs_position=True)
+    layer = LayerEncodings({encoding.name: encoding}, needs_position=True)
     return layer._rotated(q, k, Position(grid))
 
 
@@ -237,8 +236,7 @@ class RotationTests(AttentionEncodingTests):
         layer = PosEncAttention(
             heads * head_dim, num_heads=heads, qkv_bias=True, qk_norm=qk_norm, norm_layer=nn.LayerNorm).double()
         layer.fused_attn = fused
-        layer.encodings = LayerEncodings(
-            {self.name: encoding}, rotate_half=getattr(encoding, 'rotate_half', False), needs_position=True)
+        layer.encodings = LayerEncodings({self.name: encoding}, needs_position=True)
         x = torch.randn(2, 8, heads * head_dim, dtype=torch.float64, requires_grad=True)
 
         qkv = layer.qkv(x).unflatten(-1, (3, heads, head_dim))  # [B, N, 3, h, d]

@@ -6,6 +6,7 @@ from timm.layers import PatchDropoutWithIndices
 
 import timm_sape
 from harness import assert_near, make_model
+from timm_sape.encodings.base.initial_values import fill_trunc_normal
 
 ALONE = [name for name in timm_sape.list_encodings() if timm_sape.get_encoding(name).alone]
 
@@ -88,3 +89,12 @@ def test_what_is_drawn_next_is_new():
     table = model.blocks[0].attn.encodings['sape2_k'].table_x.flatten()
     pair = torch.stack([table, model.head.weight.flatten()[:len(table)]])
     assert torch.corrcoef(pair)[0, 1].abs() < 0.5
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_no_initial_value_is_far_off(dtype, monkeypatch):
+    """The normal numbers are made of uniform ones. In float32 one in 2^24 of these is the lower end, made infinite."""
+    monkeypatch.setattr(torch.Tensor, 'uniform_', lambda self, low, high: self.fill_(low))
+    table = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    fill_trunc_normal(table, 0.02)
+    assert (table.abs() > 0.1).all() and (table.abs() < 0.2).all()
