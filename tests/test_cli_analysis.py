@@ -457,6 +457,7 @@ def test_standard_error_of_a_class():
     found = PositionShap(
         torch.tensor([1., 1., 1., 0., 1.]), torch.tensor([1., 3., 9., 0., 0.]),
         torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1]))
+    assert found.value == pytest.approx((0.5 + 0.25 + 1) / 3)  # the fourth image has none
     rows = _by_class(found, {0: 'cat'})
     assert rows[1] == {'class': 'cat', 'images': 4, 'correct': 3, 'P-SHAP': '0.3750', 'standard error': '0.1250'}
     assert (rows[2]['class'], rows[2]['P-SHAP'], rows[2]['standard error']) == (1, '1.0000', '')
@@ -614,6 +615,43 @@ def test_a_panel_is_seen_from_its_patch(name, monkeypatch):
     assert panel.values.shape == (3, 5) and divmod(int(panel.values.argmax()), 5) == (2, 1)  # itself is nearest
 
 
+def test_panels_of_logits(monkeypatch, own_registry):
+    monkeypatch.setattr(gallery, 'GRID', (3, 5))
+    monkeypatch.setattr(gallery, 'SEEN_FROM', (2, 1))
+
+    def position_bias(self, grid):  # grows with the place of the key, whatever the query
+        return grid.between_tokens(torch.arange(15.).expand(1, 15, -1))
+
+    timm_sape.register_encoding('later')(type('Later', (timm_sape.PositionEncoding,), {'position_bias': position_bias}))
+    later, rotation, sape2_k, sape2_q = (
+        gallery.gallery_panels([name])[0].values for name in ('later', 'rope2d', 'sape2_k', 'sape2_q'))
+    assert later.flatten().tolist() == list(range(15))
+    assert abs(rotation[2, 1]) < 1e-5 and (rotation < -0.1).sum() == 14  # all patches look alike
+    assert sape2_k.std() > 0.01
+    assert_near(sape2_q, sape2_k, 1e-4)  # keys are the queries
+
+
+def assert_red_is_positive(image):
+    (low, high), colours = image.get_clim(), image.to_rgba(np.array([*image.get_clim(), 0.]))
+    assert low == -high and colours[0, 2] > colours[0, 0] + 0.2 and colours[1, 0] > colours[1, 2] + 0.2
+    assert colours[2].min() > 0.9  # 0 is white
+
+
+def test_the_gallery_shows_its_panels(monkeypatch):
+    monkeypatch.setattr(gallery, 'GRID', (2, 3))
+    monkeypatch.setattr(gallery, 'SEEN_FROM', (0, 2))
+    cosines, logits = torch.tensor([[0.5, 0., 0.8], [-0.2, 0., 0.]]), torch.tensor([[-torch.inf, 0, 2], [-4, 1, 0]])
+    panels = [gallery.Panel('added', 'tokens', cosines), gallery.Panel('masked', 'geometry', logits)]
+    axes = {axis.get_title(): axis for axis in gallery.draw_gallery(panels).axes}
+    for name, values, unit in ('added', cosines, 'cosine'), ('masked', logits / 4, '1 = 4.00 logits'):
+        image, = axes[name].images
+        frame, = axes[name].patches
+        assert np.array_equal(np.ma.filled(image.get_array(), -np.inf), values.numpy())
+        assert frame.get_xy() == (1.5, -0.5) and axes[name].get_xlabel() == unit
+        assert image.get_clim() == (-1, 1)
+        assert_red_is_positive(image)
+
+
 def test_warnings_of_ours_are_one_line(capsys, monkeypatch):
     usual, found = warnings.formatwarning, []
 
@@ -633,11 +671,14 @@ def test_list_is_interrupted(capsys, monkeypatch):
     assert main(['list', 'models', 'test_vit_ape']) == 130 and 'interrupted' in capsys.readouterr().err
 
 
-def test_a_grey_image_is_displayed_grey():
+def test_images_are_displayed_as_they_were():
     """timm takes the average of the statistics of three channels for one, but leaves the config as it was."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     image = (torch.full((1, 4, 4), 0.5) - np.mean(mean)) / np.mean(std)
     assert (displayed(image, mean, std) - 0.5).abs().max() < 1e-6
+    pixels = torch.rand(4, 6, 3)
+    normalized = (pixels - torch.tensor(mean)) / torch.tensor(std)
+    assert_near(displayed(normalized.permute(2, 0, 1), mean, std), pixels, 1e-6)
 
 
 def test_figures_show_what_they_are_given():
@@ -645,16 +686,31 @@ def test_figures_show_what_they_are_given():
     matrix[0, 1] = -torch.inf
     with pytest.raises(ValueError, match='a title: no number is finite, so there is nothing to draw'):
         draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix * torch.nan], (2, 3), [(2, 1)], 'numbers')
-    figure = draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix], (2, 3), [(2, 1), (1, 0)], 'numbers')
+    figure = draw_maps(torch.rand(16, 24, 3), ['a title'], [matrix], (2, 3), [(2, 1), (1, 0)], 'numbers', aspect=0.5)
     image, whole, one, other = figure.axes[:4]
     assert whole.get_title() == 'a title' and one.get_title() == 'from patch x=2, y=1'
+    assert (whole.get_xlabel(), whole.get_ylabel()) == ('to patch', 'from patch')
     shown = np.ma.filled(whole.images[0].get_array(), np.nan)
     assert np.isnan(shown[0, 1]) and shown[4, 2] == 26 and whole.images[0].get_clim() == (0, 35)
     assert one.images[0].get_array().tolist() == [[30, 31, 32], [33, 34, 35]]
     assert other.images[0].get_array().tolist() == [[6, 7, 8], [9, 10, 11]]
     frame, = one.patches
     assert frame.get_xy() == (1.5, 0.5) and len(image.patches) == 2
+    assert image.images[0].get_extent() == one.images[0].get_extent()  # patches lie under their frames
+    assert [panel.get_aspect() for panel in (image, one, other)] == [0.5] * 3
     drawn = draw_attention_distance([torch.tensor([1., 3.]), torch.tensor([2., 4.])], [0, 5]).axes[0]
     assert [list(line.get_ydata()) for line in drawn.lines] == [[1, 2], [3, 4], [2, 3]]
-    histogram = draw_histogram(torch.tensor([0.1, 0.1, 0.9, torch.nan]), 0.4, 'values').axes[0]
-    assert sorted(bar.get_height() for bar in histogram.patches)[-2:] == [1, 2]
+    assert [list(line.get_xdata()) for line in drawn.lines] == [[0, 5]] * 3
+    histogram = draw_histogram(torch.tensor([0.11, 0.11, 0.91, torch.nan]), 0.4, 'values').axes[0]
+    bars = [(round(bar.get_x(), 3), bar.get_height()) for bar in histogram.patches if bar.get_height()]
+    assert bars == [(0.1, 2), (0.9, 1)] and list(histogram.lines[0].get_xdata()) == [0.4, 0.4]
+
+
+def test_colours_of_maps():
+    drawn = [torch.rand(16, 32, 3), ['a title'], [torch.tensor([[-3., 1.], [0., 2.]])], (1, 2), 7 * [(1, 0)], 'numbers']
+    _, whole, *small, _ = draw_maps(*drawn).axes  # the last is the colour bar
+    assert whole.images[0].get_clim() == (-3, 3)
+    assert_red_is_positive(whole.images[0])
+    assert [len(panel.patches) for panel in small] == 7 * [1]  # there are fewer colours of frames
+    chosen = draw_maps(*drawn, cmap='gray').axes[1].images[0]
+    assert chosen.get_cmap().name == 'gray' and chosen.get_clim() == (-3, 2)

@@ -3,6 +3,7 @@
 The Hub is the stand-in of hub_server.py. Each pull runs in a process of its own with an empty cache: a fork of a
 process that has imported everything and done nothing else.
 """
+import errno
 import io
 import json
 import pickle
@@ -21,7 +22,7 @@ from timm.models import save_for_hf
 import timm_sape
 from common import Executed
 from hub_server import environment, etag, serve
-from timm_sape.hub import files
+from timm_sape.hub import errors, files
 
 TOKEN = 'a-token-of-the-tests'
 REPO = 'someone/semantic'
@@ -374,6 +375,12 @@ def test_home_folder(tmp_path, monkeypatch):
         timm_sape.hub.load(Path('~nobody-here/model'))
 
 
+def test_a_folder_on_another_disk(tmp_path, monkeypatch):
+    """It could not be renamed from the disk of temporary files to its own."""
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path / 'nowhere'))
+    timm_sape.hub.save(make(), tmp_path / 'model')
+
+
 def test_a_name_in_place_of_a_class(tmp_path):
     """As the message advises."""
     model = timm.create_model('test_vit_rope2d', act_layer=torch.nn.ReLU).eval()
@@ -430,6 +437,14 @@ def test_full_disk_pushes_nothing(processes, hub):
     assert 'someone/large' not in hub.repos
 
 
+@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_no_room(number):
+    with pytest.raises(OSError, match='The disk is full, .*: no room for config.json of someone/model') as error:
+        with errors.plain_errors('someone/model', None, 'config.json'):
+            raise OSError(number, 'said by the system')
+    assert error.value.errno == number
+
+
 @pytest.mark.parametrize('kwargs, change', [
     ({}, lambda model: model.bfloat16()),
     ({}, torch.compile),
@@ -465,6 +480,17 @@ def test_architectures_of_timm(tmp_path):
     card = (tmp_path / 'ours' / 'README.md').read_text()
     assert 'import timm_sape' in card and 'needs the package timm-sape' in card and '- timm-sape' in card
     assert 'license: unknown\n' in card  # nobody has said one
+
+
+def test_card_of_a_folder(tmp_path):
+    """It does not say where the folder is on this machine, nor what nobody has told."""
+    model = make(in_chans=1)
+    timm_sape.hub.save(model, tmp_path / 'model', data='digits')
+    card = (tmp_path / 'model' / 'README.md').read_text()
+    assert "timm.create_model('local-dir:model', pretrained=True)" in card and str(tmp_path) not in card
+    assert f'**Parameters:** {sum(p.numel() for p in model.parameters()):,}\n' in card
+    assert '48 x 80, 1 channels' in card and '**Classes:** 7' in card
+    assert '**Data:** digits' in card and 'Recipe' not in card and 'Results' not in card
 
 
 @pytest.mark.parametrize('module, line', [

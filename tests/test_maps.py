@@ -73,7 +73,7 @@ def test_attention_is_what_the_layer_computes(pos_enc):
 
 
 @pytest.mark.parametrize('name, kwargs', [
-    ('vit_tiny_patch16_224', {}),
+    ('vit_tiny_patch16_224', {'patch_size': (8, 16)}),
     ('vit_small_patch14_reg4_dinov2', {'img_size': 56}),
     ('vit_relpos_small_patch16_224', {}),
     ('vit_srelpos_small_patch16_224', {}),
@@ -81,6 +81,7 @@ def test_attention_is_what_the_layer_computes(pos_enc):
     ('eva02_tiny_patch14_224', {'img_size': 56}),
     ('eva02_base_patch16_clip_224', {}),
     ('vit_small_patch16_dinov3', {}),
+    ('vit_base_patch16_sapiens2', {'embed_dim': 64, 'num_heads': 4, 'num_kv_heads': 2}),  # heads share keys
 ])
 def test_attention_of_stock_models(name, kwargs):
     torch.manual_seed(0)
@@ -93,9 +94,9 @@ def test_attention_of_stock_models(name, kwargs):
     x = torch.randn(1, 3, *model.patch_embed.img_size)
     maps = position_maps(model, x, layers=[-1])
     (expected,), _ = output_of(model.blocks[-1].attn.attn_drop, model, x)
-    assert maps.layers[0].index == 1
+    assert maps.layers[0].index == 1 and maps.grid.size == model.patch_embed.grid_size
     assert_near(maps.layers[0].attention, expected.detach(), 1e-5)
-    moves = 'relpos' in name or 'rope' in name or 'dinov3' in name or 'eva' in name
+    moves = any(kind in name for kind in ('relpos', 'rope', 'dinov3', 'eva', 'sapiens2'))
     assert bool(maps.layers[0].position.abs().max() > 0) is moves
 
 
@@ -131,9 +132,11 @@ def test_vectors_of_timms_naflexvit(kind, size):
     model = timm.create_model(
         'naflexvit_base_patch16_gap', img_size=64, depth=1, embed_dim=64, num_heads=2, pos_embed=kind).double().eval()
     vectors = position_maps(model, images(1, size)).vectors
+    of_graft = position_maps(timm_sape.graft(model, 'nope'), images(1, size)).vectors
     if kind == 'none':
-        assert vectors is None
+        assert vectors is None and of_graft is None
         return
+    assert_near(of_graft, vectors, 1e-12)
     prefix = model.num_prefix_tokens
     with torch.no_grad():
         with_table = model.embeds(images(1, size))[0][0, prefix:]
@@ -245,6 +248,10 @@ def test_training_mode():
     """Random draws, of `cape` or of dropped patches, would be other ones than those that the model used."""
     with pytest.raises(ValueError, match=r'without dropout: call model.eval\(\) first'):
         position_maps(build('cape').train(), images())
+    model = build('cape')
+    model.blocks[0].train()
+    with pytest.raises(ValueError, match='without dropout'):
+        position_maps(model, images())
 
 
 def test_images_that_are_a_dict():

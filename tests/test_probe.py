@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import timm_sape
 from timm_sape.analysis import probe, randomize_encodings
-from timm_sape.analysis.probe import ProbeRow, _another_shape
+from timm_sape.analysis.probe import ProbeRow, _another_shape, _change
 from timm_sape.loading import patch_size_of
 
 MODELS = [
@@ -50,17 +50,18 @@ def test_theorems_hold(pos_enc):
 
 def test_what_is_predicted():
     exact, changes = {}, {}
-    for pos_enc in ('nope', 'ape', 'rope2d', 'alibi2d', 'sape2_k'):
+    for pos_enc in ('nope', 'ape', 'rope2d', 'alibi2d', 'sape2_k', 'lape', 'alibi2d+rope2d'):
         for key, row in by_name(probe(build(pos_enc), picture())).items():
             (exact if row.expected == '0' else changes if row.expected else {}).setdefault(pos_enc, set()).add(key)
         assert ('image in a batch', 'class logits') in exact[pos_enc]
     for direction in ('right', 'down'):
         shift = (f'patches shifted {direction}', 'first layer, attention logits')
         assert shift in exact['rope2d'] and shift in exact['alibi2d'] and shift in changes['ape']
+        assert shift in changes['lape'] and shift in exact['alibi2d+rope2d']
     assert ('patches permuted', 'class logits') in exact['nope']
     assert all(('patches permuted', 'class logits') in changes[name] for name in ('ape', 'rope2d', 'sape2_k'))
     mirror = ('patches mirrored', 'class logits')
-    assert mirror in exact['alibi2d'] and mirror in changes['rope2d']
+    assert mirror in exact['alibi2d'] and mirror in changes['rope2d'] and mirror in changes['alibi2d+rope2d']
     assert ('rows exchanged', 'first layer, x bias') in exact['sape2_k']
     assert ('rows exchanged', 'first layer, y bias') in changes['sape2_k']
     assert ('patches shifted right', 'first layer, y bias') in exact['sape2_k']
@@ -144,13 +145,15 @@ def test_what_moves_nothing_is_left_out():
         'image in a batch', 'image shifted by half a patch', 'image mirrored', 'image twice as large'}
 
 
-def test_moves_without_a_theorem():
+@pytest.mark.parametrize('patch_size', [8, (4, 8)])
+def test_moves_without_a_theorem(patch_size):
     """Their changes are those of the logits of an image that is moved by hand."""
-    model, x = build('rope2d').double().eval(), picture().double()
+    model, x = build('rope2d', patch_size=patch_size).double().eval(), picture().double()
     rows = by_name(probe(model, x))
+    assert {row.verdict for row in rows.values()} == {'pass', ''}
     shifted = torch.cat([x[..., -4:], x[..., :-4]], dim=-1)
     mirrored = x[..., torch.arange(39, -1, -1)]
-    resized = timm.create_model('test_vit_rope2d', img_size=(64, 80), patch_size=8, num_classes=10).double().eval()
+    resized = build('rope2d', img_size=(64, 80), patch_size=patch_size).double().eval()
     resized.load_state_dict(model.state_dict())
     for what, moved, other in (
             ('image shifted by half a patch', shifted, model), ('image mirrored', mirrored, model),
@@ -222,6 +225,11 @@ def test_a_model_that_computes_nan_is_refused():
 def test_rounding_is_no_change(change, verdicts):
     """4e-8 is what timm's float32 does to a trained table that is resampled."""
     assert tuple(ProbeRow('', '', change, expected).verdict for expected in ('0', 'changes')) == verdicts
+
+
+def test_zeros_that_stay_zeros():
+    """As the bias of tables that start at zero."""
+    assert _change(torch.zeros(3), torch.zeros(3)) == 0
 
 
 def test_another_default_device():
