@@ -35,7 +35,8 @@ class Hub:
     """All repositories, and a log of requests.
 
     Attributes:
-        repos: For each repository, `private`, the files of each commit by its hash, and the newest of each branch.
+        repos: For each repository, `private`, the files of each commit by its hash, and the newest of each branch. If
+            it is `gated`, this account may not read it. `message` is that of the last commit.
         large: LFS files by their SHA-256.
         requests: (method, path, status) of each request, in order.
         faults: By path of a file, the faults of its next GET requests, in order. `reset`: the connection is reset after
@@ -140,6 +141,8 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(repo_id)
         if repo is None or repo['private'] and not self.owned():
             raise Refusal(404, 'RepoNotFound', 'Repository not found')
+        if repo.get('gated'):
+            raise Refusal(403, 'GatedRepo', 'Access to this model is restricted')
         commit = repo['branches'].get(name, name)
         if commit not in repo['commits']:
             raise Refusal(404, 'RevisionNotFound', f'Invalid rev id: {name}')
@@ -156,6 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         given = json.loads(body)
         repo_id = f'{given["organization"]}/{given["name"]}'
         url = {'url': f'{self.hub.url}/{repo_id}', 'name': repo_id}
+        if given['organization'] == 'others':
+            raise Refusal(403, 'Forbidden', "You don't have the rights to create a model there")
         if repo_id in self.hub.repos:
             return self.answer(409, {'error': 'You already created this model repo', **url})
         private = bool(given.get('private')) or given.get('visibility') == 'private'
@@ -222,7 +227,9 @@ class Handler(BaseHTTPRequestHandler):
                 if value['oid'] not in self.hub.large:
                     raise Refusal(400, 'BadRequest', f'{value["path"]} was never uploaded')
                 files[value['path']] = self.hub.large[value['oid']]
-            elif kind != 'header':
+            elif kind == 'header':
+                repo['message'] = value['summary']
+            else:
                 raise Refusal(501, 'NotImplemented', f'This stand-in has no {kind} in commits')
         commit = self.hub.commit(repo_id, files, revision)
         self.answer(200, {'commitOid': commit, 'commitUrl': f'{self.hub.url}/{repo_id}/commit/{commit}'})

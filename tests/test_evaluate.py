@@ -36,7 +36,7 @@ from timm_sape.lab import adapt as adapt_module
 from timm_sape.lab import compare as compare_module
 from timm_sape.lab import shifts as shifts_module
 from timm_sape.lab import sweep as sweep_module
-from timm_sape.lab.adapt import adapt
+from timm_sape.lab.adapt import adapt, adapted_table
 from timm_sape.lab.compare import compare, comparison_table
 from timm_sape.lab.evaluate import (
     accuracy,
@@ -51,7 +51,7 @@ from timm_sape.lab.evaluate import (
     wilson_interval,
 )
 from timm_sape.lab.figures_sweep import plot_sweep
-from timm_sape.lab.shifts import shift_sweep
+from timm_sape.lab.shifts import shift_sweep, shift_table
 from timm_sape.lab.sweep import sweep, sweep_table
 from timm_sape.lab.tables import markdown
 from timm_sape.cli import compare as compare_command
@@ -265,6 +265,8 @@ def test_predict_amp():
 
 def test_predict_says_what_is_wrong():
     images = torch.randn(2, 3, 4, 4)
+    with pytest.raises(ValueError, match='logits that are not finite'):  # a class would be predicted all the same
+        predict(Sum(), [(math.nan * images, torch.tensor([-1, -1]))], labelled=False)
     with pytest.raises(ValueError, match='There are no images'):
         predict(Sum(), [])
     with pytest.raises(ValueError, match='no labels'):
@@ -484,11 +486,18 @@ def test_a_batch_has_no_more_images_than_there_are(run, images, folders, monkeyp
 
 @pytest.mark.filterwarnings('ignore:.* and the images have 3, so')
 @pytest.mark.parametrize('num_classes', [5, 6])
-def test_top_5_of_five_classes_says_nothing(num_classes, images, tmp_path):
+def test_top_5_of_five_classes_says_nothing(num_classes, images, seen, tmp_path):
     save_for_hf(make('nope', num_classes=num_classes), tmp_path / 'model')
     arguments = [f'{tmp_path}/model'], open_dataset(images)
     rows = compare(*arguments, progress=False) + sweep(*arguments, [48], rules=['own'], progress=False)
     assert [row['top5'] is None for row in rows] == [num_classes == 5] * 2
+    for row, (model, x) in zip(rows, seen, strict=True):
+        with torch.no_grad():
+            logits = model(x)
+        for k in (1, 5) if num_classes > 5 else (1,):
+            found = [row[name] for name in (f'top{k}', f'top{k}_low', f'top{k}_high') if name in row]
+            expected = accuracy(logits, torch.arange(CLASSES).repeat_interleave(8), k)
+            assert found == pytest.approx([100 * part for part in expected[:len(found)]], abs=1e-3)
 
 
 def test_patches_of_a_sweep_that_are_not_square(images, tmp_path):
@@ -731,6 +740,32 @@ def test_tables_that_others_can_read(tmp_path):
     assert found['rows'] == [{'name': 'a|b', 'value': None}, {'name': None, 'value': None}, rows[2]]
     assert markdown(rows[:2]).splitlines()[2:] == [r'| a\|b | inf |', '|  | nan |']
     assert markdown([{'name': 'a\nb'}]).splitlines()[2:] == ['| a b |']
+
+
+def share(column, percent):
+    return {column: percent, f'{column}_low': percent - 5, f'{column}_high': percent + 4}
+
+
+SIZE = {'model': 'm', 'rule': 'ntk', 'height': 32, 'width': 48}
+
+
+@pytest.mark.parametrize('table, row, line', [
+    (comparison_table, {
+        **SIZE, **share('top1', 50.), **share('top5', 90.), 'nll': 1.25, 'ece': 12.5, 'wins': 7, 'losses': 2,
+        'mcnemar_p': .25, 'holm_p': .5, 'parameters': 1234, 'images_per_second': 9.5},
+     'm | 32x48 | 50.0 [45.0, 54.0] | 90.0 [85.0, 94.0] | 1.250 | 12.5 | 7/2 | 0.250 | 0.500 | 1,234 | 9.5'),
+    (sweep_table, {
+        **SIZE, **share('top1', 50.), 'top5': 90., 'images': 'squash', 'patches': 24, 'images_per_second': 9.5},
+     'm | ntk | 32x48 | 24 | 50.0 [45.0, 54.0] | 90.0 | 9.5'),
+    (shift_table, {'model': 'm', 'shift': 2, **share('top1', 50.), **share('same', 90.)},
+     'm | 2 | 50.0 [45.0, 54.0] | 90.0 [85.0, 94.0]'),
+    (adapted_table, {
+        **SIZE, **share('score', 50.), **share('difference', 20.), 'measure': 'top1', 'wins': 7, 'losses': 2,
+        'chosen': True, 'images_per_second': 9.5},
+     '32x48 | **ntk** | 50.0 [45.0, 54.0] | +20.0 [+15.0, +24.0] | 7/2 | 9.5'),
+], ids=['compare', 'sweep', 'shifts', 'adapt'])
+def test_each_column_has_its_own_figures(table, row, line):
+    assert table([row, row]).splitlines()[2:] == [f'| {line} |'] * 2
 
 
 def test_a_file_that_came_in_between_is_kept(tmp_path):

@@ -619,6 +619,21 @@ def test_archive(lab, capsys):
     assert f'{kept}/nan/seed1 epoch-0' in new and 'seed2' not in new and 'A/' not in new
 
 
+def test_a_folder_is_newer_than_its_line(lab):
+    """Where both are in one place, as if a run of an archive was trained again. Without the folder, the line counts."""
+    assert lab('--models', 'A', '--seeds', 1) == 0
+    run = load_plan(lab.folder / 'plan.yaml').runs[0]
+    with open(run.folder(lab.output) / 'train.log', 'a') as f:
+        f.write('Train: 3 [   3/4 (100%)]  Loss: 2.3 (2.3)  Time: 0.05s, 9/s (0.05s, 9/s)  LR: 0.1  Data: 0.0 (0.02)')
+    assert lab('--archive', lab.output) == 0
+    path = lab.output / 'runs.jsonl'
+    path.write_text(path.read_text().replace('"finished"', '"crashed"'))
+    for status in ('finished', 'crashed'):
+        result, = results.read_results([run], lab.output)
+        assert (result.status, result.loading) == (status, 40)
+        shutil.rmtree(run.folder(lab.output), ignore_errors=True)
+
+
 def test_archive_guards_its_runs(lab, capsys):
     """It refuses other options and other images, as folders do."""
     kept = lab.folder / 'kept'
@@ -893,6 +908,14 @@ def test_a_summary_whose_columns_change(tmp_path):
     assert records.read_summary(tmp_path) == rows
 
 
+@pytest.mark.parametrize('key', ['train_loss', 'eval_loss'])
+@pytest.mark.parametrize('loss', ['nan', 'inf'])
+def test_losses_that_are_not_finite(key, loss):
+    rows = {epoch: {'train_loss': '2', 'eval_loss': '2'} for epoch in range(3)}
+    rows[1][key] = loss
+    assert records.not_finite(rows) == f'{key} is {loss} in epoch 1 (the first is 0)'
+
+
 def test_checkpoints_as_they_are_left(tmp_path, checkpoints):
     def put(name, epoch, size=None):
         (tmp_path / f'{name}.pth.tar').write_bytes((checkpoints / str(epoch)).read_bytes()[:size])
@@ -1120,6 +1143,7 @@ def test_intervals_are_corrected_and_equal_values_are_no_certainty():
     assert intervals.corrected_cells(high, low, 8) == {
         'difference': f'{gain:+.1f}', 'corrected, pairs': '[{:+.1f}, {:+.1f}]'.format(*ends[0]),
         'corrected, not paired': '[{:+.1f}, {:+.1f}]'.format(*ends[1]), 'shown': 'yes'}
+    assert intervals.corrected_cells(low, high, 8)['shown'] == 'yes'  # to be behind
     assert intervals.corrected_cells(high, low, 100_000)['shown'] == 'no'
     wide = {1: 0., 2: 50., 3: 100.}
     gains = {seed: x + 1 + seed / 10 for seed, x in wide.items()}
@@ -1148,7 +1172,7 @@ def test_differences_are_of_seeds_that_both_have():
 
 
 def test_rows_of_runs(monkeypatch):
-    """The best epoch need not be the last, and not every epoch is evaluated."""
+    """The best epoch need not be the last, not every epoch is evaluated, and a run may have been started twice."""
     config = {'model': 'vit_tiny_ape', 'epochs': 6, 'warmup_epochs': 0, 'cooldown_epochs': 0}
     plan = Plan('recipe', 'A', [Run('A', seed, config) for seed in (1, 2)])
     epochs = {
@@ -1156,11 +1180,14 @@ def test_rows_of_runs(monkeypatch):
             1: {'eval_top1': 30., 'train_loss': 2.}, 3: {'eval_top1': 40., 'train_loss': 1.},
             5: {'eval_top1': 20., 'train_loss': .5}},
         'running': {3: {'eval_top1': 50., 'train_loss': 1.}}}
+    starts = [{'began': '1st', 'commit': 'a', 'seconds': 60}, {'began': '2nd', 'commit': 'b', 'seconds': 30}]
     found = [
-        results.Result(status, records.Record('A', status), config, of_run, None) for status, of_run in epochs.items()]
+        results.Result(status, records.Record('A', status, starts=starts), config, of_run, None)
+        for status, of_run in epochs.items()]
     monkeypatch.setattr(report, 'read_results', lambda runs, output: found)
     done, running = report.rows_of(plan, Path())
     assert (done['top1'], done['best_top1'], done['train_loss'], done['epochs']) == (20, 40, .5, 6)
+    assert (done['starts'], done['began'], done['commit'], done['minutes']) == (2, '1st', 'a; b', 1.5)
     assert (running['top1'], running['best_top1'], running['epochs']) == (None, None, 4)
 
 
@@ -1193,12 +1220,19 @@ def curves(lab, monkeypatch):
 
 
 def test_curves_leave_out_what_failed(lab, monkeypatch):
-    lab.plan({'A': 'test_vit_ape', 'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
+    lab.plan({
+        'A': {'model': 'test_vit_ape', 'model_kwargs': {'top1': {1: 49, 2: 53}}},
+        'nan': {'model': 'test_vit_nope', 'model_kwargs': {'nan': 1}}})
     assert lab() == 1
     top1, loss = curves(lab, monkeypatch).axes
     assert [line.get_label() for line in top1.lines] == ['A (2)', 'nan (0)']
-    assert list(top1.lines[0].get_xdata()) == [1, 2, 3, 4] and list(top1.lines[0].get_ydata()) == [47, 48, 49, 50]
+    assert list(top1.lines[0].get_xdata()) == [1, 2, 3, 4] and list(top1.lines[0].get_ydata()) == [48, 49, 50, 51]
+    assert top1.collections[0].get_paths()[0].get_extents().intervaly.tolist() == [46, 53]  # from seed 1 to seed 2
     assert list(loss.lines[0].get_ydata()) == [2, 1.9, 1.8, 1.7] and not len(loss.lines[1].get_xdata())
+    summary = lab.output / 'A' / 'seed2' / 'summary.csv'
+    summary.write_text(''.join(summary.read_text().splitlines(True)[:-1]))  # the last epoch is not there yet
+    top1, _ = curves(lab, monkeypatch).axes
+    assert list(top1.lines[0].get_xdata()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize('length', [1, 26, 36, 100])

@@ -68,6 +68,9 @@ def test_folders(saved, monkeypatch):
     for name in (folder, relative, str(folder), str(relative), f'./{relative}', f'local-dir:{folder}'):
         assert_same(hub.load(name), model)
     assert hub.load(folder, num_classes=3).num_classes == 3
+    with pytest.raises(ValueError, match="unexpected keyword argument 'warp'") as error:
+        hub.load(folder, warp=3)
+    assert 'again' not in str(error.value)  # the folder is right
     assert hub.load(folder, img_size=[64, 64]).eval()(torch.randn(1, 3, 64, 64)).shape == (1, 7)
     with pytest.raises(ValueError, match="is a folder and has no revision 'main'. Write hf-hub:.* for the Hub"):
         hub.load(relative, revision='main')
@@ -86,6 +89,21 @@ def test_folder_of_another_architecture(tmp_path):
     grafted = timm_sape.graft(model, 'sape2_k').eval()
     hub.save(grafted, tmp_path / 'grafted')
     assert torch.equal(hub.load(tmp_path / 'grafted').eval()(x), grafted(x))
+
+
+def test_config_of_old_timm(tmp_path):
+    """It has no `model_args`, and the entries of `pretrained_cfg` at its root."""
+    model, x = timm.create_model('test_vit', num_classes=3).eval(), torch.randn(1, 3, 160, 160)
+    hub.save(model, tmp_path / 'model')
+    file = tmp_path / 'model' / 'config.json'
+    config = {
+        **json.loads(file.read_text())['pretrained_cfg'], 'architecture': 'test_vit', 'num_classes': 3,
+        'fixed_input_size': True}
+    file.write_text(json.dumps(config))
+    assert torch.equal(hub.load(tmp_path / 'model').eval()(x), model(x))
+    file.write_text(json.dumps({**config, 'num_classes': 4}))
+    with pytest.raises(ValueError, match='has num_classes=4 and label_offset=0, but model.safetensors has 3 classes'):
+        hub.load(tmp_path / 'model')
 
 
 def test_loading_draws_nothing(saved):

@@ -183,8 +183,12 @@ def model_args(hub, **changed):
 
 # ---- pushes
 
-def test_both_roads_give_the_same_logits(processes, logits):
+def test_both_roads_give_the_same_logits(processes, hub, logits):
+    before = len(hub.requests)
     assert processes.pull() == ['model', logits]
+    weights = {path for _, path, _ in hub.requests[before:] if path.endswith('model.safetensors')}
+    commit = hub.repos[REPO]['branches']['main']  # of the config, even if the branch has moved since
+    assert weights == {f'/{REPO}/resolve/{commit}/model.safetensors'}
     assert processes.pull(load=STOCK) == ['model', logits]
 
 
@@ -231,8 +235,9 @@ def test_revision_is_a_branch(processes, hub, logits):
 
 
 def test_name_alone_is_ones_own_repository(processes, hub):
-    assert processes.push('short', private=True) == ['pushed']
+    assert processes.push('short', private=True, more="commit_message='Trained longer',") == ['pushed']
     assert hub.repos['someone/short']['private'] and not hub.repos[REPO]['private']
+    assert hub.repos['someone/short']['message'] == 'Trained longer'
     assert 'hf-hub:someone/short' in hub.files('someone/short')['README.md'].decode()
 
 
@@ -429,6 +434,12 @@ def test_token_of_the_call(processes, hub, logits):
     assert processes.push('someone/given', token='not-the-token', private=True, more=given) == ['pushed']
     load = OURS.replace('cache_dir', f'{given} cache_dir')
     assert processes.pull('someone/given', load=load, token='not-the-token') == ['model', logits]
+
+
+def test_no_permission_pushes_nothing(processes, hub):
+    assert processes.push('others/model') == [
+        'ValueError', 'The account of the token has no permission for this in others/model.']
+    assert 'others/model' not in hub.repos
 
 
 def test_full_disk_pushes_nothing(processes, hub):
@@ -660,6 +671,8 @@ def test_repositories_that_are_not_right(processes, hub, logits):
     hub.repos['someone/wrong']['private'] = True
     assert processes.pull('someone/wrong') == ['model', logits]
     expect("There is no repository 'someone/wrong' at http://", token='')
+    hub.repos['someone/wrong']['gated'] = True
+    expect('someone/wrong is gated: ask for access on its page, and give a token of that account.')
     variant(hub, 'someone/wrong', {'config.json': b'{"architecture": "test_v'})
     expect('someone/wrong: config.json is not JSON (JSONDecodeError')
     variant(hub, 'someone/wrong', {'config.json': b'[1, 2]'})
