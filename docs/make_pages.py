@@ -651,9 +651,13 @@ def page(name):
 
 
 def cost_of(name):
-    rows = read_csv(RESULTS / 'cost_xeon.csv')
-    rows = [row for row in rows if row['pos_enc'] == (name if timm_sape.get_encoding(name).alone else f'ape+{name}')]
-    if not rows:
+    """Of the first table of costs that it is in."""
+    pos_enc = name if timm_sape.get_encoding(name).alone else f'ape+{name}'
+    for file in ('cost_xeon.csv', 'cost_epyc.csv'):
+        rows = [row for row in read_csv(RESULTS / file) if row['pos_enc'] == pos_enc]
+        if rows:
+            break
+    else:
         return 'It is not in [the table of costs](../cost.md) yet.'
     found = [[
         row['setting'], f'{int(row["params_added"]):,}',

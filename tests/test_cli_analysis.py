@@ -583,7 +583,7 @@ def test_guide():
     checkout = Path(__file__).parents[1]
     results, readme = (
         ' '.join(checkout.joinpath(path).read_text().split()) for path in ('results/README.md', 'README.md'))
-    assert '**RoPE-2D is ahead of both, at both learning rates**' in readme
+    assert 'RoPE-2D is ahead of the other two, at both learning rates.**' in readme
     assert 'At 64 px SaPE2(K)+APE keeps 86 % of its accuracy above chance, and APE 87 %' in results
     assert 'RoPE-2D keeps 98 % if positions are rescaled' in results
     assert 'If its angles extrapolate to positions that were never trained, it keeps 42 %' in results

@@ -750,6 +750,8 @@ def test_trained_grid_of_a_table_of_another_size(name, grid, own_source, tmp_pat
     kwargs = {} if 'naflexvit' in name else {'use_naflex': True}
     model = timm.create_model(name, depth=1, embed_dim=32, num_heads=2, **kwargs)
     assert tuple(model.embeds.pos_embed.shape[1:3]) != grid
+    sized = timm.create_model(name, img_size=(160, 128), depth=1, embed_dim=32, num_heads=2, **kwargs)
+    assert timm_sape.graft(sized, 'nope', logit_scaling='log').ref_grid_size == (10, 8)  # what it was made for
     save_for_hf(model, str(tmp_path), safe_serialization=True)
     own_source(model)
     kwargs.update(depth=1, embed_dim=32, num_heads=2, pretrained=True)
