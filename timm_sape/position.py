@@ -253,6 +253,9 @@ class LayerEncodings(_Encodings):
             t + d/2 instead of 2t and 2t + 1. A rotation among `encodings` brings its own layout.
         needs_position: Whether shared encodings, or a rotation of the host's own, act in this layer, so that it needs a
             `Position`. Whether `encodings` need one is found out here.
+
+    Raises:
+        ValueError: If two of the encodings are rotations.
     """
 
     def __init__(
@@ -264,6 +267,9 @@ class LayerEncodings(_Encodings):
             needs_position: bool = False,
     ) -> None:
         super().__init__(encodings or {})
+        rotations = [name for name, encoding in self.items() if encoding.rotates()]
+        if len(rotations) > 1:
+            raise ValueError(f'A layer can have one rotation, got {" and ".join(map(repr, rotations))}. Leave one out.')
         self.layer = layer
         self.rotate_half = rotate_half or any(getattr(encoding, 'rotate_half', False) for encoding in self.values())
         acts = any(encoding.acts_on() or encoding.scales_logits for encoding in self.values())  # 'nope' does not

@@ -116,3 +116,12 @@ def test_widening_norms(name, hook):
         actual = layer(x, position=Position(grid))
     assert dtypes == {torch.bfloat16}
     assert torch.equal(actual, expected)
+
+
+def test_a_layer_has_one_rotation():
+    """Models refuse two by name. In a layer of one's own, one would be left out or the layout would be wrong."""
+    encodings = {name: create(name, (2, 2)) for name in ('rope2d', 'cope', 'mrope')}
+    with pytest.raises(ValueError, match="A layer can have one rotation, got 'rope2d' and 'mrope'. Leave one out."):
+        LayerEncodings(encodings)
+    del encodings['rope2d']
+    assert LayerEncodings(encodings).rotate_half  # the layout of 'mrope'

@@ -1,9 +1,9 @@
 """nD-RoPE (Li et al., 'nD-RoPE: A Generalized RoPE for n-Dimensional Position Embedding', ICML 2026), in 2-D.
 
 Pairs of channels of q and k are rotated by angles that grow with position. Each frequency is used along three
-directions, 120 degrees apart, so no direction of the image is preferred; an axial encoding prefers rows and columns.
-(In n dimensions the directions are the n + 1 corners of a simplex.) GridPE (Li et al., 2024) has the same directions.
-Costs two multiplications per entry of q and k.
+directions, 120 degrees apart, and each head has them turned. So taken together, the heads hardly prefer any direction;
+an axial encoding prefers rows and columns. (In n dimensions the directions are the n + 1 corners of a simplex.) GridPE
+(Li et al., 2024) has the same directions. Costs two multiplications per entry of q and k.
 """
 import math
 from typing import Tuple
