@@ -55,6 +55,9 @@ class VisionTransformerPosEnc(PosEncModel, VisionTransformer):
     Its state dict is timm's plus the entries of the encodings: `encodings.<name>.*` for those that the whole model
     shares, `blocks.<i>.attn.encodings.<name>.*` for those that each layer has. The table of `ape` is timm's
     `pos_embed`.
+
+    Two things are as in timm's NaFlexVit, not as in its ViT: `pos_drop_rate` acts also on a model without a table, and
+    the blocks are called one by one. So register forward hooks on `blocks[i]`; those on `blocks` never run.
     """
 
     def __init__(
