@@ -115,7 +115,6 @@ class PosEncModel(nn.Module):
         )
         create = partial(create_encoding, **host)
         classes = {name: get_encoding(name) for name in parts}
-        rotate_half = own_rotation or any(getattr(cls, 'rotate_half', False) for cls in classes.values())
         with torch.random.fork_rng(devices=[]):
             # A new seed, so that encodings do not repeat the numbers that are drawn next, say for a new head.
             torch.default_generator.manual_seed(int(torch.randint(2 ** 62, (), device='cpu')))
@@ -130,7 +129,7 @@ class PosEncModel(nn.Module):
                 block.attn.encodings = LayerEncodings(
                     {name: create(name, layer=i, **parts[name]) for name in own},
                     layer=i,
-                    rotate_half=rotate_half,
+                    rotate_half=own_rotation or self.encodings.rotate_half,
                     needs_position=self.encodings.act_on_blocks() or own_rotation is not None,
                 )
         unscaled = [

@@ -169,6 +169,10 @@ def _logit_factor(
 
 class _Encodings(nn.ModuleDict):
 
+    def __init__(self, encodings: Optional[Dict[str, PositionEncoding]] = None) -> None:
+        super().__init__(encodings or {})
+        self.rotate_half = any(getattr(encoding, 'rotate_half', False) for encoding in self.values())
+
     def acting_on(self, hook: str) -> List[PositionEncoding]:
         """The encodings that override a hook."""
         return [encoding for encoding in self.values() if encoding.overrides(hook)]
@@ -266,12 +270,12 @@ class LayerEncodings(_Encodings):
             rotate_half: bool = False,
             needs_position: bool = False,
     ) -> None:
-        super().__init__(encodings or {})
+        super().__init__(encodings)
         rotations = [name for name, encoding in self.items() if encoding.rotates()]
         if len(rotations) > 1:
             raise ValueError(f'A layer can have one rotation, got {" and ".join(map(repr, rotations))}. Leave one out.')
         self.layer = layer
-        self.rotate_half = rotate_half or any(getattr(encoding, 'rotate_half', False) for encoding in self.values())
+        self.rotate_half = self.rotate_half or rotate_half
         acts = any(encoding.acts_on() or encoding.scales_logits for encoding in self.values())  # 'nope' does not
         self.needs_position = needs_position or acts
 

@@ -83,8 +83,7 @@ def where(grid):
 
 def attend(encoding, q, k, v, grid, *, scale=None, x=None, **options):
     """Attention of a layer with only this encoding, `[B, h, N, d]`."""
-    layer = LayerEncodings(
-        {encoding.name: encoding}, rotate_half=getattr(encoding, 'rotate_half', False), needs_position=True)
+    layer = LayerEncodings({encoding.name: encoding}, needs_position=True)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return layer(q, k, v, x if x is not None else q.transpose(1, 2).flatten(2), Position(grid), scale=scale, **options)
 

@@ -118,31 +118,34 @@ def rope2d_mixed(rule, freqs, size, ref, ramp=(1, 32)):
     return angle_of, temperature(rule, *stretch)
 
 
-def rope_spiral(rule, dim, size, ref, ramp=(1, 32)):
-    """Four directions."""
-    n = dim // 4
+def along_directions(rule, wave, size, ref, ramp):
+    """Fixed frequencies; `wave(h, pair)` is the direction of a pair, its frequency, and the exponent of NTK-aware."""
     stretch = [new / old for new, old in zip(size, ref)]
 
     def angle_of(h, pair, y, x):
-        half, t = divmod(pair, n)
-        direction = (1 - half) * math.pi / 2 - t // 2 % 2 * math.pi / 4
-        w = 1.5 * series(t, n, 10000)
-        return oblique(
-            rule, (y, x), (w * math.sin(direction), w * math.cos(direction)), t / (n - 1), stretch, ref, ramp)
+        direction, w, e = wave(h, pair)
+        return oblique(rule, (y, x), (w * math.sin(direction), w * math.cos(direction)), e, stretch, ref, ramp)
 
     return angle_of, temperature(rule, *stretch)
+
+
+def rope_spiral(rule, dim, size, ref, ramp=(1, 32)):
+    """Four directions."""
+    n = dim // 4
+
+    def wave(h, pair):
+        half, t = divmod(pair, n)
+        return (1 - half) * math.pi / 2 - t // 2 % 2 * math.pi / 4, 1.5 * series(t, n, 10000), t / (n - 1)
+
+    return along_directions(rule, wave, size, ref, ramp)
 
 
 def rope_nd(rule, dim, size, ref, ramp=(1, 32)):
     """Two heads, with three corners of a triangle for each frequency; the second head has it turned by 30 degrees."""
     n = dim // 6
-    stretch = [new / old for new, old in zip(size, ref)]
 
-    def angle_of(h, pair, y, x):
+    def wave(h, pair):
         corner, t = divmod(pair, n)
-        direction = math.radians(120 * corner + 30 * h)
-        w = series(t, n, 100)
-        return oblique(
-            rule, (y, x), (w * math.sin(direction), w * math.cos(direction)), t / (n - 1), stretch, ref, ramp)
+        return math.radians(120 * corner + 30 * h), series(t, n, 100), t / (n - 1)
 
-    return angle_of, temperature(rule, *stretch)
+    return along_directions(rule, wave, size, ref, ramp)

@@ -380,14 +380,24 @@ class TableTests(RotaryTests):
 
 
 class FixedTableTests(FixedTests, TableTests):
-    """A rotation without parameters. Its reference has a function `angle`, too."""
+    """A rotation without parameters. Its reference has a function `angle`, too.
+
+    Attributes:
+        by_head: Whether each head has angles of its own.
+        angle_tolerance: Of the angles in float32.
+    """
+    by_head = False
+    angle_tolerance = 1e-6
+
+    def angle(self, encoding):
+        return self.reference.angle(encoding.head_dim, (3, 5))
 
     def check_initial_values(self, layer, encoding):
-        angle = self.reference.angle(encoding.head_dim, (3, 5))
-        expected = torch.tensor([
-            [angle(0, t, y, x) for t in range(encoding.head_dim // 2)] for y in range(3) for x in range(5)],
-            dtype=torch.float64)
-        assert_near(encoding.angles(Grid(3, 5)), expected, 1e-6)
+        angle = self.angle(encoding)
+        expected = torch.tensor([[
+            [angle(h, t, y, x) for t in range(encoding.head_dim // 2)] for y in range(3) for x in range(5)]
+            for h in range(encoding.num_heads)], dtype=torch.float64)
+        assert_near(encoding.angles(Grid(3, 5)), expected if self.by_head else expected[0], self.angle_tolerance)
 
 
 class ResolutionTests:

@@ -14,23 +14,20 @@ class TestRopeNd(ResolutionTests, FixedTableTests):
     name = 'rope_nd'
     reference = reference_rope_nd
     multiple = 2
+    by_head = True
 
     @pytest.mark.parametrize('base', [2, 1e4])
     def test_base(self, base):
         self.check(*CASES['3x5, 6 kept'], base=base)
         self.check((2, 4), 0, None, base=base)
 
-    def check_initial_values(self, layer, encoding):
-        angle = self.reference.angle(encoding.head_dim, (3, 5), encoding.num_heads)
-        expected = torch.tensor([[
-            [angle(h, t, y, x) for t in range(encoding.head_dim // 2)] for y in range(3) for x in range(5)]
-            for h in range(encoding.num_heads)], dtype=torch.float64)
-        assert_near(encoding.angles(Grid(3, 5)), expected, 1e-6)
+    def angle(self, encoding):
+        return self.reference.angle(encoding.head_dim, (3, 5), encoding.num_heads)
 
 
-def wave_vectors(heads, head_dim, **keywords):
+def wave_vectors(heads, head_dim):
     """(x, y) of each pair, `[h, d/2, 2]`."""
-    encoding = create('rope_nd', (2, 2), heads=heads, head_dim=head_dim, random=False, **keywords)
+    encoding = create('rope_nd', (2, 2), heads=heads, head_dim=head_dim, random=False)
     angles = encoding.angles(Grid(2, 2)).double()  # [h, 4, d/2]
     return torch.stack([angles[:, 1] - angles[:, 0], angles[:, 2] - angles[:, 0]], dim=-1)
 

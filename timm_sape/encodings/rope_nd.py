@@ -52,8 +52,8 @@ class SimplexRotaryEncoding(FixedRotaryEncoding, FrequencyEncoding):
 
     def compute_angles(self, grid: Grid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         num_pairs = self.head_dim // 2
-        scales, corners = zip(*((t // 3, t % 3) for k in range(3) for t in range(k, num_pairs, 3)))
-        scales, corners = (torch.tensor(t, device=device, dtype=dtype) for t in (scales, corners))  # [d/2]
+        t = torch.tensor([t for k in range(3) for t in range(k, num_pairs, 3)], device=device)
+        scales, corners = (t // 3).to(dtype), (t % 3).to(dtype)  # [d/2]
         heads = torch.arange(self.num_heads, device=device, dtype=dtype)[:, None]
         turn = 2 * math.pi / 3 * corners + math.pi / (3 * self.num_heads) * heads  # [h, d/2]
         frequencies = self.base ** (-6 * scales / self.head_dim)
