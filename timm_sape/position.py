@@ -259,7 +259,7 @@ class LayerEncodings(_Encodings):
             `Position`. Whether `encodings` need one is found out here.
 
     Raises:
-        ValueError: If two of the encodings are rotations.
+        ValueError: If two of the encodings are rotations, or if one adds to the tokens of the whole model.
     """
 
     def __init__(
@@ -274,6 +274,11 @@ class LayerEncodings(_Encodings):
         rotations = [name for name, encoding in self.items() if encoding.rotates()]
         if len(rotations) > 1:
             raise ValueError(f'A layer can have one rotation, got {" and ".join(map(repr, rotations))}. Leave one out.')
+        for name, encoding in self.items():
+            if not encoding.per_layer and any(encoding.overrides(hook) for hook in ('embed', 'mix', 'layer_embed')):
+                raise ValueError(
+                    f'{name!r} adds to the tokens of the whole model, and attention would ignore it. Give it to '
+                    f'SharedEncodings, which is called before the first layer.')
         self.layer = layer
         self.rotate_half = self.rotate_half or rotate_half
         acts = any(encoding.acts_on() or encoding.scales_logits for encoding in self.values())  # 'nope' does not

@@ -13,6 +13,7 @@ from reference_cope import cope_between, cope_bias
 from reference_irpe import irpe_bias, irpe_values
 from reference_sape2 import sape2_bias
 from reference_sape2sq import sape2sq_bias
+import timm_sape
 from timm_sape.attention import PosEncAttention
 from timm_sape.position import LayerEncodings, Position
 
@@ -125,3 +126,12 @@ def test_a_layer_has_one_rotation():
         LayerEncodings(encodings)
     del encodings['rope2d']
     assert LayerEncodings(encodings).rotate_half  # the layout of 'mrope'
+
+
+@pytest.mark.parametrize('name', [
+    name for name in timm_sape.list_encodings()
+    if {'tokens', 'tokens in each layer'} & set(timm_sape.get_encoding(name).acts_on())
+])
+def test_a_layer_does_not_ignore_what_is_added_to_tokens(name):
+    with pytest.raises(ValueError, match=f"'{name}' adds to the tokens of the whole model, and attention would ignore"):
+        LayerEncodings({name: create(name, (2, 2))})
