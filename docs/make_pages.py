@@ -688,8 +688,8 @@ def accuracy_of(name):
         keys = [
             'model', 'learning rate', 'top-1 (%)', 'minus', 'difference', 'corrected, pairs', 'corrected, not paired']
         texts.append(
-            'With seeds 21 to 25, each model at the learning rate chosen for it, out of two. Intervals are corrected '
-            'for the\nnumber of comparisons in [the whole table]'
+            'Here the seeds are 21 to 25, and each model has the learning rate chosen for it, out of two. Intervals '
+            'are\ncorrected for the number of comparisons in [the whole table]'
             '(../choosing.md#every-encoding-at-a-learning-rate-chosen-for-it):\n\n'
             + table(keys, [[row[key] for key in keys] for row in chosen]))
     else:

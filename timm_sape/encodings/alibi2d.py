@@ -2,7 +2,7 @@
 NeurIPS 2023) uses it for images.
 
 Each head lowers a logit in proportion to the distance of two patches, by a fixed slope. The distance is Euclidean or
-counts steps along rows and columns; direction does not matter. Costs one addition per logit.
+counts steps along rows and columns; direction does not matter. It costs one addition per logit.
 """
 import torch
 

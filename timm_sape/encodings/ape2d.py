@@ -1,7 +1,8 @@
 """Factored absolute position encoding: a learned vector for each row and one for each column.
 
-The table of 'ape' in factored form (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023). 2-D in
-that y and x are learned separately, so a row has the same vector in every column. Costs one addition per token entry.
+The table of 'ape' in factored form (the factorised embeddings of NaViT; Dehghani et al., 'Patch n' Pack', 2023). It is
+2-D in that y and x are learned separately, so a row has the same vector in every column. It costs one addition per
+token entry.
 """
 from typing import Tuple
 

@@ -2,8 +2,8 @@
 NeurIPS 2021), the variant for images.
 
 Sinusoids of positions. In training the positions are shifted and scaled at random, so the model learns to rely on what
-does not change: relative positions. 2-D in that the directions of the waves are spread over the whole circle. Costs one
-multiplication and one addition per token entry, and in training a table for each image.
+does not change: relative positions. It is 2-D in that the directions of the waves are spread over the whole circle. It
+costs one multiplication and one addition per token entry, and in training a table for each image.
 """
 import math
 from typing import Tuple

@@ -1,9 +1,9 @@
 """STRING (Schenck et al., 'Learning the RoPEs: Better 2D and 3D Position Encodings with STRING', ICML 2025).
 
 If the matrices of a rotation for y and for x commute, it is a rotation of pairs of channels in another basis. Here each
-head learns that basis, by the Cayley transform (Cayley-STRING). 2-D in that each pair of channels of the new basis
-rotates with a learned mixture of x and y. Costs a product of q and of k with a d x d matrix in each head, a linear
-system of that size in each layer, and two multiplications per entry of q and k.
+head learns that basis, by the Cayley transform (Cayley-STRING). It is 2-D in that each pair of channels of the new
+basis rotates with a learned mixture of x and y. It costs a product of q and of k with a d x d matrix in each head, a
+linear system of that size in each layer, and two multiplications per entry of q and k.
 """
 from typing import Tuple
 

@@ -2,8 +2,8 @@
 Angle Matrices', CVPR 2025).
 
 A rotation of q and k in blocks of channels, by exponentials of learned skew-symmetric matrices. Those of y and of x
-commute, so q.k depends on offsets alone. 2-D in that a block turns with y, with x, or with a mixture of both. As the
-matrices commute, it costs one exponential per row and column and one product of two blocks per patch, whatever the
+commute, so q.k depends on offsets alone. It is 2-D in that a block turns with y, with x, or with a mixture of both. As
+the matrices commute, it costs one exponential per row and column and one product of two blocks per patch, whatever the
 batch size, then a product of each block with q and with k.
 """
 import torch

@@ -2,8 +2,8 @@
 
 The position of token j, as query i sees it, is the sum of the gates of i from j to the end. This position selects a
 learned vector. The product of that vector with the query is added to the logit. Nothing about it is 2-D: positions are
-counted along the raster, and in a ViT, which is not causal, the sum runs to the end of it. Costs one N x N look-up per
-head.
+counted along the raster, and in a ViT, which is not causal, the sum runs to the end of it. It costs one N x N look-up
+per head.
 """
 import torch
 import torch.nn as nn

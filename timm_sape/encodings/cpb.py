@@ -1,9 +1,9 @@
 """Log-spaced continuous position bias of Swin V2 (Liu et al., 'Swin Transformer V2', CVPR 2022).
 
-A small MLP in each layer computes the bias of an offset, instead of a look-up in a table. 2-D in that its input is the
-pair (dy, dx). Offsets are on a logarithmic scale, so those beyond the trained ones stay close to the trained range.
-Costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per head and layer, whatever the batch
-size.
+A small MLP in each layer computes the bias of an offset, instead of a look-up in a table. It is 2-D in that its input
+is the pair (dy, dx). Offsets are on a logarithmic scale, so those beyond the trained ones stay close to the trained
+range. It costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per head and layer, whatever the
+batch size.
 """
 import math
 from collections import OrderedDict

@@ -1,9 +1,9 @@
 """FIRE (Li et al., 'Functional Interpolation for Relative Positions Improves Long Context Transformers', ICLR 2024).
 
 A small MLP in each layer computes the bias from the distance between two patches, on a logarithmic scale and divided by
-the largest distance in the image. So a larger image does not leave the range that the MLP was trained on. 2-D in that
-distances are measured on the grid. Costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N numbers per
-head and layer, whatever the batch size.
+the largest distance in the image. So a larger image does not leave the range that the MLP was trained on. It is 2-D in
+that distances are measured on the grid. It costs the MLP over the (2H-1)*(2W-1) offsets and one look-up of N x N
+numbers per head and layer, whatever the batch size.
 """
 from collections import OrderedDict
 from functools import reduce

@@ -2,8 +2,8 @@
 Encoding', NeurIPS 2021), as in the comparison of Position-SHAP.
 
 A learned function of the coordinates is added to each patch token: an MLP of waves, each in a direction of its own. At
-initialization, the dot product of the features of two patches is a Gaussian of the Euclidean distance between them.
-Costs a small MLP over the grid, once per forward pass whatever the batch size, and one addition per token entry.
+initialization, the dot product of the features of two patches is a Gaussian of the Euclidean distance between them. It
+costs a small MLP over the grid, once per forward pass whatever the batch size, and one addition per token entry.
 """
 from typing import Optional
 

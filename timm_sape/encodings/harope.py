@@ -1,9 +1,9 @@
 """HARoPE (Li et al., 'Head-wise Adaptive Rotary Positional Encoding for Fine-Grained Image Generation', CVPR 2026).
 
 Before a rotation of pairs of channels, each head multiplies q and k by a learned matrix. So it can choose what is
-rotated, by which frequency and along which axis, and how much each part counts. 2-D in that half of the channels then
-rotate with x and half with y. Costs a product of q and of k with a d x d matrix in each head, two linear systems of
-that size in each layer, and two multiplications per entry of q and k.
+rotated, by which frequency and along which axis, and how much each part counts. It is 2-D in that half of the channels
+then rotate with x and half with y. It costs a product of q and of k with a d x d matrix in each head, two linear
+systems of that size in each layer, and two multiplications per entry of q and k.
 """
 from typing import Tuple
 

@@ -2,12 +2,12 @@
 
 Offsets are sorted into buckets: each small offset has its own, and the larger offsets are, the more of them share one.
 Each bucket has a learned vector. The product of this vector with the query or the key of a pair is a bias, and the
-vector can be added to the value. 2-D in that offsets are pairs (dy, dx): by default each axis has its buckets, and a
-vector belongs to a pair of buckets. 'On keys' means that the vector is added to the key, so that it meets the query; in
-`sape2_k` it is the other way, and the table is multiplied by the key.
+vector can be added to the value. It is 2-D in that offsets are pairs (dy, dx): by default each axis has its buckets,
+and a vector belongs to a pair of buckets. 'On keys' means that the vector is added to the key, so that it meets the
+query; in `sape2_k` it is the other way, and the table is multiplied by the key.
 
-Costs one product of the tokens with the table and one look-up of N x N numbers per head, and for values one sum of
-N x N numbers by bucket. The vectors are never expanded to all N x N pairs.
+It costs one product of the tokens with the table and one look-up of N x N numbers per head, and for values one sum of N
+x N numbers by bucket. The vectors are never expanded to all N x N pairs.
 """
 import math
 import operator

@@ -3,7 +3,7 @@ Normalization', ICCV 2023).
 
 A learned table like that of 'ape', but it is passed from layer to layer beside the tokens: each layer applies a
 LayerNorm of its own to what the layer before used, and adds the result to the input of its attention. Only the
-resampling of the table is 2-D. Costs one LayerNorm of the table per layer, whatever the batch size, and one addition
+resampling of the table is 2-D. It costs one LayerNorm of the table per layer, whatever the batch size, and one addition
 per token entry and layer.
 """
 from typing import Tuple

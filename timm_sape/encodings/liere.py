@@ -1,9 +1,9 @@
 """LieRE (Ostmeier et al., 'LieRE: Lie Rotational Positional Encodings', ICML 2025).
 
 A rotation of q and k that is not made of pairs of channels: a block of channels is multiplied by an orthogonal matrix,
-the exponential of a skew-symmetric one that each head learns. 2-D in that it is y times one learned matrix plus x times
-another. Costs an exponential of each block in each layer and patch, whatever the batch size, and a product of each
-block with q and with k.
+the exponential of a skew-symmetric one that each head learns. It is 2-D in that it is y times one learned matrix plus x
+times another. It costs an exponential of each block in each layer and patch, whatever the batch size, and a product of
+each block with q and with k.
 """
 from typing import Optional, Tuple
 

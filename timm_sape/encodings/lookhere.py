@@ -1,9 +1,9 @@
 """LookHere (Fuller et al., 'LookHere: Vision Transformers with Directed Attention Generalize and Extrapolate', NeurIPS
 2024), the variant with a field of view of 90 degrees.
 
-In most heads a patch sees only one quarter of the plane around it, and distant patches get less attention. 2-D in that
-the quarters point in eight directions. Costs one addition per logit, and in each layer a pass over the logits to make
-the bias from its 2H-1 x 2W-1 values per head.
+In most heads a patch sees only one quarter of the plane around it, and distant patches get less attention. It is 2-D in
+that the quarters point in eight directions. It costs one addition per logit, and in each layer a pass over the logits
+to make the bias from its 2H-1 x 2W-1 values per head.
 """
 import math
 from typing import List, Tuple

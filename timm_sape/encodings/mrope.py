@@ -3,7 +3,7 @@
 Each pair of channels follows time, y or x. An image is at time 0, so in 2-D the pairs of time are not rotated. Each
 axis has a third of the frequencies, whereas in an axial encoding each axis has all of them. In Qwen2-VL an axis has a
 block of neighbouring pairs, and so frequencies of similar size: time the highest, x the lowest. In Qwen3-VL, and in
-timm's `RotaryEmbeddingMRope`, pairs take turns. Costs two multiplications per entry of q and k.
+timm's `RotaryEmbeddingMRope`, pairs take turns. It costs two multiplications per entry of q and k.
 
 On a small image the contiguous layout hardly tells rows apart: y starts at 10000^(-2t/d) radians a patch, .04 for
 t = 11 and a head dim of 64. `section` may give time no pair at all.

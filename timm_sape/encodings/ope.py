@@ -2,7 +2,7 @@
 2024; ViTARC).
 
 Half of the channels hold the sinusoids of an object's index, the other half those of x and y, so patches of the same
-object share half of their encoding. Costs one addition per token entry. If the caller does not pass the objects,
+object share half of their encoding. It costs one addition per token entry. If the caller does not pass the objects,
 finding them takes about log2(H*W) products of H*W x H*W matrices per image.
 """
 from typing import List, Optional, Sequence, Tuple, Union

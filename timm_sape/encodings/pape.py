@@ -1,7 +1,7 @@
 """PaPE (Øhrstrøm et al., 'Parabolic Position Encoding', 2026).
 
 The bias is a sum of parabolas of the offset between two patches, along directions that each head learns. The content of
-the query decides how wide each parabola is and where its peak lies. 2-D in that a direction is a vector (y, x).
+the query decides how wide each parabola is and where its peak lies. It is 2-D in that a direction is a vector (y, x).
 
 A sum of parabolas is a quadratic form in dy and dx, so five numbers per query and head describe it, however many
 parabolas there are. Expanded in the coordinates, it is a product of six further channels of q and k (21 in half

@@ -1,8 +1,8 @@
 """PaPE-RI, the form of PaPE that does not change when the image is rotated (Øhrstrøm et al., 2026).
 
-One parabola of the distance between two patches in each head, whose width depends on the content of the query. 2-D in
-that distances are measured on the grid. Computed as `pape` is, by six further channels of q and k (21 in half
-precision), so attention stays fused. Costs a projection of the tokens to h widths, and these channels.
+One parabola of the distance between two patches in each head, whose width depends on the content of the query. It is
+2-D in that distances are measured on the grid. Computed as `pape` is, by six further channels of q and k (21 in half
+precision), so attention stays fused. It costs a projection of the tokens to h widths, and these channels.
 """
 import torch
 import torch.nn as nn

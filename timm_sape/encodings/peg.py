@@ -2,8 +2,8 @@
 Transformers', ICLR 2023).
 
 A convolution over the grid of patch tokens is added to them, once, after a block. The zero padding reveals their
-position to the patches at the border, and attention passes it on to the others. Costs k^2 multiplications per entry of
-the patch tokens, once.
+position to the patches at the border, and attention passes it on to the others. It costs k^2 multiplications per entry
+of the patch tokens, once.
 """
 import torch
 import torch.nn as nn

@@ -1,7 +1,7 @@
 """PEmixer (Li et al., 'Tackling the Abstraction and Reasoning Corpus with Vision Transformers', 2024; ViTARC).
 
 Lets a model weigh content against position in each channel, for any encodings that are added to the tokens. It has no
-positions of its own. Costs two multiplications per token entry.
+positions of its own. It costs two multiplications per token entry.
 """
 from typing import Tuple
 

@@ -1,9 +1,9 @@
 """PoPE (Gopalakrishnan et al., 'Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings', 2025).
 
 With a rotary encoding the angle of a pair of channels depends on content and on position. Here each channel of q and k
-has a length that depends on content alone, and an angle that depends on position alone. 2-D in that half of the
-channels turn with x and half with y, as in the axial form of lucidrains/PoPE-pytorch. Costs a product of q and k with
-twice as many channels.
+has a length that depends on content alone, and an angle that depends on position alone. It is 2-D in that half of the
+channels turn with x and half with y, as in the axial form of lucidrains/PoPE-pytorch. It costs a product of q and k
+with twice as many channels.
 """
 from typing import Tuple
 

@@ -1,8 +1,8 @@
 """Rotary position encoding (Su et al., 'RoFormer', 2021) along the raster.
 
 Pairs of channels of q and k are rotated by angles that grow with the number of the patch, row by row. Nothing about it
-is 2-D: neighbours in a column are W positions apart, although they are adjacent in the image. Costs two multiplications
-per entry of q and k.
+is 2-D: neighbours in a column are W positions apart, although they are adjacent in the image. It costs two
+multiplications per entry of q and k.
 """
 import math
 from typing import List, Tuple

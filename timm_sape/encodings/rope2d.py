@@ -1,7 +1,7 @@
 """Axial 2-D rotary position encoding (Heo et al., 'Rotary Position Embedding for Vision Transformer', ECCV 2024).
 
 Pairs of channels of q and k are rotated by angles that grow with position, so that q.k depends on the offset of two
-patches. Half of the channels rotate with x and half with y. Costs two multiplications per entry of q and k.
+patches. Half of the channels rotate with x and half with y. It costs two multiplications per entry of q and k.
 """
 from typing import Tuple
 

@@ -1,7 +1,7 @@
 """Mixed 2-D rotary position encoding (Heo et al., 'Rotary Position Embedding for Vision Transformer', ECCV 2024).
 
 Pairs of channels of q and k are rotated by angles that grow with position, so that q.k depends on the offset of two
-patches. Each pair rotates with a learned mixture of x and y, which can be a diagonal direction. Costs two
+patches. Each pair rotates with a learned mixture of x and y, which can be a diagonal direction. It costs two
 multiplications per entry of q and k.
 """
 from typing import Tuple

@@ -1,7 +1,7 @@
 """Rotary position encoding of DINOv3 (Siméoni et al., 2025), as in timm's `RotaryEmbeddingDinoV3`.
 
-Axial, with positions relative to the image rather than counted in patches. 2-D in that half of the channels rotate with
-y and half with x. Costs two multiplications per entry of q and k.
+Axial, with positions relative to the image rather than counted in patches. It is 2-D in that half of the channels
+rotate with y and half with x. It costs two multiplications per entry of q and k.
 """
 import math
 from typing import Optional

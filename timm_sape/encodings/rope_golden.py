@@ -1,8 +1,8 @@
 """Golden gate rotary position encoding (Jerry Xiong, 'On N-dimensional Rotary Positional Embeddings', 2025).
 
 Pairs of channels of q and k are rotated by angles that grow with position, each pair along a direction of its own. The
-golden ratio spreads the directions of all pairs and heads evenly, without randomness and without parameters. Costs two
-multiplications per entry of q and k.
+golden ratio spreads the directions of all pairs and heads evenly, without randomness and without parameters. It costs
+two multiplications per entry of q and k.
 """
 import math
 

@@ -3,7 +3,7 @@
 Pairs of channels of q and k are rotated by angles that grow with position. Each frequency is used along three
 directions, 120 degrees apart, and each head has them turned. So taken together, the heads hardly prefer any direction;
 an axial encoding prefers rows and columns. (In n dimensions the directions are the n + 1 corners of a simplex.) GridPE
-(Li et al., 2024) has the same directions. Costs two multiplications per entry of q and k.
+(Li et al., 2024) has the same directions. It costs two multiplications per entry of q and k.
 """
 import math
 from typing import Tuple

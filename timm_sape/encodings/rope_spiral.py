@@ -1,8 +1,8 @@
 """Spiral RoPE (Liu et al., 'Spiral RoPE: Rotate Your Rotary Positional Embeddings in the 2D Plane', 2026).
 
 Pairs of channels of q and k are rotated by angles that grow with position, along directions that are spread evenly over
-the half plane, one for each group of channels. With two directions it is axial. Costs two multiplications per entry of
-q and k.
+the half plane, one for each group of channels. With two directions it is axial. It costs two multiplications per entry
+of q and k.
 """
 import math
 from typing import Optional, Tuple

@@ -1,7 +1,7 @@
 """Relative position bias of Swin (Liu et al., 'Swin Transformer', ICCV 2021).
 
-One learned number for each offset between two patches and each head. 2-D in that an offset is a pair (dy, dx). Costs
-one look-up of N x N numbers per head and layer, whatever the batch size.
+One learned number for each offset between two patches and each head. It is 2-D in that an offset is a pair (dy, dx). It
+costs one look-up of N x N numbers per head and layer, whatever the batch size.
 """
 from typing import Tuple
 

@@ -1,8 +1,8 @@
 """2D-RPE of ViTARC (Li et al., 'Tackling the Abstraction and Reasoning Corpus with Vision Transformers', 2024).
 
 ALiBi with the Manhattan distance and two slopes per head: a gentle one for keys before the query in the raster and a
-steeper one for keys after it. 2-D through the distance; the choice of the slope is 1-D, by the raster. Costs one
-addition per logit.
+steeper one for keys after it. It is 2-D through the distance; the choice of the slope is 1-D, by the raster. It costs
+one addition per logit.
 """
 from typing import List
 

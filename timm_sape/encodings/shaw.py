@@ -1,8 +1,9 @@
 """Relative position representations (Shaw et al., 'Self-Attention with Relative Position Representations', 2018).
 
 A learned vector for each offset is added to the key; large offsets are clipped. Ours is 2-D: it has a table for dy and
-one for dx, and adds their vectors. The original is for sequences, which here means the raster. Costs one product of the
-queries with the tables and one look-up of N x N numbers per head. The vectors are never expanded to all N x N pairs.
+one for dx, and adds their vectors. The original is for sequences, which here means the raster. It costs one product of
+the queries with the tables and one look-up of N x N numbers per head. The vectors are never expanded to all N x N
+pairs.
 """
 import torch
 import torch.nn as nn

@@ -1,8 +1,8 @@
 """Sinusoidal position encoding (Vaswani et al., 'Attention Is All You Need', 2017) along the raster.
 
 A fixed vector of sines and cosines of the number of the patch, row by row, is added to each patch token. Nothing about
-it is 2-D: neighbours in a column are W positions apart, although they are adjacent in the image. Costs one addition per
-token entry.
+it is 2-D: neighbours in a column are W positions apart, although they are adjacent in the image. It costs one addition
+per token entry.
 """
 import torch
 

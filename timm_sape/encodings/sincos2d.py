@@ -1,6 +1,6 @@
 """Sinusoidal position encoding of x and y, as in masked autoencoders (He et al., 2022).
 
-A fixed vector of sines and cosines is added to each patch token. Half of the channels encode x and half y. Costs one
+A fixed vector of sines and cosines is added to each patch token. Half of the channels encode x and half y. It costs one
 addition per token entry.
 """
 import torch

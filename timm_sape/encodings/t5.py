@@ -2,7 +2,7 @@
 
 A learned number for each bucket of distances and each head, the same in all layers. Each small distance has a bucket of
 its own, large ones share buckets. Ours is 2-D: it has a table for dy and one for dx, and adds their numbers. The
-original is for sequences, which here means the raster. Costs one look-up of N x N numbers per head and forward pass.
+original is for sequences, which here means the raster. It costs one look-up of N x N numbers per head and forward pass.
 """
 import math
 import operator
