@@ -11,7 +11,7 @@ from common import Maker
 from harness import assert_near
 from operators import BACKENDS, DEVICE, FAST, FULL_WITHOUT_GPU, device_of, make_inputs, strictest
 from timm_sape.ops.backend import using_backend
-from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention, cpp_sape2_attention_forward
+from timm_sape.ops.cpp_operators import cpp_axis_codes, cpp_distance_attention_forward, cpp_sape2_attention_forward
 from timm_sape.ops.sape2 import axis_codes
 from timm_sape.ops.torch_codes import torch_axis_codes
 from timm_sape.ops.torch_distances import torch_distance_attention
@@ -39,7 +39,7 @@ def test_codes_stay_wide_under_autocast(backend):
 
 @pytest.mark.parametrize('backend, codes_operator, attention_operator, merged_operator', [
     ('torch', torch_axis_codes, torch_distance_attention, None),
-    ('cpp', cpp_axis_codes, cpp_distance_attention, cpp_sape2_attention_forward),
+    ('cpp', cpp_axis_codes, cpp_distance_attention_forward, cpp_sape2_attention_forward),
     pytest.param(
         'triton', triton_axis_codes, triton_distance_attention_forward, triton_sape2_attention_forward,
         marks=FULL_WITHOUT_GPU),

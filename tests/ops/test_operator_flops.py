@@ -99,7 +99,7 @@ def test_codes(forward, backward, mode):
 @pytest.mark.parametrize('mode', ['k', 'qk'])
 @pytest.mark.parametrize('forward, backward', [
     (torch_distances.torch_distance_attention, torch_distances.torch_distance_attention_backward),
-    (cpp_operators.cpp_distance_attention, cpp_operators.cpp_distance_attention_backward),
+    (cpp_operators.cpp_distance_attention_forward, cpp_operators.cpp_distance_attention_backward),
     (triton_operators.triton_distance_attention_forward, triton_operators.triton_distance_attention_backward),
 ])
 def test_attention(forward, backward, mode):

@@ -24,8 +24,10 @@
 #include <functional>
 #include <initializer_list>
 #include <limits>
+#include <new>
 #include <numeric>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -39,7 +41,22 @@ using Vec = at::vec::Vectorized<T>;
 template <typename T>
 constexpr int64_t LANES = Vec<T>::size();
 
+// Tokens in a block. With fewer, k, v and the codes would be read more often: on a Xeon, with 16 queries, a forward pass
+// of 4096 tokens took 1.8 times as long.
+constexpr int64_t BLOCK = 64;
 constexpr int64_t PART = 128;  // the most numbers that are added one after the other
+
+// Numbers whose first is at the start of a cache line. A vector of 64 bytes across two lines takes twice as long to read.
+template <typename T>
+struct Aligned {
+  using value_type = T;
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+  bool operator==(const Aligned&) const { return true; }
+  bool operator!=(const Aligned&) const { return false; }
+};
+template <typename T>
+using Numbers = std::vector<T, Aligned<T>>;
 
 template <typename T>
 int64_t padded(int64_t n) {
@@ -54,7 +71,7 @@ struct Matrix {
   int64_t row, column = 1;  // numbers from one row to the next, and from one column to the next
 
   Matrix(T* p, int64_t row, int64_t column = 1) : p(p), row(row), column(column) {}
-  Matrix(std::vector<std::remove_const_t<T>>& numbers, int64_t row) : p(numbers.data()), row(row) {}
+  Matrix(Numbers<std::remove_const_t<T>>& numbers, int64_t row) : p(numbers.data()), row(row) {}
   // A head of [B, h, N, d], counted through all images.
   Matrix(const Tensor& t, int64_t head) : row(t.stride(2)) {
     if constexpr (std::is_const_v<T>) {
@@ -70,6 +87,20 @@ struct Matrix {
   Matrix from(int64_t first, int64_t step = 1) const { return {p + first * row, step * row, column}; }
   Matrix transposed() const { return {p, column, row}; }
 };
+
+// A head of [B, h, N, d] with its rows one after the other, copied to `memory` unless they are so few that each is read
+// once. In a tensor of all heads they may be so far apart that not many of them fit into a cache together.
+template <typename T>
+Matrix<const T> packed(const Tensor& tensor, int64_t head, Numbers<T>& memory) {
+  const Matrix<const T> from(tensor, head);
+  const int64_t rows = tensor.size(2), dim = tensor.size(3);
+  if (rows <= BLOCK || from.row == dim) return from;
+  memory.resize(rows * dim);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t c = 0; c < dim; c += LANES<T>) Vec<T>::loadu(from[i] + c).store(&memory[i * dim + c]);
+  }
+  return {memory.data(), dim};
+}
 
 // Call f(M, i) for M rows from i on: six at a time, the rest two at a time and alone. M is known to the compiler.
 template <typename F>
@@ -135,12 +166,32 @@ Vec<T> sum_of(int64_t first, int64_t end, int64_t step, F f) {
   return sum;
 }
 
-// to [columns, width] = factor * from [rows, columns] transposed; zero where there is no row.
+// The sum of the first numbers of a vector.
 template <typename T>
-void transpose(Matrix<const T> from, int64_t rows, int64_t columns, T factor, std::vector<T>& to, int64_t width) {
-  to.assign(columns * width, T(0));
-  at::vec::transpose_mxn<T>(from.p, from.row, to.data(), width, rows, columns);
-  for (T& x : to) x *= factor;
+T total(Vec<T> x, int64_t count = LANES<T>) {
+  std::array<T, LANES<T>> numbers;
+  x.store(numbers.data());
+  return std::accumulate(numbers.begin(), numbers.begin() + std::min(count, LANES<T>), T(0));
+}
+
+// to [columns, width] = factor * from [rows, columns] transposed; zero where there is no row. Columns and width are
+// multiples of the lanes. Interleaving the halves of a square block of vectors shifts the bits of its indices by one, so
+// as many rounds as an index has bits swap rows and columns.
+template <typename T>
+void transpose(Matrix<const T> from, int64_t rows, int64_t columns, T factor, T* to, int64_t width) {
+  constexpr int64_t L = LANES<T>;
+  for (int64_t i = 0; i < width; i += L) {
+    for (int64_t c = 0; c < columns; c += L) {
+      Vec<T> x[L], y[L];
+      for (int64_t m = 0; m < L; ++m) x[m] = i + m < rows ? Vec<T>::loadu(from[i + m] + c) * Vec<T>(factor) : Vec<T>(0);
+#pragma GCC unroll 4
+      for (int64_t round = 1; round < L; round *= 2) {
+        for (int64_t m = 0; m < L / 2; ++m) std::tie(y[2 * m], y[2 * m + 1]) = at::vec::interleave2(x[m], x[m + L / 2]);
+        std::copy_n(y, L, x);
+      }
+      for (int64_t m = 0; m < L; ++m) x[m].store(to + (c + m) * width + i);
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ roots
@@ -183,22 +234,22 @@ Vec<float> divided(Vec<float> a, Vec<float> b) {
 
 // ------------------------------------------------------------------------------------------------ distances
 
-// The codes of a head along one axis, [G, C], and those of a block of queries, which are the lanes.
+// The codes of a head along one axis, and those of a block of tokens, which are the lanes.
 template <typename T>
 struct Codes {
-  int64_t size, channels, row;
-  std::vector<T> codes, noise;  // [G, row], [G]: squared distances up to the noise are 0
-  std::vector<T> lane_codes, lane_noise;  // [C, width], [width]
-  std::vector<T> distances;  // [G, width], and in the backward pass the gradients divided by them
-  std::vector<T> grad_keys, grad_queries;  // [G, row]: the gradient of the codes is their difference
+  int64_t channels, row;
+  Numbers<T> codes, noise;  // [N, row], [N]: zero for prefix tokens; squared distances up to the noise are 0
+  Numbers<T> lane_codes, lane_noise;  // [row, width], [width]
+  Numbers<T> distances;  // of a block of rows to the lanes, and then the gradients divided by them
+  Numbers<T> grad_rows, grad_lanes;  // [N, row]: the gradient of the codes is their difference
 
-  void load(const Tensor& tensor, int64_t head) {
-    size = tensor.size(2), channels = tensor.size(3), row = padded<T>(channels);
-    codes.assign(size * row, T(0));
-    noise.resize(size);
+  void load(const Tensor& tensor, int64_t head, int64_t N) {
+    channels = tensor.size(3), row = padded<T>(channels);
+    codes.assign(N * row, T(0));
+    noise.assign(N, T(0));
     const T floor = 64 * std::numeric_limits<T>::epsilon();
-    const Matrix<const T> from(tensor, head);
-    for (int64_t i = 0; i < size; ++i) {
+    const Matrix<const T> from = Matrix<const T>(tensor, head).from(tensor.size(2) - N);  // from the first patch on
+    for (int64_t i = N - tensor.size(2); i < N; ++i) {
       std::copy_n(from[i], channels, &codes[i * row]);
       const auto square = [floor](T a, T b) { return floor * a * (floor * b); };  // a * b may overflow
       const T squares = std::inner_product(from[i], from[i] + channels, from[i], T(0), std::plus<T>(), square);
@@ -206,17 +257,15 @@ struct Codes {
     }
   }
 
-  // The block of n queries from patch `first` on, which is negative if it begins with prefix tokens.
-  void load_block(int64_t first, int64_t n, int64_t width) {
-    lane_codes.assign(channels * width, T(0));
+  // The block of n tokens from i on.
+  void load_lanes(int64_t i, int64_t n, int64_t width) {
+    lane_codes.resize(row * width);
+    transpose<T>({&codes[i * row], row}, n, row, 1, lane_codes.data(), width);
     lane_noise.assign(width, T(0));
-    for (int64_t i = std::max<int64_t>(0, -first); i < n; ++i) {
-      lane_noise[i] = noise[first + i];
-      for (int64_t c = 0; c < channels; ++c) lane_codes[c * width + i] = codes[(first + i) * row + c];
-    }
+    std::copy_n(&noise[i], n, lane_noise.data());
   }
 
-  // Distances of M patches from j on to a vector of queries, from differences: products would lose the small ones.
+  // Distances of M tokens from j on to a vector of lanes, from differences: products would lose the small ones.
   template <int M>
   void distances_of(int64_t j, int64_t lane, int64_t width, Vec<T> (&d)[M]) const {
     for (int m = 0; m < M; ++m) d[m] = Vec<T>(0);
@@ -231,18 +280,18 @@ struct Codes {
     for (int m = 0; m < M; ++m) d[m] = root_above(d[m], at::vec::maximum(limit, Vec<T>(noise[j + m])));
   }
 
-  // `distances` now holds R. Add R_ji (w_j - w_i) to the gradients of all keys j and of the block's queries i.
-  void add_gradients(int64_t first, int64_t n, int64_t width) {
-    const int64_t begin = std::max<int64_t>(0, -first), row = this->row;
+  // `distances` now holds R. Add R_ji (w_j - w_i) to the gradients of the rows j and of the lanes i.
+  void add_gradients(int64_t first_row, int64_t rows, int64_t first_lane, int64_t lanes, int64_t width) {
+    const int64_t row = this->row;
     // copied to locals, because the compiler must assume that a store changes members
-    by_rows(size, [&, codes = codes.data(), distances = distances.data(), grad_queries = grad_queries.data()](
+    by_rows(rows, [&, codes = codes.data(), distances = distances.data(), grad_lanes = grad_lanes.data()](
                       auto M, int64_t j) {
       for (int64_t c = 0; c < row; c += LANES<T>) {
         Vec<T> w[M], sum[M];
-        for (int m = 0; m < M; ++m) w[m] = Vec<T>::loadu(codes + (j + m) * row + c), sum[m] = Vec<T>(0);
-        const T *x_i = codes + (first + begin) * row + c, *r_i = distances + j * width + begin;
-        T* to = grad_queries + (first + begin) * row + c;
-        for (int64_t i = begin; i < n; ++i, x_i += row, to += row, ++r_i) {
+        for (int m = 0; m < M; ++m) w[m] = Vec<T>::loadu(codes + (first_row + j + m) * row + c), sum[m] = Vec<T>(0);
+        const T *x_i = codes + first_lane * row + c, *r_i = distances + j * width;
+        T* to = grad_lanes + first_lane * row + c;
+        for (int64_t i = 0; i < lanes; ++i, x_i += row, to += row, ++r_i) {
           const Vec<T> x = Vec<T>::loadu(x_i);
           Vec<T> sum_i = Vec<T>::loadu(to);
           for (int m = 0; m < M; ++m) {
@@ -253,7 +302,7 @@ struct Codes {
           sum_i.store(to);
         }
         for (int m = 0; m < M; ++m) {
-          T* to = &grad_keys[(j + m) * row + c];
+          T* to = &grad_rows[(first_row + j + m) * row + c];
           (Vec<T>::loadu(to) + sum[m]).store(to);
         }
       }
@@ -262,69 +311,42 @@ struct Codes {
 
   void store_gradient(const Tensor& tensor, int64_t head, T gain) const {
     const Matrix<T> to(tensor, head);
-    for (int64_t i = 0; i < size; ++i) {
-      for (int64_t c = 0; c < channels; ++c) to[i][c] = gain * (grad_keys[i * row + c] - grad_queries[i * row + c]);
+    int64_t at = grad_rows.size() - tensor.size(2) * row;  // prefix tokens have no codes
+    for (int64_t i = 0; i < tensor.size(2); ++i, at += row) {
+      for (int64_t c = 0; c < channels; ++c) to[i][c] = gain * (grad_rows[at + c] - grad_lanes[at + c]);
     }
   }
 };
+
+// Call f(at, dx, dy) with the distances of tokens j + 0 ... j + rows - 1 to those of the block of i, for each vector of
+// the lanes; `at` is its place in [rows, width]. Distances to prefix tokens are 0.
+template <typename T, typename F>
+void each_distance(
+    const Codes<T>& x, const Codes<T>& y, int64_t prefix, int64_t j, int64_t rows, int64_t i, int64_t width, F f) {
+  const int64_t skipped = std::clamp<int64_t>(prefix - j, 0, rows);
+  for (int64_t at = 0; at < skipped * width; at += LANES<T>) f(at, Vec<T>(0), Vec<T>(0));
+  by_rows(rows - skipped, [&](auto M, int64_t row) {
+    row += skipped;
+    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      // bits that turn everything into 0 for prefix tokens, NaN as well
+      const Vec<T> patches = Vec<T>::arange(T(i + lane), T(1)) >= Vec<T>(T(prefix));
+      Vec<T> dx[M], dy[M];
+      x.distances_of(j + row, lane, width, dx);
+      y.distances_of(j + row, lane, width, dy);
+      for (int m = 0; m < M; ++m) f((row + m) * width + lane, dx[m] & patches, dy[m] & patches);
+    }
+  });
+}
 
 // ------------------------------------------------------------------------------------------------ attention
 
-// Queries in a block. In float their four tiles take a kilobyte a token, which may be more than the second-level cache
-// has. Smaller blocks would fit, but read k, v and the codes more often: on a Xeon, with 16 queries, a forward pass of
-// 4096 tokens took 1.8 times as long.
-constexpr int64_t BLOCK = 64;
-
-// A block of queries of one head.
+// e^x. Smaller exponentials, below 1e-31 in float, are 0. They and their products could be subnormal numbers, and with
+// these a backward pass took 15 times as long.
 template <typename T>
-struct Block {
-  Codes<T> x, y;
-  std::vector<T> queries;  // [d, width]
-  std::vector<T> tile;  // [N, width], logits and then probabilities
-
-  // The probabilities of n queries from i on.
-  void load(
-      Matrix<const T> q, Matrix<const T> k, int64_t N, int64_t dim, int64_t i, int64_t n, T scale, T gain, bool keep) {
-    const int64_t width = padded<T>(n), prefix = N - x.size;
-    transpose<T>(q.from(i), n, dim, scale, queries, width);
-    tile.resize(N * width);
-    product<T>(N, width, dim, k, {queries, width}, {tile, width});
-    x.load_block(i - prefix, n, width);
-    y.load_block(i - prefix, n, width);
-    if (keep) x.distances.resize(x.size * width), y.distances.resize(x.size * width);
-    by_rows(x.size, [&](auto M, int64_t j) {
-      for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-        // bits that turn everything into 0 for prefix tokens, NaN as well
-        const Vec<T> patches = Vec<T>::arange(T(i + lane), T(1)) >= Vec<T>(T(prefix));
-        Vec<T> dx[M], dy[M];
-        x.distances_of(j, lane, width, dx);
-        y.distances_of(j, lane, width, dy);
-        for (int m = 0; m < M; ++m) {
-          const int64_t at = (j + m) * width + lane;
-          dx[m] = dx[m] & patches, dy[m] = dy[m] & patches;
-          if (keep) dx[m].store(&x.distances[at]), dy[m].store(&y.distances[at]);
-          T* logit = &tile[prefix * width + at];
-          fmadd(dx[m] + dy[m], Vec<T>(gain), Vec<T>::loadu(logit)).store(logit);
-        }
-      }
-    });
-    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-      Vec<T> top(-std::numeric_limits<T>::infinity());  // may miss NaN, which the sum will not
-      for (int64_t at = lane; at < N * width; at += width) top = at::vec::clamp_min(top, Vec<T>::loadu(&tile[at]));
-      // Smaller exponentials, below 1e-31 in float, are 0. They and their products could be subnormal numbers, and with
-      // these a backward pass took 15 times as long.
-      const Vec<T> least(std::log(1e7 * std::numeric_limits<T>::min()));
-      const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
-        const Vec<T> x = Vec<T>::loadu(&tile[at]) - top;
-        const Vec<T> e = Vec<T>::blendv(x.exp(), Vec<T>(0), x < least);
-        e.store(&tile[at]);
-        return e;
-      });
-      const Vec<T> factor = Vec<T>(1) / sum;
-      for (int64_t at = lane; at < N * width; at += width) (Vec<T>::loadu(&tile[at]) * factor).store(&tile[at]);
-    }
-  }
-};
+Vec<T> exponential(Vec<T> x) {
+  const Vec<T> least(std::log(1e7 * std::numeric_limits<T>::min()));
+  return Vec<T>::blendv(x.exp(), Vec<T>(0), x < least);
+}
 
 // The kernels read and write by these sizes, so what does not fit must not get that far.
 void check_tokens(const Tensor& q, std::initializer_list<Tensor> others) {
@@ -344,6 +366,14 @@ void check_codes(const Tensor& q, int64_t least, int64_t most, const Tensor& cod
       codes.scalar_type());
 }
 
+void check_rows(const Tensor& q, std::initializer_list<Tensor> others) {
+  for (const Tensor& t : others) {
+    TORCH_CHECK(
+        t.sizes() == q.sizes().slice(0, 3) && t.is_contiguous() && t.scalar_type() == q.scalar_type(),
+        "there must be one number of ", q.scalar_type(), " for each query, got ", t.sizes(), " of ", t.scalar_type());
+  }
+}
+
 void check_attention(const Tensor& q, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain) {
   for (const Tensor& codes : {codes_x, codes_y}) check_codes(q, 0, q.size(2), codes, codes.size(-1));
   TORCH_CHECK(codes_x.size(2) == codes_y.size(2), "codes of ", codes_x.size(2), " and ", codes_y.size(2), " patches");
@@ -354,34 +384,131 @@ void check_attention(const Tensor& q, const Tensor& codes_x, const Tensor& codes
 
 void attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain,
-    double scale, const Tensor& out) {
+    double scale, const Tensor& out, const Tensor& row_max, const Tensor& row_sum) {
   check_tokens(q, {k, v, out});
   check_attention(q, codes_x, codes_y, gain);
-  const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3);
+  check_rows(q, {row_max, row_sum});
+  const int64_t heads = q.size(0) * q.size(1), N = q.size(2), dim = q.size(3), prefix = N - codes_x.size(2);
   const int64_t blocks = (N + BLOCK - 1) / BLOCK;
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention", [&] {
     using T = scalar_t;
     at::parallel_for(0, heads * blocks, 1, [&](int64_t begin, int64_t end) {
-      Block<T> block;
+      Codes<T> x, y;
+      Matrix<const T> ks{nullptr, 0}, vs{nullptr, 0};
+      Numbers<T> keys, values, queries(dim * BLOCK), tile(N * BLOCK);  // the latter two [d, width] and [N, width]
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t head = task / blocks, i = task % blocks * BLOCK, n = std::min(BLOCK, N - i);
-        if (task == begin || i == 0) block.x.load(codes_x, head), block.y.load(codes_y, head);
-        block.load({q, head}, {k, head}, N, dim, i, n, scale, gain.const_data_ptr<T>()[head % q.size(1)], false);
-        const Matrix<T> p(block.tile, padded<T>(n));
-        product<T>(n, dim, N, p.transposed(), {v, head}, Matrix<T>(out, head).from(i));
+        const int64_t head = task / blocks, i = task % blocks * BLOCK, n = std::min(BLOCK, N - i), width = padded<T>(n);
+        if (task == begin || i == 0) {
+          x.load(codes_x, head, N), y.load(codes_y, head, N);
+          ks = packed(k, head, keys), vs = packed(v, head, values);
+        }
+        x.load_lanes(i, n, width), y.load_lanes(i, n, width);
+        transpose<T>(Matrix<const T>(q, head).from(i), n, dim, scale, queries.data(), width);
+        product<T>(N, width, dim, ks, {queries, width}, {tile, width});
+        const Vec<T> factor(gain.const_data_ptr<T>()[head % q.size(1)]);
+        each_distance(x, y, prefix, 0, N, i, width, [&](int64_t at, Vec<T> dx, Vec<T> dy) {
+          fmadd(dx + dy, factor, Vec<T>::loadu(&tile[at])).store(&tile[at]);
+        });
+        for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+          Vec<T> top(-std::numeric_limits<T>::infinity());  // may miss NaN, which the sum will not
+          for (int64_t at = lane; at < N * width; at += width) top = at::vec::clamp_min(top, Vec<T>::loadu(&tile[at]));
+          const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+            const Vec<T> e = exponential(Vec<T>::loadu(&tile[at]) - top);
+            e.store(&tile[at]);
+            return e;
+          });
+          const int64_t count = std::min(LANES<T>, n - lane), row = head * N + i + lane;
+          top.store(row_max.mutable_data_ptr<T>() + row, count);
+          sum.store(row_sum.mutable_data_ptr<T>() + row, count);
+          const Vec<T> inverse = Vec<T>(1) / sum;
+          for (int64_t at = lane; at < N * width; at += width) (Vec<T>::loadu(&tile[at]) * inverse).store(&tile[at]);
+        }
+        const Matrix<T> p(tile, width);
+        product<T>(n, dim, N, p.transposed(), vs, Matrix<T>(out, head).from(i));
       }
     });
   });
 }
 
+// A head in the backward pass, and what a thread needs for it.
+template <typename T>
+struct Backward {
+  int64_t N, dim;
+  T gain;
+  Matrix<const T> q, k, v, grad;
+  Matrix<T> grad_q, grad_k, grad_v;  // of q and k without the scale
+  Numbers<T> queries, grads;  // of each block [d, width]: q times the scale, and the gradients of the output
+  Numbers<T> top, inverse, delta;  // [N]: the largest logit, 1 / the sum of exponentials, and p times its gradient
+  Numbers<T> sum_ds, sum_pd;  // [N]: sums over the keys of ds, and of p times the distances
+  Numbers<T> p;  // [rows, width]
+  double gain_sum = 0;
+
+  void load(Matrix<const T> out, const T* row_max, const T* row_sum, T scale) {
+    const int64_t size = padded<T>(N);
+    for (Numbers<T>* numbers : {&queries, &grads}) numbers->resize(dim * size);
+    for (int64_t i = 0; i < N; i += BLOCK) {
+      const int64_t n = std::min(BLOCK, N - i), width = padded<T>(n);
+      transpose<T>(q.from(i), n, dim, scale, &queries[i * dim], width);
+      transpose<T>(grad.from(i), n, dim, 1, &grads[i * dim], width);
+    }
+    for (Numbers<T>* numbers : {&top, &inverse, &delta, &sum_ds, &sum_pd}) numbers->assign(size, T(0));
+    for (int64_t i = 0; i < N; ++i) {
+      top[i] = row_max[i];
+      inverse[i] = 1 / row_sum[i];
+      delta[i] = total(sum_of<T>(0, dim, LANES<T>, [&](int64_t c) {
+        return Vec<T>::loadu(out[i] + c) * Vec<T>::loadu(grad[i] + c);
+      }));
+    }
+  }
+
+  // Keys from j on as rows, the block of queries from i on as lanes: the gradients ds of their logits, and what follows
+  // from them and from the probabilities. `both`: the sums of their distances, [rows, width]. Each block must meet the
+  // first one before all others.
+  void add_tile(int64_t j, int64_t rows, int64_t i, int64_t n, const T* both, Numbers<T>& ds) {
+    const int64_t width = padded<T>(n);
+    product<T>(rows, width, dim, k.from(j), {&queries[i * dim], width}, {p, width});
+    product<T>(rows, width, dim, v.from(j), {&grads[i * dim], width}, {ds, width});
+    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      const Vec<T> top = Vec<T>::loadu(&this->top[i + lane]), inverse = Vec<T>::loadu(&this->inverse[i + lane]);
+      const Vec<T> delta = Vec<T>::loadu(&this->delta[i + lane]);
+      Vec<T> sum(0), ds_of_lanes(0), pd_of_lanes(0);
+      for (int64_t at = lane; at < rows * width; at += width) {
+        const Vec<T> d = Vec<T>::loadu(both + at), logit = fmadd(d, Vec<T>(gain), Vec<T>::loadu(&p[at]));
+        const Vec<T> probability = exponential(logit - top) * inverse;
+        const Vec<T> gradient = probability * (Vec<T>::loadu(&ds[at]) - delta);
+        probability.store(&p[at]);
+        gradient.store(&ds[at]);
+        sum = fmadd(gradient, d, sum);
+        ds_of_lanes = ds_of_lanes + gradient;
+        pd_of_lanes = fmadd(probability, d, pd_of_lanes);
+      }
+      gain_sum += total(sum, n - lane);  // what follows may be NaN
+      (Vec<T>::loadu(&sum_ds[i + lane]) + ds_of_lanes).store(&sum_ds[i + lane]);
+      (Vec<T>::loadu(&sum_pd[i + lane]) + pd_of_lanes).store(&sum_pd[i + lane]);
+    }
+    const Matrix<T> probabilities(p, width), gradients(ds, width);
+    product<T>(rows, dim, n, probabilities, grad.from(i), grad_v.from(j), i > 0);
+    product<T>(rows, dim, n, gradients, q.from(i), grad_k.from(j), i > 0);
+    product<T>(n, dim, rows, gradients.transposed(), k.from(j), grad_q.from(i), j > 0);
+  }
+
+  // The sum of ds times the distances. The sum of ds over the keys is 0, but for the rounding of the output, from which
+  // `delta` was computed. Distances are positive, so in this sum, where they do not cancel, such errors would add up.
+  T grad_gain() const { return gain_sum - std::inner_product(sum_ds.begin(), sum_ds.begin() + N, sum_pd.begin(), 0.0); }
+};
+
 // The gradient of a logit, divided by the distance D, is R. That of code w_i is the gain times the sum over j of
 // (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because R
 // times it may be too large for a number.
+//
+// D_ij = D_ji, so it takes pairs of blocks, each pair once: queries of one with keys of the other, and vice versa.
 void attention_backward(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& codes_x, const Tensor& codes_y,
-    const Tensor& gain, double scale, const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v,
-    const Tensor& grad_x, const Tensor& grad_y, const Tensor& grad_gain) {
-  check_tokens(q, {grad, k, v, grad_q, grad_k, grad_v});
+    const Tensor& grad, const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_max,
+    const Tensor& row_sum, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain, double scale,
+    const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_x, const Tensor& grad_y,
+    const Tensor& grad_gain) {
+  check_tokens(q, {grad, out, k, v, grad_q, grad_k, grad_v});
+  check_rows(q, {row_max, row_sum});
   check_attention(q, codes_x, codes_y, gain);
   check_codes(q, codes_x.size(2), codes_x.size(2), grad_x, codes_x.size(3));
   check_codes(q, codes_y.size(2), codes_y.size(2), grad_y, codes_y.size(3));
@@ -389,57 +516,57 @@ void attention_backward(
   AT_DISPATCH_FLOATING_TYPES(q.scalar_type(), "attention_backward", [&] {
     using T = scalar_t;
     at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
-      Block<T> block;
-      std::vector<T> grads, grad_tile;  // [d, width], [N, width]: the gradients of probabilities, then of logits
+      Codes<T> x, y;
+      Numbers<T> memory[4];
+      Numbers<T> both(BLOCK * BLOCK), ds(BLOCK * BLOCK), other_ds(BLOCK * BLOCK), turned(BLOCK * BLOCK);
+      for (Codes<T>* codes : {&x, &y}) codes->distances.resize(BLOCK * BLOCK);
       for (int64_t head = begin; head < end; ++head) {
-        const Matrix<const T> g(grad, head), qs(q, head), ks(k, head), vs(v, head);
-        const Matrix<T> gq(grad_q, head), gk(grad_k, head), gv(grad_v, head);
         const T factor = gain.const_data_ptr<T>()[head % q.size(1)];
-        block.x.load(codes_x, head);
-        block.y.load(codes_y, head);
-        for (Codes<T>* codes : {&block.x, &block.y}) {
-          codes->grad_keys.assign(codes->codes.size(), T(0));
-          codes->grad_queries.assign(codes->codes.size(), T(0));
+        Backward<T> tiles{
+            N, dim, factor, packed(q, head, memory[0]), packed(k, head, memory[1]), packed(v, head, memory[2]),
+            packed(grad, head, memory[3]), {grad_q, head}, {grad_k, head}, {grad_v, head}};
+        tiles.p.resize(BLOCK * BLOCK);
+        tiles.load({out, head}, row_max.const_data_ptr<T>() + head * N, row_sum.const_data_ptr<T>() + head * N, scale);
+        x.load(codes_x, head, N), y.load(codes_y, head, N);
+        for (Codes<T>* codes : {&x, &y}) {
+          codes->grad_rows.assign(codes->codes.size(), T(0));
+          codes->grad_lanes.assign(codes->codes.size(), T(0));
         }
-        double gain_sum = 0;
         for (int64_t i = 0; i < N; i += BLOCK) {
           const int64_t n = std::min(BLOCK, N - i), width = padded<T>(n);
-          block.load(qs, ks, N, dim, i, n, scale, factor, true);
-          transpose<T>(g.from(i), n, dim, 1, grads, width);
-          grad_tile.resize(N * width);
-          product<T>(N, width, dim, vs, {grads, width}, {grad_tile, width});
-          for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-            const Vec<T> delta = sum_of<T>(lane, N * width, width, [&](int64_t at) {
-              return Vec<T>::loadu(&block.tile[at]) * Vec<T>::loadu(&grad_tile[at]);
+          x.load_lanes(i, n, width), y.load_lanes(i, n, width);
+          for (int64_t j = i; j < N; j += BLOCK) {
+            const int64_t rows = std::min(BLOCK, N - j), other_width = padded<T>(rows);
+            each_distance(x, y, prefix, j, rows, i, width, [&](int64_t at, Vec<T> dx, Vec<T> dy) {
+              dx.store(&x.distances[at]);
+              dy.store(&y.distances[at]);
+              (dx + dy).store(&both[at]);
             });
-            const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
-              const Vec<T> ds = Vec<T>::loadu(&block.tile[at]) * (Vec<T>::loadu(&grad_tile[at]) - delta);
-              (ds * Vec<T>(scale)).store(&grad_tile[at]);
-              Vec<T> both(0);
-              if (at < prefix * width) return both;
-              for (Codes<T>* codes : {&block.x, &block.y}) {
-                T* distance = &codes->distances[at - prefix * width];
-                const Vec<T> d = Vec<T>::loadu(distance);
-                both = both + d;
-                divided(ds, d).store(distance);
+            tiles.add_tile(j, rows, i, n, both.data(), ds);
+            if (j > i) {
+              transpose<T>({both, width}, rows, width, 1, turned.data(), other_width);
+              tiles.add_tile(i, n, j, rows, turned.data(), other_ds);
+              transpose<T>({other_ds, other_width}, n, other_width, 1, turned.data(), width);
+              for (int64_t at = 0; at < rows * width; at += LANES<T>) {
+                (Vec<T>::loadu(&ds[at]) + Vec<T>::loadu(&turned[at])).store(&ds[at]);
               }
-              return ds * both;
-            });
-            std::array<T, LANES<T>> sums;
-            sum.store(sums.data());
-            const int64_t lanes = std::min(LANES<T>, n - lane);  // what follows may be NaN
-            gain_sum += std::accumulate(sums.begin(), sums.begin() + lanes, 0.0);
+            }
+            for (Codes<T>* codes : {&x, &y}) {
+              for (int64_t at = 0; at < rows * width; at += LANES<T>) {
+                divided(Vec<T>::loadu(&ds[at]), Vec<T>::loadu(&codes->distances[at])).store(&codes->distances[at]);
+              }
+              codes->add_gradients(j, rows, i, n, width);
+            }
           }
-          const Matrix<T> p(block.tile, width), ds(grad_tile, width);
-          product<T>(N, dim, n, p, g.from(i), gv, i > 0);
-          product<T>(N, dim, n, ds, qs.from(i), gk, i > 0);
-          product<T>(n, dim, N, ds.transposed(), ks, gq.from(i));
-          block.x.add_gradients(i - prefix, n, width);
-          block.y.add_gradients(i - prefix, n, width);
         }
-        block.x.store_gradient(grad_x, head, factor);
-        block.y.store_gradient(grad_y, head, factor);
-        grad_gain.mutable_data_ptr<T>()[head] = gain_sum;
+        for (const Matrix<T>& m : {tiles.grad_q, tiles.grad_k}) {
+          for (int64_t i = 0; i < N; ++i) {
+            for (int64_t c = 0; c < dim; c += LANES<T>) (Vec<T>::loadu(m[i] + c) * Vec<T>(scale)).store(m[i] + c);
+          }
+        }
+        x.store_gradient(grad_x, head, factor);
+        y.store_gradient(grad_y, head, factor);
+        grad_gain.mutable_data_ptr<T>()[head] = tiles.grad_gain();
       }
     });
   });
@@ -454,15 +581,16 @@ struct Lines {
   int64_t count, length, next, step;  // next: patches from one line to the next, step: from one token of it to the next
   int64_t npos, row, width;
   T shrink;
-  std::vector<T> table_t;  // [d, row]
-  std::vector<T> queries;  // [d, width]
-  std::vector<T> gates, positions, cells, parts, grads;  // keys x queries, [length, width]
-  std::vector<T> values[2], grad_values[2];  // of each source at integer positions, [G, row]
+  Numbers<T> table_t;  // [d, row]
+  Numbers<T> queries;  // [d, width]
+  Numbers<T> gates, positions, cells, parts, grads;  // keys x queries, [length, width]
+  Numbers<T> values[2], grad_values[2];  // of each source at integer positions, [G, row]
 
   Lines(Tensor table, Tensor codes, Tensor grad_table, int64_t count, int64_t length, bool rows, double shrink)
       : table(table), codes(codes), grad_table(grad_table), count(count), length(length), next(rows ? length : 1),
         step(rows ? 1 : count), npos(table.size(0)), row(padded<T>(npos)), width(padded<T>(length)), shrink(shrink) {
-    transpose<T>({table.const_data_ptr<T>(), table.stride(0)}, npos, table.size(1), 1, table_t, row);
+    table_t.resize(table.size(1) * row);
+    transpose<T>({table.const_data_ptr<T>(), table.stride(0)}, npos, table.size(1), 1, table_t.data(), row);
   }
 
   void load_values(const std::vector<Matrix<const T>>& sources, int64_t dim) {
@@ -474,8 +602,9 @@ struct Lines {
 
   // Gates and scaled positions of a line, the cell of the table where each position is, and how far in the cell.
   void load(Matrix<const T> q, Matrix<const T> k, int64_t dim, T gate_scale) {
-    transpose<T>(q, length, dim, -gate_scale, queries, width);
-    for (std::vector<T>* numbers : {&gates, &positions, &cells, &parts}) numbers->resize(length * width);
+    queries.resize(dim * width);
+    transpose<T>(q, length, dim, -gate_scale, queries.data(), width);
+    for (Numbers<T>* numbers : {&gates, &positions, &cells, &parts}) numbers->resize(length * width);
     product<T>(length, width, dim, k, {queries, width}, {gates, width});
     for (int64_t lane = 0; lane < width; lane += LANES<T>) {
       Vec<T> sum(0), lost(0);  // Kahan's sum: of a position all digits are needed, for it selects a cell

@@ -1,7 +1,8 @@
 """SaPE2's codes and attention by compiled kernels for the CPU, `cpp_kernels.cpp`. Nothing N x N is stored.
 
 They do less than the PyTorch operators: each distance is computed once, from the difference, and a block of pairs
-stays in the cache from the logits to the last gradient. Half precision is computed in float32.
+stays in the cache from the logits to the last gradient. Half precision is computed in float32. The operators return
+float32, too, because their backward passes need the output with all its digits.
 """
 from typing import Sequence, Tuple
 
@@ -14,8 +15,10 @@ from .distances import (
     ATTENTION,
     ATTENTION_BACKWARD,
     ATTENTION_GRADIENTS,
+    ATTENTION_OUTPUT,
     empty_gradients,
     empty_out,
+    empty_rows,
     register_attention,
 )
 from .merged import MERGED_ARGUMENTS, register_merged
@@ -66,25 +69,37 @@ def _write_codes_gradients(
     return tuple(grad.sum(0) for grad in grads_of_tables)
 
 
-def _attention(rows: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], bias_scale, scale, v) -> torch.Tensor:
-    """The output for q, k and v from `_rows`, in the dtype of v."""
-    gain = bias_scale.to(codes[0].dtype).expand(v.shape[1]).contiguous()
-    out = empty_out(rows[2])
-    _kernels().attention(*rows, *codes, gain, scale, out)
-    return out if out.shape == v.shape and out.dtype == v.dtype else empty_out(v).copy_(out[..., :v.shape[-1]])
-
-
-def _attention_gradients(
+def _attention(
         rows: Sequence[torch.Tensor],
         codes: Sequence[torch.Tensor],
         bias_scale: torch.Tensor,
         scale: float,
+        v: torch.Tensor,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, float32 or wider, for q, k and v from `_rows`, and two numbers for each query."""
+    gain = bias_scale.to(codes[0].dtype).expand(v.shape[1]).contiguous()
+    out, numbers = empty_out(rows[2]), empty_rows(rows[0])
+    _kernels().attention(*rows, *codes, gain, scale, out, *numbers)
+    return out if out.shape == v.shape else empty_out(v, wide=True).copy_(out[..., :v.shape[-1]]), *numbers
+
+
+def _attention_gradients(
+        rows: Sequence[torch.Tensor],
+        numbers: Sequence[torch.Tensor],
+        codes: Sequence[torch.Tensor],
+        bias_scale: torch.Tensor,
+        scale: float,
 ) -> Tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v, of the codes and of the factor. `rows`: those of the output, q, k and v."""
+    """The gradients of q, k and v, of the codes and of the factor.
+
+    Args:
+        rows: The gradient of the output, the output, q, k and v, from `_rows`.
+        numbers: Two for each query, from `_attention`.
+    """
     gain = bias_scale.to(codes[0].dtype).expand(rows[0].shape[1]).contiguous()
-    grads = empty_gradients(*rows[1:], *codes)
+    grads = empty_gradients(*rows[2:], *codes)
     grad_gain = gain.new_empty(rows[0].shape[:2])
-    _kernels().attention_backward(*rows, *codes, gain, scale, *grads, grad_gain)
+    _kernels().attention_backward(*rows, *numbers, *codes, gain, scale, *grads, grad_gain)
     return *grads, grad_gain.sum_to_size(bias_scale.shape)
 
 
@@ -113,56 +128,65 @@ register_codes(cpp_axis_codes, cpp_axis_codes_backward)
 
 
 @torch.library.custom_op('timm_sape::cpp_distance_attention', mutates_args=(), device_types='cpu', schema=ATTENTION)
-def cpp_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale):
+def cpp_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale):
     return _attention(_rows(q, k, v), wide(codes_x, codes_y), bias_scale, scale, v)
 
 
 @torch.library.custom_op(
     'timm_sape::cpp_distance_attention_backward', mutates_args=(), device_types='cpu', schema=ATTENTION_BACKWARD)
-def cpp_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
-    grads = _attention_gradients(_rows(grad, q, k, v), wide(codes_x, codes_y), bias_scale, scale)
+def cpp_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, codes_x, codes_y, bias_scale, scale):
+    grads = _attention_gradients(
+        _rows(grad, out, q, k, v), (row_max, row_sum), wide(codes_x, codes_y), bias_scale, scale)
     return tuple(_like(t, g) for t, g in zip((q, k, v, codes_x, codes_y, bias_scale), grads))
 
 
-register_attention(cpp_distance_attention, cpp_distance_attention_backward)
+register_attention(cpp_distance_attention_forward, cpp_distance_attention_backward, wide=True)
 
-# The merged operator keeps the codes for its backward pass.
-_MERGED = f'({MERGED_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
-_MERGED_BACKWARD = f'(Tensor grad, Tensor codes_x, Tensor codes_y, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
+
+def cpp_distance_attention(q, k, v, *args) -> torch.Tensor:
+    """The output, `[B, h, N, d]`, in the dtype of v. For the arguments see `ATTENTION_ARGUMENTS`."""
+    return cpp_distance_attention_forward(q, k, v, *args)[0].to(v.dtype)
+
+
+# The merged operator also keeps the codes for its backward pass.
+_MERGED = f'({MERGED_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)'
+_MERGED_BACKWARD = (
+    f'(Tensor grad, {ATTENTION_OUTPUT}, Tensor codes_x, Tensor codes_y, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}')
 
 
 @torch.library.custom_op('timm_sape::cpp_sape2_attention', mutates_args=(), device_types='cpu', schema=_MERGED)
 def cpp_sape2_attention_forward(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
-    """The output and the codes."""
+    """The output, two numbers for each query, and the codes."""
     *factors, scale = factors
     rows, codes = _rows(q, k, v), empty_codes(q, *size, mode)
     _kernels().codes(*patches_of(*size, *rows[:2]), *_rows(table_x, table_y), *size, mode, *factors, *codes)
-    return _attention(rows, codes, bias_scale, scale, v), *codes
+    return *_attention(rows, codes, bias_scale, scale, v), *codes
 
 
 @cpp_sape2_attention_forward.register_fake
 def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
-    return empty_out(v), *empty_codes(q, *size, mode)
+    return empty_out(v, wide=True), *empty_rows(q), *empty_codes(q, *size, mode)
 
 
 @torch.library.custom_op(
     'timm_sape::cpp_sape2_attention_backward', mutates_args=(), device_types='cpu', schema=_MERGED_BACKWARD)
 def cpp_sape2_attention_backward(
-        grad, codes_x, codes_y, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
+        grad, out, row_max, row_sum, codes_x, codes_y, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
 ):
     *factors, scale = factors
-    rows = _rows(grad, q, k, v)
-    *grads, grad_x, grad_y, grad_scale = _attention_gradients(rows, (codes_x, codes_y), bias_scale, scale)
-    patches = *patches_of(*size, *rows[1:3]), *_rows(table_x, table_y)
+    rows = _rows(grad, out, q, k, v)
+    *grads, grad_x, grad_y, grad_scale = _attention_gradients(
+        rows, (row_max, row_sum), (codes_x, codes_y), bias_scale, scale)
+    patches = *patches_of(*size, *rows[2:4]), *_rows(table_x, table_y)
     tables = _write_codes_gradients(
         (grad_x, grad_y), patches, (*size, mode, *factors), True, patches_of(*size, *grads[:2]))
     return tuple(
         _like(t, g) for t, g in zip((q, k, v, table_x, table_y, bias_scale), (*grads, *tables, grad_scale)))
 
 
-register_merged(cpp_sape2_attention_forward, cpp_sape2_attention_backward, needs_output=False)
+register_merged(cpp_sape2_attention_forward, cpp_sape2_attention_backward)
 
 
-def cpp_sape2_attention(*args) -> torch.Tensor:
-    """The output alone, `[B, h, N, d]`. For the arguments see `MERGED_ARGUMENTS`."""
-    return cpp_sape2_attention_forward(*args)[0]
+def cpp_sape2_attention(q, k, v, *args) -> torch.Tensor:
+    """The output, `[B, h, N, d]`, in the dtype of v. For the arguments see `MERGED_ARGUMENTS`."""
+    return cpp_sape2_attention_forward(q, k, v, *args)[0].to(v.dtype)

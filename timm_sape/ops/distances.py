@@ -15,21 +15,25 @@ __all__ = [
     'ATTENTION_ARGUMENTS',
     'ATTENTION_BACKWARD',
     'ATTENTION_GRADIENTS',
+    'ATTENTION_OUTPUT',
     'attention_flops',
     'distance_attention',
     'empty_gradients',
     'empty_out',
+    'empty_rows',
     'register_attention',
     'register_flops',
     'register_gradients',
 ]
 
-# The schemas of the operators
+# The schemas of the compiled operators. They also return two numbers for each query, which their backward passes get:
+# its largest logit, and the sum of the exponentials.
 ATTENTION_ARGUMENTS = (
     'Tensor q, Tensor k, Tensor v, Tensor codes_x, Tensor codes_y, Tensor bias_scale, float scale')
 ATTENTION_GRADIENTS = '(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
-ATTENTION = f'({ATTENTION_ARGUMENTS}) -> Tensor'
-ATTENTION_BACKWARD = f'(Tensor grad, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
+ATTENTION_OUTPUT = 'Tensor out, Tensor row_max, Tensor row_sum'
+ATTENTION = f'({ATTENTION_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
+ATTENTION_BACKWARD = f'(Tensor grad, {ATTENTION_OUTPUT}, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Tensor:
@@ -41,10 +45,22 @@ def distance_attention(scale, q, k, v, codes_x, codes_y, bias_scale) -> torch.Te
     return attend(q, k, v, bias, scale=scale, fused=False)
 
 
-def empty_out(v: torch.Tensor) -> torch.Tensor:
-    """`[B, h, N, d]` in the order of memory in which models merge the heads, so that they need not copy it."""
+def empty_out(v: torch.Tensor, wide: bool = False) -> torch.Tensor:
+    """`[B, h, N, d]` in the order of memory in which models merge the heads, so that they need not copy it.
+
+    Args:
+        v: The values.
+        wide: float32, unless the values are wider.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32) if wide else v.dtype
     # no transposed tensor: autograd forbids to change the output of an operator in place if it is a view
-    return torch.empty_permuted(v.shape, (0, 2, 1, 3), dtype=v.dtype, device=v.device)
+    return torch.empty_permuted(v.shape, (0, 2, 1, 3), dtype=dtype, device=v.device)
+
+
+def empty_rows(q: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Memory for two numbers for each query, `[B, h, N]`, float32 or wider."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return tuple(q.new_empty(q.shape[:-1], dtype=dtype) for _ in range(2))
 
 
 def empty_gradients(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -52,7 +68,12 @@ def empty_gradients(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
 
 
-def register_gradients(forward: Callable, backward: Callable, reference: Callable, needs_output: bool) -> None:
+def register_gradients(
+        forward: Callable,
+        backward: Callable,
+        reference: Callable,
+        needs_output: bool = True,
+) -> None:
     """Register shapes of gradients and autograd of two operators for attention: the forward and the backward pass.
 
     Both get six tensors, the first of them q, k and v, and then what has no gradient. The forward pass returns the
@@ -88,16 +109,16 @@ def register_gradients(forward: Callable, backward: Callable, reference: Callabl
     forward.register_autograd(formula, setup_context=setup_context)
 
 
-def register_attention(forward: Callable, backward: Callable) -> None:
+def register_attention(forward: Callable, backward: Callable, wide: bool = False) -> None:
     """Register shapes, autograd and FLOP counts of two operators: the forward and the backward pass.
 
-    Their schemas are `ATTENTION` and `ATTENTION_BACKWARD`. Only the tensors are kept for the backward pass.
+    Their schemas are `ATTENTION` and `ATTENTION_BACKWARD`. `wide`: as for `empty_out`.
     """
     @forward.register_fake
     def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-        return empty_out(v)
+        return empty_out(v, wide), *empty_rows(q)
 
-    register_gradients(forward, backward, distance_attention, needs_output=False)
+    register_gradients(forward, backward, distance_attention)
     register_flops(forward, backward)
 
 

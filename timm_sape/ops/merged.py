@@ -21,12 +21,12 @@ MERGED_ARGUMENTS = (
     'float[] factors')
 
 
-def register_merged(forward: Callable, backward: Callable, needs_output: bool) -> None:
+def register_merged(forward: Callable, backward: Callable) -> None:
     """Register shapes of gradients, autograd and FLOP counts of two operators: the forward and the backward pass.
 
     They are as `register_gradients` wants them. Their last arguments are `MERGED_ARGUMENTS`.
     """
-    register_gradients(forward, backward, _reference, needs_output)
+    register_gradients(forward, backward, _reference)
 
     @register_flop_formula(forward._opoverload.overloadpacket)
     def _(*args, out_shape=None, **kwargs) -> int:

@@ -23,7 +23,15 @@ import torch
 import torch.nn.functional as F
 
 from .chunks import chunk_size, chunks
-from .distances import ATTENTION, ATTENTION_BACKWARD, empty_gradients, empty_out, register_attention
+from .distances import (
+    ATTENTION_ARGUMENTS,
+    ATTENTION_GRADIENTS,
+    distance_attention,
+    empty_gradients,
+    empty_out,
+    register_flops,
+    register_gradients,
+)
 from .precision import upcast, without_autocast
 from .reference import cdist_is_slow, squares_by_products
 
@@ -163,7 +171,11 @@ def _rows(num_tokens: int, device: torch.device) -> Iterator[slice]:
         yield slice(row, min(row + rows, num_tokens))
 
 
-@torch.library.custom_op('timm_sape::distance_attention', mutates_args=(), schema=ATTENTION)
+_FORWARD = f'({ATTENTION_ARGUMENTS}) -> Tensor'
+_BACKWARD = f'(Tensor grad, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
+
+
+@torch.library.custom_op('timm_sape::distance_attention', mutates_args=(), schema=_FORWARD)
 @without_autocast
 def torch_distance_attention(q, k, v, codes_x, codes_y, bias_scale, scale):
     batch, num_heads, num_tokens, _ = q.shape
@@ -205,7 +217,7 @@ def _add_gradient(grad: torch.Tensor, r: torch.Tensor, w_and_one: torch.Tensor, 
     grad += column_sum * w - rw
 
 
-@torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=(), schema=ATTENTION_BACKWARD)
+@torch.library.custom_op('timm_sape::distance_attention_backward', mutates_args=(), schema=_BACKWARD)
 @without_autocast
 def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scale, scale):
     batch, num_heads, num_tokens, _ = q.shape
@@ -267,4 +279,11 @@ def torch_distance_attention_backward(grad, q, k, v, codes_x, codes_y, bias_scal
     return *grads, grad_gain.sum_to_size(bias_scale.shape).to(bias_scale.dtype)
 
 
-register_attention(torch_distance_attention, torch_distance_attention_backward)
+@torch_distance_attention.register_fake
+def _(q, k, v, codes_x, codes_y, bias_scale, scale):
+    return empty_out(v)
+
+
+register_gradients(
+    torch_distance_attention, torch_distance_attention_backward, distance_attention, needs_output=False)
+register_flops(torch_distance_attention, torch_distance_attention_backward)

@@ -7,23 +7,19 @@ import torch
 
 from .codes import CODES, CODES_BACKWARD, empty_codes, register_codes
 from .distances import (
-    ATTENTION_ARGUMENTS,
+    ATTENTION,
+    ATTENTION_BACKWARD,
     ATTENTION_GRADIENTS,
-    distance_attention,
+    ATTENTION_OUTPUT,
     empty_gradients,
     empty_out,
-    register_flops,
-    register_gradients,
+    empty_rows,
+    register_attention,
 )
 from .merged import MERGED_ARGUMENTS, register_merged
 from .precision import without_autocast
 
 __all__ = ['triton_axis_codes', 'triton_distance_attention', 'triton_sape2_attention']
-
-# Attention also returns two numbers for each row, which its backward pass gets, see `triton_distances`.
-_OUTPUT = 'Tensor out, Tensor row_max, Tensor row_sum'
-_ATTENTION = f'({ATTENTION_ARGUMENTS}) -> (Tensor, Tensor, Tensor)'
-_ATTENTION_BACKWARD = f'(Tensor grad, {_OUTPUT}, {ATTENTION_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 @torch.library.custom_op('timm_sape::axis_codes_triton', mutates_args=(), schema=CODES)
@@ -48,7 +44,7 @@ def triton_axis_codes_backward(
 register_codes(triton_axis_codes, triton_axis_codes_backward)
 
 
-@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=(), schema=_ATTENTION)
+@torch.library.custom_op('timm_sape::distance_attention_triton', mutates_args=(), schema=ATTENTION)
 def triton_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale):
     """The output, and for the backward pass two numbers for each row, see `triton_distances.attention_forward`."""
     from .triton_distances import attention_forward
@@ -57,14 +53,8 @@ def triton_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, sca
     return attention_forward(q, k, v, prepared, codes_x, codes_y, bias_scale, scale)
 
 
-@triton_distance_attention_forward.register_fake
-def _(q, k, v, codes_x, codes_y, bias_scale, scale):
-    rows = codes_x.new_empty(q.shape[:-1])
-    return empty_out(v), rows, torch.empty_like(rows)
-
-
 @torch.library.custom_op(
-    'timm_sape::distance_attention_triton_backward', mutates_args=(), schema=_ATTENTION_BACKWARD)
+    'timm_sape::distance_attention_triton_backward', mutates_args=(), schema=ATTENTION_BACKWARD)
 def triton_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, codes_x, codes_y, bias_scale, scale):
     from .triton_distances import attention_backward
     from .triton_prepare import PreparedCodes
@@ -75,9 +65,7 @@ def triton_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, cod
     return *grads_of_tokens, *grads, grad_scale
 
 
-register_gradients(
-    triton_distance_attention_forward, triton_distance_attention_backward, distance_attention, needs_output=True)
-register_flops(triton_distance_attention_forward, triton_distance_attention_backward)
+register_attention(triton_distance_attention_forward, triton_distance_attention_backward)
 
 
 def triton_distance_attention(
@@ -98,7 +86,7 @@ def triton_distance_attention(
 
 _PREPARED = 'Tensor wx, Tensor wy, Tensor sx, Tensor sy, Tensor unit'
 _SAPE2 = f'({MERGED_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)'
-_SAPE2_BACKWARD = f'(Tensor grad, {_OUTPUT}, {_PREPARED}, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
+_SAPE2_BACKWARD = f'(Tensor grad, {ATTENTION_OUTPUT}, {_PREPARED}, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}'
 
 
 @torch.library.custom_op('timm_sape::sape2_attention_triton', mutates_args=(), schema=_SAPE2)
@@ -118,8 +106,7 @@ def triton_sape2_attention_forward(q, k, v, table_x, table_y, bias_scale, size, 
 def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
     from .triton_prepare import PreparedCodes
     codes = empty_codes(q, *size, mode)
-    rows = codes[0].new_empty(q.shape[:-1])
-    return empty_out(v), rows, torch.empty_like(rows), *PreparedCodes.empty(*codes, q.shape[2], q.dtype)
+    return empty_out(v), *empty_rows(q), *PreparedCodes.empty(*codes, q.shape[2], q.dtype)
 
 
 @torch.library.custom_op('timm_sape::sape2_attention_triton_backward', mutates_args=(), schema=_SAPE2_BACKWARD)
@@ -139,7 +126,7 @@ def triton_sape2_attention_backward(
     return grad_q, grad_k, grad_v, *grads_of_tables, grad_scale
 
 
-register_merged(triton_sape2_attention_forward, triton_sape2_attention_backward, needs_output=True)
+register_merged(triton_sape2_attention_forward, triton_sape2_attention_backward)
 
 
 def triton_sape2_attention(*args) -> torch.Tensor:
