@@ -32,6 +32,7 @@ ROOT = Path(timm_sape.__file__).parents[1]
     ((8, 8), 1),  # one query more
     ((8, 8), 17),  # a vector of prefix tokens alone
     ((5, 26), 0),
+    ((6, 12), 70),  # a block of prefix tokens alone, and three blocks
     pytest.param((33, 32), 1, marks=pytest.mark.full),
 ])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
