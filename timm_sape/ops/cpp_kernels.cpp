@@ -41,12 +41,13 @@ using Vec = at::vec::Vectorized<T>;
 template <typename T>
 constexpr int64_t LANES = Vec<T>::size();
 
-// Tokens in a block. With fewer, k, v and the codes would be read more often: on a Xeon, with 16 queries, a forward pass
-// of 4096 tokens took 1.8 times as long.
+// Tokens in a block. With fewer, k, v and the codes would be read more often: on a Xeon, with 16 queries, a forward
+// pass of 4096 tokens took 1.8 times as long.
 constexpr int64_t BLOCK = 64;
 constexpr int64_t PART = 128;  // the most numbers that are added one after the other
 
-// Numbers whose first is at the start of a cache line. A vector of 64 bytes across two lines takes twice as long to read.
+// Numbers whose first is at the start of a cache line. A vector of 64 bytes across two lines takes twice as long to
+// read.
 template <typename T>
 struct Aligned {
   using value_type = T;
@@ -175,8 +176,8 @@ T total(Vec<T> x, int64_t count = LANES<T>) {
 }
 
 // to [columns, width] = factor * from [rows, columns] transposed; zero where there is no row. Columns and width are
-// multiples of the lanes. Interleaving the halves of a square block of vectors shifts the bits of its indices by one, so
-// as many rounds as an index has bits swap rows and columns.
+// multiples of the lanes. Interleaving the halves of a square block of vectors shifts the bits of its indices by one,
+// so as many rounds as an index has bits swap rows and columns.
 template <typename T>
 void transpose(Matrix<const T> from, int64_t rows, int64_t columns, T factor, T* to, int64_t width) {
   constexpr int64_t L = LANES<T>;
@@ -438,7 +439,7 @@ struct Backward {
   Matrix<const T> q, k, v, grad;
   Matrix<T> grad_q, grad_k, grad_v;  // of q and k without the scale
   Numbers<T> queries, grads;  // of each block [d, width]: q times the scale, and the gradients of the output
-  Numbers<T> top, inverse, delta;  // [N]: the largest logit, 1 / the sum of exponentials, and p times its gradient
+  Numbers<T> top, inverse, delta;  // [N]: the largest logit, 1 / the sum of exponentials, the sum of p times dp
   Numbers<T> sum_ds, sum_pd;  // [N]: sums over the keys of ds, and of p times the distances
   Numbers<T> p;  // [rows, width]
   double gain_sum = 0;
@@ -462,8 +463,8 @@ struct Backward {
   }
 
   // Keys from j on as rows, the block of queries from i on as lanes: the gradients ds of their logits, and what follows
-  // from them and from the probabilities. `both`: the sums of their distances, [rows, width]. Each block must meet the
-  // first one before all others.
+  // from them and from the probabilities. `both`: the sums of their distances, [rows, width]. Gradients of a block are
+  // written when it meets the first block, and added to afterwards. So that pair comes first.
   void add_tile(int64_t j, int64_t rows, int64_t i, int64_t n, const T* both, Numbers<T>& ds) {
     const int64_t width = padded<T>(n);
     product<T>(rows, width, dim, k.from(j), {&queries[i * dim], width}, {p, width});
@@ -501,7 +502,7 @@ struct Backward {
 // (R_ij + R_ji) (w_i - w_j). Such a sum of differences loses no digits where D is small. The gain comes last, because R
 // times it may be too large for a number.
 //
-// D_ij = D_ji, so it takes pairs of blocks, each pair once: queries of one with keys of the other, and vice versa.
+// D_ij = D_ji. So each pair of blocks comes once, for the queries of one and the keys of the other and vice versa.
 void attention_backward(
     const Tensor& grad, const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_max,
     const Tensor& row_sum, const Tensor& codes_x, const Tensor& codes_y, const Tensor& gain, double scale,
