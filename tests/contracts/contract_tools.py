@@ -27,7 +27,7 @@ class Contracts(dict):
         """Decorates a contract. One that is not about positions needs a single grid only.
 
         With --full each runs for all encodings on all grids. Without, it does so for one encoding of each kind
-        (`ALWAYS`), and, unless it takes long, on its first grid for a quarter of the others, which are not the same for
+        (`ALWAYS`), and, unless it takes long, on its first grid for a sixth of the others, which are not the same for
         each contract.
         """
         if fn is None:
@@ -45,7 +45,7 @@ class Contracts(dict):
             size = 'x'.join(map(str, grid))
             return pytest.param(
                 name, pos_enc, grid, id=f'{name}-{pos_enc}-{size}',
-                marks=[] if pos_enc in ALWAYS else [pytest.mark.full if is_long else pytest.mark.one_of(4)])
+                marks=[] if pos_enc in ALWAYS else [pytest.mark.full if is_long else pytest.mark.one_of(6)])
 
         @pytest.mark.parametrize('name, pos_enc, grid', [
             case(name, pos_enc, grid) for name in self for pos_enc in POS_ENCS for grid in self[name].grids])

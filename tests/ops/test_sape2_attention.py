@@ -13,7 +13,7 @@ GRIDS = [((3, 5), 0), ((3, 5), 5), ((1, 7), 1), ((7, 1), 0), ((4, 4), 1), ((1, 1
 
 
 @pytest.mark.interpreted
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('mode', ['q', 'k', 'qk'])
 @pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
 @pytest.mark.parametrize('backend', BACKENDS)
@@ -22,7 +22,7 @@ def test_equations(backend, grid, num_prefix_tokens, mode):
 
 
 @pytest.mark.interpreted
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('backend, dtype', [(backend, torch.float32) for backend in FAST] + HALVES)
 @pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
 def test_precision(backend, dtype, grid, num_prefix_tokens):
