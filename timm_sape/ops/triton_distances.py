@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .distances import empty_gradients, empty_out
+from .distances import empty_gradients, empty_out, empty_rows
 from .triton_common import dense_rows, dtype_of, load_rows, padded, to_tf32
 from .triton_prepare import PreparedCodes
 from .triton_tiles import Tiles, backward_launches, forward_tiles
@@ -460,7 +460,7 @@ def attention_forward(
     """
     q, k, v = dense_rows(q, k, v)
     out = empty_out(v)
-    row_max, row_sum = (codes_x.new_empty(q.shape[:3]) for _ in range(2))
+    row_max, row_sum = empty_rows(q)
     constants = _constants(q, prepared, codes_x, codes_y)
     tiles = forward_tiles(constants['D'], _code_width(constants), q.element_size())
     gain = bias_scale.to(codes_x.dtype).contiguous()
