@@ -126,7 +126,8 @@ def sape2_attention(
     Returns:
         `[B, h, N, d]` in the dtype of v. Bias and softmax are computed in the dtype of q, float32 at least, whatever
         the dtype of the tables; by the reference in the widest dtype of q, k and the tables, to which a wider v is
-        rounded.
+        rounded. In training, do not change it in place: the backward passes of 'cpp' and 'triton' need it, as does that
+        of PyTorch's own function.
 
     Raises:
         ValueError: If shapes, sizes, devices, numbers or the mode do not fit, or the requested backend cannot be used.

@@ -144,7 +144,7 @@ def test_traces_have_no_operator_of_ours(pos_enc):
 
 @pytest.mark.parametrize('backend, operator', [
     ('torch', 'distance_attention'),
-    ('cpp', 'cpp_sape2_attention'),
+    ('cpp', 'sape2_attention_cpp'),
     pytest.param('triton', 'sape2_attention_triton', marks=[pytest.mark.full, pytest.mark.skipif(
         DEVICE != 'cpu', reason='the comparison is with a model on the CPU')]),
 ])

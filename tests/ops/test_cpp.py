@@ -83,7 +83,7 @@ def test_strides():
 def test_strides_of_operators():
     """Codes may have any. Gradients are contiguous, as compiled graphs are told, also where heads were padded."""
     q, k, v, table_x, table_y, gain = make_inputs((3, 5))
-    codes = torch.ops.timm_sape.cpp_axis_codes(q, k, table_x, table_y, 3, 5, 'k', 0.3, 1.0, 1.0)
+    codes = torch.ops.timm_sape.axis_codes_cpp(q, k, table_x, table_y, 3, 5, 'k', 0.3, 1.0, 1.0)
     strided = [c.mT.contiguous().mT for c in codes]
     found = []
     for codes in (codes, strided):
@@ -92,9 +92,24 @@ def test_strides_of_operators():
         found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for a, b in zip(*found):
         assert torch.equal(a, b)
-    grads = *found[0][1:], *found[1][1:], *torch.ops.timm_sape.cpp_axis_codes_backward(
+    grads = *found[0][1:], *found[1][1:], *torch.ops.timm_sape.axis_codes_cpp_backward(
         *codes, q, k, table_x, table_y, 3, 5, 'k', 0.3, 1.0, 1.0)
     assert all(grad.is_contiguous() for grad in grads)
+
+
+@pytest.mark.cpp
+def test_strides_of_what_is_kept():
+    """Hooks may give back what was kept for the backward pass with other strides."""
+    leaves = [t.requires_grad_() for t in make_inputs((3, 5))]
+
+    def call():
+        return sape2_attention(*leaves[:5], bias_scale=leaves[5], grid_size=(3, 5), num_prefix_tokens=1, backend='cpp')
+
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.mT.contiguous().mT if t.ndim > 2 else t, lambda t: t):
+        out = call()
+    for a, b in zip(*(torch.autograd.grad(y.sin().sum(), leaves) for y in (out, call()))):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.cpp
@@ -274,7 +289,7 @@ def test_sizes_that_do_not_fit():
     """The kernels would read and write beyond the ends of tensors."""
     q, k, v = torch.zeros(3, 1, 2, 5, 32).unbind(0)
     table, codes, gain = torch.zeros(3, 32), torch.zeros(1, 2, 4, 2), torch.ones(1)
-    axis_codes, attention = torch.ops.timm_sape.cpp_axis_codes, torch.ops.timm_sape.cpp_distance_attention
+    axis_codes, attention = torch.ops.timm_sape.axis_codes_cpp, torch.ops.timm_sape.distance_attention_cpp
     grid = 2, 2, 'k', 1., 1., 1.
     attention(q, k, v, codes, codes, gain, 1.), axis_codes(q, k, table, table, *grid)
     for call, text in (
@@ -288,7 +303,9 @@ def test_sizes_that_do_not_fit():
             (lambda: attention(q, k, v, codes[:, :1], codes, gain, 1.), 'codes must be'),
             (lambda: attention(q, k, v, codes[:, :, :3], codes, gain, 1.), 'codes of 3 and 4 patches'),
             (lambda: attention(q, k, v, torch.zeros(1, 2, 6, 2), torch.zeros(1, 2, 6, 2), gain, 1.), 'codes must be'),
-            (lambda: attention(q, k, v, codes.double(), codes.double(), gain.double(), 1.), 'codes must be')):
+            (lambda: attention(q, k, v, codes.double(), codes.double(), gain.double(), 1.), 'codes must be'),
+            (lambda: torch.ops.timm_sape_cpp.attention(
+                q, k, v, codes.mT.contiguous().mT, codes, gain, 1., q, *torch.zeros(2, 1, 2, 5)), 'codes must be')):
         with pytest.raises(RuntimeError, match=text):
             call()
 
@@ -320,8 +337,8 @@ def test_operators_of_a_saved_graph():
         'import torch, timm_sape\n'
         'q = torch.randn(1, 1, 5, 16)\n'
         'w, table = q[:, :, 1:], q[0, 0]\n'
-        'codes = torch.ops.timm_sape.cpp_axis_codes(w, w, table, table, 2, 2, "k", 1., 1., 1.)\n'
-        'print(torch.ops.timm_sape.cpp_distance_attention(q, q, q, *codes, torch.ones(1), 1.)[0].isfinite().all())')
+        'codes = torch.ops.timm_sape.axis_codes_cpp(w, w, table, table, 2, 2, "k", 1., 1., 1.)\n'
+        'print(torch.ops.timm_sape.distance_attention_cpp(q, q, q, *codes, torch.ones(1), 1.)[0].isfinite().all())')
     done = subprocess.run([sys.executable, '-c', code], text=True, capture_output=True)
     assert done.stdout == 'tensor(True)\n', done.stderr
 
@@ -329,7 +346,7 @@ def test_operators_of_a_saved_graph():
 def test_operators_without_kernels(not_built):
     q = torch.zeros(1, 1, 2, 16)
     with pytest.raises(RuntimeError, match="kernels of the backend 'cpp' cannot be used: they have not been compiled"):
-        torch.ops.timm_sape.cpp_distance_attention(q, q, q, q, q, torch.ones(1), 1.)
+        torch.ops.timm_sape.distance_attention_cpp(q, q, q, q, q, torch.ones(1), 1.)
 
 
 def test_another_process_that_never_ends(not_built, monkeypatch, caplog):

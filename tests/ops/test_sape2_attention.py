@@ -246,7 +246,7 @@ def test_as_one_operator_or_two(backend, dtype, mode):
         names.append(operators.names)
     one, codes, attention = {
         'triton': ('sape2_attention_triton', 'axis_codes_triton', 'distance_attention_triton'),
-        'cpp': ('cpp_sape2_attention', 'cpp_axis_codes', 'cpp_distance_attention')}[backend]
+        'cpp': ('sape2_attention_cpp', 'axis_codes_cpp', 'distance_attention_cpp')}[backend]
     assert [[name[11:] for name in run if name.startswith('timm_sape::')] for run in names] == [
         [one, f'{one}_backward'], [codes, attention, f'{attention}_backward', f'{codes}_backward']]
     assert 'aten::zeros' not in names[0] + names[1]

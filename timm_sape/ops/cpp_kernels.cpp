@@ -155,13 +155,13 @@ void product(int64_t M, int64_t N, int64_t K, Matrix<const T> a, Matrix<const T>
   }
 }
 
-// Sum of f(i) for i from `first` on, in steps, also in parts.
+// A sum for i from `first` on, in steps, also in parts. f(i, part) adds to a part.
 template <typename T, typename F>
 Vec<T> sum_of(int64_t first, int64_t end, int64_t step, F f) {
   Vec<T> sum(0);
   for (int64_t i = first; i < end;) {
     Vec<T> part(0);
-    for (const int64_t stop = std::min(end, i + PART * step); i < stop; i += step) part = part + f(i);
+    for (const int64_t stop = std::min(end, i + PART * step); i < stop; i += step) part = f(i, part);
     sum = sum + part;
   }
   return sum;
@@ -169,7 +169,7 @@ Vec<T> sum_of(int64_t first, int64_t end, int64_t step, F f) {
 
 // The sum of the first numbers of a vector.
 template <typename T>
-T total(Vec<T> x, int64_t count = LANES<T>) {
+T total(Vec<T> x, int64_t count) {
   std::array<T, LANES<T>> numbers;
   x.store(numbers.data());
   return std::accumulate(numbers.begin(), numbers.begin() + std::min(count, LANES<T>), T(0));
@@ -362,7 +362,8 @@ void check_tokens(const Tensor& q, std::initializer_list<Tensor> others) {
 void check_codes(const Tensor& q, int64_t least, int64_t most, const Tensor& codes, int64_t entries) {
   TORCH_CHECK(
       codes.dim() == 4 && codes.size(0) == q.size(0) && codes.size(1) == q.size(1) && codes.size(2) >= least &&
-          codes.size(2) <= most && codes.size(3) == entries && codes.scalar_type() == q.scalar_type(),
+          codes.size(2) <= most && codes.size(3) == entries && codes.scalar_type() == q.scalar_type() &&
+          (codes.stride(3) == 1 || codes.size(3) < 2 || codes.numel() == 0),
       "codes must be [B, h, N-P, C] for q of ", q.sizes(), " and ", q.scalar_type(), ", got ", codes.sizes(), " of ",
       codes.scalar_type());
 }
@@ -413,10 +414,10 @@ void attention(
         for (int64_t lane = 0; lane < width; lane += LANES<T>) {
           Vec<T> top(-std::numeric_limits<T>::infinity());  // may miss NaN, which the sum will not
           for (int64_t at = lane; at < N * width; at += width) top = at::vec::clamp_min(top, Vec<T>::loadu(&tile[at]));
-          const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at) {
+          const Vec<T> sum = sum_of<T>(lane, N * width, width, [&](int64_t at, Vec<T> part) {
             const Vec<T> e = exponential(Vec<T>::loadu(&tile[at]) - top);
             e.store(&tile[at]);
-            return e;
+            return part + e;
           });
           const int64_t count = std::min(LANES<T>, n - lane), row = head * N + i + lane;
           top.store(row_max.mutable_data_ptr<T>() + row, count);
@@ -447,19 +448,21 @@ struct Backward {
   void load(Matrix<const T> out, const T* row_max, const T* row_sum, T scale) {
     const int64_t size = padded<T>(N);
     for (Numbers<T>* numbers : {&queries, &grads}) numbers->resize(dim * size);
+    for (Numbers<T>* numbers : {&top, &inverse, &delta, &sum_ds, &sum_pd}) numbers->assign(size, T(0));
+    Numbers<T> outs(dim * BLOCK);  // of a block [d, width]
     for (int64_t i = 0; i < N; i += BLOCK) {
       const int64_t n = std::min(BLOCK, N - i), width = padded<T>(n);
       transpose<T>(q.from(i), n, dim, scale, &queries[i * dim], width);
       transpose<T>(grad.from(i), n, dim, 1, &grads[i * dim], width);
+      transpose<T>(out.from(i), n, dim, 1, outs.data(), width);
+      for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+        // In the order of `product`: where one probability is 1, this is its dp to the last digit, and its ds is 0.
+        sum_of<T>(lane, dim * width, width, [&](int64_t at, Vec<T> part) {
+          return fmadd(Vec<T>::loadu(&outs[at]), Vec<T>::loadu(&grads[i * dim + at]), part);
+        }).store(&delta[i + lane]);
+      }
     }
-    for (Numbers<T>* numbers : {&top, &inverse, &delta, &sum_ds, &sum_pd}) numbers->assign(size, T(0));
-    for (int64_t i = 0; i < N; ++i) {
-      top[i] = row_max[i];
-      inverse[i] = 1 / row_sum[i];
-      delta[i] = total(sum_of<T>(0, dim, LANES<T>, [&](int64_t c) {
-        return Vec<T>::loadu(out[i] + c) * Vec<T>::loadu(grad[i] + c);
-      }));
-    }
+    for (int64_t i = 0; i < N; ++i) top[i] = row_max[i], inverse[i] = 1 / row_sum[i];
   }
 
   // Keys from j on as rows, the block of queries from i on as lanes: the gradients ds of their logits, and what follows

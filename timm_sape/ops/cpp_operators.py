@@ -1,8 +1,8 @@
 """SaPE2's codes and attention by compiled kernels for the CPU, `cpp_kernels.cpp`. Nothing N x N is stored.
 
-They do less than the PyTorch operators: each distance is computed once, from the difference, and a block of pairs
-stays in the cache from the logits to the last gradient. Half precision is computed in float32. The operators return
-float32, too, because their backward passes need the output with all its digits.
+They do less than the PyTorch operators: distances are computed from differences, in the backward pass once for both
+directions, and a block of pairs stays in the cache from the logits to the last gradient. Half precision is computed in
+float32. The operators return float32, too, because their backward passes need the output with all its digits.
 """
 from typing import Sequence, Tuple
 
@@ -103,7 +103,7 @@ def _attention_gradients(
     return *grads, grad_gain.sum_to_size(bias_scale.shape)
 
 
-@torch.library.custom_op('timm_sape::cpp_axis_codes', mutates_args=(), device_types='cpu', schema=CODES)
+@torch.library.custom_op('timm_sape::axis_codes_cpp', mutates_args=(), device_types='cpu', schema=CODES)
 def cpp_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y):
     codes = empty_codes(q, height, width, mode)
     rows = _rows(*patches_of(height, width, q, k), table_x, table_y)
@@ -112,7 +112,7 @@ def cpp_axis_codes(q, k, table_x, table_y, height, width, mode, gate_scale, shri
 
 
 @torch.library.custom_op(
-    'timm_sape::cpp_axis_codes_backward', mutates_args=(), device_types='cpu', schema=CODES_BACKWARD)
+    'timm_sape::axis_codes_cpp_backward', mutates_args=(), device_types='cpu', schema=CODES_BACKWARD)
 def cpp_axis_codes_backward(
         grad_x, grad_y, q, k, table_x, table_y, height, width, mode, gate_scale, shrink_x, shrink_y,
 ):
@@ -127,16 +127,16 @@ def cpp_axis_codes_backward(
 register_codes(cpp_axis_codes, cpp_axis_codes_backward)
 
 
-@torch.library.custom_op('timm_sape::cpp_distance_attention', mutates_args=(), device_types='cpu', schema=ATTENTION)
+@torch.library.custom_op('timm_sape::distance_attention_cpp', mutates_args=(), device_types='cpu', schema=ATTENTION)
 def cpp_distance_attention_forward(q, k, v, codes_x, codes_y, bias_scale, scale):
     return _attention(_rows(q, k, v), wide(codes_x, codes_y), bias_scale, scale, v)
 
 
 @torch.library.custom_op(
-    'timm_sape::cpp_distance_attention_backward', mutates_args=(), device_types='cpu', schema=ATTENTION_BACKWARD)
+    'timm_sape::distance_attention_cpp_backward', mutates_args=(), device_types='cpu', schema=ATTENTION_BACKWARD)
 def cpp_distance_attention_backward(grad, out, row_max, row_sum, q, k, v, codes_x, codes_y, bias_scale, scale):
     grads = _attention_gradients(
-        _rows(grad, out, q, k, v), (row_max, row_sum), wide(codes_x, codes_y), bias_scale, scale)
+        _rows(grad, out, q, k, v), wide(row_max, row_sum), wide(codes_x, codes_y), bias_scale, scale)
     return tuple(_like(t, g) for t, g in zip((q, k, v, codes_x, codes_y, bias_scale), grads))
 
 
@@ -154,7 +154,7 @@ _MERGED_BACKWARD = (
     f'(Tensor grad, {ATTENTION_OUTPUT}, Tensor codes_x, Tensor codes_y, {MERGED_ARGUMENTS}) -> {ATTENTION_GRADIENTS}')
 
 
-@torch.library.custom_op('timm_sape::cpp_sape2_attention', mutates_args=(), device_types='cpu', schema=_MERGED)
+@torch.library.custom_op('timm_sape::sape2_attention_cpp', mutates_args=(), device_types='cpu', schema=_MERGED)
 def cpp_sape2_attention_forward(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
     """The output, two numbers for each query, and the codes."""
     *factors, scale = factors
@@ -169,14 +169,14 @@ def _(q, k, v, table_x, table_y, bias_scale, size, mode, factors):
 
 
 @torch.library.custom_op(
-    'timm_sape::cpp_sape2_attention_backward', mutates_args=(), device_types='cpu', schema=_MERGED_BACKWARD)
+    'timm_sape::sape2_attention_cpp_backward', mutates_args=(), device_types='cpu', schema=_MERGED_BACKWARD)
 def cpp_sape2_attention_backward(
         grad, out, row_max, row_sum, codes_x, codes_y, q, k, v, table_x, table_y, bias_scale, size, mode, factors,
 ):
     *factors, scale = factors
     rows = _rows(grad, out, q, k, v)
     *grads, grad_x, grad_y, grad_scale = _attention_gradients(
-        rows, (row_max, row_sum), (codes_x, codes_y), bias_scale, scale)
+        rows, wide(row_max, row_sum), wide(codes_x, codes_y), bias_scale, scale)
     patches = *patches_of(*size, *rows[2:4]), *_rows(table_x, table_y)
     tables = _write_codes_gradients(
         (grad_x, grad_y), patches, (*size, mode, *factors), True, patches_of(*size, *grads[:2]))
