@@ -95,8 +95,8 @@ def _mark_interpreted(items):
 def _thin_out(items):
     """Of the cases of each test marked `one_of(n)`, mark all but about one in n `full`, always the same.
 
-    Encodings of which there is one for each kind (`OFTEN`) always run. On a GPU nothing is left out: there the tests
-    decide whether Triton becomes the default.
+    Encodings of which there is one for each kind (`OFTEN`) always run, unless the mark says `all_kinds=False`. On a
+    GPU nothing is left out: there the tests decide whether Triton becomes the default.
     """
     from common import OFTEN
 
@@ -104,7 +104,9 @@ def _thin_out(items):
         return
     for item in items:
         marker = item.get_closest_marker('one_of')
-        is_kept = marker and {'rope2d', *OFTEN} & {
-            value for value in item.callspec.params.values() if isinstance(value, str)}
-        if marker and not is_kept and zlib.crc32(item.name.encode()) % marker.args[0]:
+        if marker is None:
+            continue
+        kinds = {'rope2d', *OFTEN} if marker.kwargs.get('all_kinds', True) else set()
+        values = {value for value in item.callspec.params.values() if isinstance(value, str)}
+        if not kinds & values and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
             item.add_marker(pytest.mark.full)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / 'timm_sape'
 TABLE = re.findall(r'^\| `([\w<>/]+?)(?:\.py|/)` \|', (PACKAGE.parent / 'CONTRIBUTING.md').read_text(), re.MULTILINE)
@@ -104,6 +105,7 @@ def test_wrong_arrows_are_noticed():
     assert wrong_arrows([('hub', 'lab.bench')])
 
 
+@pytest.mark.full
 def test_the_laboratory_is_not_loaded():
     script = (
         'import sys, timm_sape, timm_sape.analysis; '

@@ -1067,6 +1067,7 @@ def test_features_only_from_a_file(tmp_path):
 # ---- damaged grids
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('pos_enc', ['sape2_k', 'rpb', 'cope'])
 @pytest.mark.parametrize('grid', [
     [float('inf'), 4], [float('nan'), 4], [0, 0], [-1, 4], [2 ** 40, 4], [4], [[4, 4]], 4, [4j, 4], [5, 4.5]], ids=str)

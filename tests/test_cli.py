@@ -68,6 +68,7 @@ def run_cli(*args, cwd, program=('-m', 'timm_sape')):
         cwd=cwd, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_run_is_like_calling_the_script(tmp_path, script):
     args = ['--help', '-h', '--config', 'x.yaml', '--', '-j', '-1', 'two words', '--version', 'run', '']
     done = run_cli('run', script, *args, cwd=tmp_path)
@@ -82,6 +83,7 @@ def test_run_is_like_calling_the_script(tmp_path, script):
     )
 
 
+@pytest.mark.full
 def test_run_of_a_link(tmp_path, script):
     """Its neighbours are those of the file that it leads to."""
     tmp_path.joinpath('link.py').symlink_to(script)
@@ -128,6 +130,7 @@ COMMANDS = (
     'data')
 
 
+@pytest.mark.full
 def test_a_reader_that_has_read_enough():
     command = f'{sys.executable} -m timm_sape list models "vit_tiny_rope*" | head -n 1'
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
@@ -278,6 +281,7 @@ def test_output_to_something_else_than_a_file():
     assert 'rope2d' in out.getvalue()
 
 
+@pytest.mark.full
 def test_output_that_a_terminal_cannot_show(tmp_path, monkeypatch):
     monkeypatch.setenv('PYTHONIOENCODING', 'ascii')
     done = run_cli('configs', 'grün', cwd=tmp_path)
@@ -380,6 +384,7 @@ for command in (
 """
 
 
+@pytest.mark.full
 def test_commands_without_scipy(tmp_path):
     """They say what to install. Commands that need no statistics work."""
     done = subprocess.run(
@@ -432,6 +437,7 @@ def test_bench_sape2(tmp_path, capsys, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ['cost-models.csv', 'cost.csv', 'memory.svg']
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason='with a GPU the Triton kernels do not run on the CPU')
 def test_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     """If a model runs out of memory, earlier results are kept. A size too large for one backend does not end others."""

@@ -13,6 +13,7 @@ import timm_sape
 from common import FEW, PATCH, POS_ENCS, Maker, ToyLayer, ToyShared, images, rarely, registered
 
 MODELS = timm.list_models('test_vit_*', module='vit_pos_enc')
+COMPILED = ['ape+sape2_k', 'cope+rope2d+sape2_qk', 'ape+toy_layer+toy_shared']
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -73,8 +74,7 @@ def test_compile_block_by_block(pos_enc):
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize('pos_enc', [
-    'ape+sape2_k', pytest.param('cope+rope2d+sape2_qk', marks=pytest.mark.full), 'ape+toy_layer+toy_shared'])
+@pytest.mark.parametrize('pos_enc', rarely(COMPILED, COMPILED[:1]))
 def test_compile_training(pos_enc):
     """The same with all random operations, patch dropout included, and a mask."""
     model = Maker(pos_enc)(patch_drop_rate=0.5, drop_path_rate=0.2, proj_drop_rate=0.2, depth=1).train()
@@ -88,7 +88,7 @@ def test_compile_training(pos_enc):
         torch.testing.assert_close(compiled(x, **kwargs), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope+rope2d+sape2_qk'])
+@pytest.mark.parametrize('pos_enc', rarely(COMPILED, COMPILED[:1]))
 def test_compile_autocast(pos_enc):
     """Biases disable autocast locally, yet there is one graph with the same numbers."""
     model = Maker(pos_enc)(depth=1)
@@ -110,8 +110,8 @@ def test_compile_notices_what_breaks_a_graph():
             check_step(torch.compile(model, fullgraph=True, backend='aot_eager'), model, images((3, 5)))
 
 
-@pytest.mark.parametrize('pos_enc', [
-    'ape+sape2_k', *(pytest.param(name, marks=pytest.mark.full) for name in ('cope', 'rope2d_mixed'))])
+@pytest.mark.full
+@pytest.mark.parametrize('pos_enc', ['ape+sape2_k', 'cope', 'rope2d_mixed'])
 def test_compile_inductor(pos_enc):
     model = Maker(pos_enc)(depth=1)
     check_step(torch.compile(model, fullgraph=True), model, images((3, 5)), tol=1e-4)

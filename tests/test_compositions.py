@@ -40,7 +40,7 @@ def build(pos_enc):
 
 
 @pytest.mark.parametrize('a', [
-    pytest.param(name, marks=pytest.mark.full if i % 4 else []) for i, name in enumerate(NAMES)])
+    pytest.param(name, marks=pytest.mark.full if i % 8 else []) for i, name in enumerate(NAMES)])
 def test_pairs(a):
     """Both encodings act and learn."""
     x = torch.randn(2, 3, 2 * PATCH, 3 * PATCH, generator=torch.Generator().manual_seed(0))
@@ -107,6 +107,7 @@ def test_entrypoints_of_every_encoding():
                 assert cfg.input_size[0] == 3 and cfg.classifier == 'head' and not cfg.has_weights
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('name', [name for name in NAMES if timm_sape.get_encoding(name).alone])
 def test_what_the_last_layer_says_to_the_class_token(name):
     """In the last layer only the class token's row of the logits matters. If it has no bias, nothing is learned there.

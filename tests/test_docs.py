@@ -114,6 +114,7 @@ def test_pages_name_models_that_exist():
     assert 'vit_small_rope2d_ape' in names and names <= set(timm.list_models())
 
 
+@pytest.mark.full
 def test_site(tmp_path):
     """Strictly: any wrong link or anchor, or a docstring that names what is not there, is an error."""
     command = [sys.executable, ROOT / 'docs' / 'build_site.py', tmp_path]

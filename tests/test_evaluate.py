@@ -519,6 +519,7 @@ def test_sweep_of_some_rules(images, folders, seen):
     assert len(seen) == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('kind', ['bare', 'training'])
 def test_sweep_of_files_that_do_not_tell_the_trained_grid(kind, images, seen, tmp_path):
     if kind == 'bare':
@@ -1316,6 +1317,7 @@ def test_folders_by_the_loader_of_torchvision(dataset, images):
     assert [found[i][1] for i in range(len(found))] == [expected[i][1] for i in range(len(expected))]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('command', [
     ['compare', '{rope2d}'], ['sweep', '{rope2d}', '--sizes', '48'], ['shifts', '{rope2d}', '--by', '1'],
     ['pshap', '{rope2d}', '--num-images', '8'], ['adapt', '{rope2d}', '--sizes', '64', '--agreement']],

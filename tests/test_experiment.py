@@ -387,6 +387,7 @@ def test_files_that_the_reference_table_needs(lab, reference, tmp_path, capsys):
     assert 'plan.yaml is no file of `timm-sape bench`; name one by --costs' in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_rows_are_compared_with_the_baseline_of_their_note(lab, reference, capsys):
     """B has four heads, and so has a row of the baseline."""
     lab.plan({
@@ -436,6 +437,7 @@ def train_again(lab, reference):
     assert reference(*reference.training, '--models', 'B') == 0
 
 
+@pytest.mark.full
 def test_measures_are_of_the_training_beside_them(lab, reference, tmp_path, capsys):
     """What is trained again is measured again. A row needs measures of all its seeds."""
     assert reference(*reference.training) == 1
@@ -453,6 +455,7 @@ def test_measures_are_of_the_training_beside_them(lab, reference, tmp_path, caps
         assert reference('table') == 0 and '| 41.0 | 30.0 |' in capsys.readouterr().out  # of seed 2 alone
 
 
+@pytest.mark.full
 def test_measures_of_an_earlier_version(lab, reference, capsys):
     assert reference(*reference.training) == 1
     path = lab.output / 'measures.jsonl'
@@ -485,6 +488,7 @@ def test_rows_are_added_with_their_own_measures(lab, reference, tmp_path, capsys
         assert [(output / name).read_text() for name in ('runs.jsonl', 'measures.jsonl')] == before
 
 
+@pytest.mark.full
 def test_rows_of_others_are_added(lab, reference, tmp_path, capsys):
     assert reference(*reference.training) == 1
     for label in 'AB':
@@ -535,6 +539,7 @@ def test_a_training_of_somebody_else(name, lab, capsys):
     assert f'{folder / name} is not of this experiment: {folder} has no config.yaml. Name' in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_tables_again(lab, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0
     assert set(lab.epochs()) == {('A/seed1', f'epoch-{i}') for i in range(EPOCHS)}
@@ -634,6 +639,7 @@ def test_a_folder_is_newer_than_its_line(lab):
         shutil.rmtree(run.folder(lab.output), ignore_errors=True)
 
 
+@pytest.mark.full
 def test_archive_guards_its_runs(lab, capsys):
     """It refuses other options and other images, as folders do."""
     kept = lab.folder / 'kept'
@@ -675,6 +681,7 @@ def test_archive_is_written_by_one_process_at_a_time(lab, monkeypatch):
     assert len(archived(lab, path.parent)) == 4
 
 
+@pytest.mark.full
 def test_archive_does_not_mix_trainings(lab, capsys):
     """Another training of a run that is there, or runs on other images, are refused."""
     kept, other = lab.folder / 'kept', lab.folder / 'other'
@@ -700,6 +707,7 @@ def test_an_archive_has_a_line_for_each_run(lab, capsys):
     assert list(results.read_archive(kept / 'runs.jsonl')) == [(label, 1)]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('line', ['{"label": "A"', '{"label": "A"}', '[]', '{"epochs": {"epoch": [1], "lr": []}}'])
 def test_archives_that_cannot_be_read(lab, line, capsys):
     kept = lab.folder / 'kept'
@@ -957,6 +965,7 @@ def test_checkpoints_that_cannot_be_read_are_not_lost(lab):
 RUN = {'status': 'finished', 'error': '', 'starts': None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('said', [
     [], None, RUN, {**RUN, 'starts': [{}]}, {**RUN, 'starts': [{'began': '2026-01-01'}]}], ids=str)
 def test_records_that_say_nothing(lab, said):
@@ -967,6 +976,7 @@ def test_records_that_say_nothing(lab, said):
     assert lab(*only) == 0 and lab.rows()['A', 1]['status'] == 'finished' and len(lab.epochs()) == EPOCHS
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('content', [b'a: [', bytes(50), b'- 1', b'\xff'])
 def test_options_that_cannot_be_read(lab, content, capsys):
     assert lab('--models', 'A', '--seeds', 1) == 0
@@ -980,6 +990,7 @@ def test_options_that_cannot_be_read(lab, content, capsys):
 HEAD = b'epoch,train_loss,eval_top1\n'
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('content', [
     b'', bytes(100), b'\xff\xfe', HEAD + b'2,1.8,49\n' + bytes(50), HEAD + b'3,abc,50\n', HEAD + b'3,1.7,5x0\n'],
     ids=['empty', 'NULs', 'no text', 'half', 'no loss', 'no accuracy'])
@@ -1219,6 +1230,7 @@ def curves(lab, monkeypatch):
     return figures[0]
 
 
+@pytest.mark.full
 def test_curves_leave_out_what_failed(lab, monkeypatch):
     lab.plan({
         'A': {'model': 'test_vit_ape', 'model_kwargs': {'top1': {1: 49, 2: 53}}},
@@ -1235,6 +1247,7 @@ def test_curves_leave_out_what_failed(lab, monkeypatch):
     assert list(top1.lines[0].get_xdata()) == [1, 2, 3]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('length', [1, 26, 36, 100])
 def test_the_legend_fits(lab, length, monkeypatch):
     lab.plan({f'{i}' + (length - 1) * 'e': 'test_vit_ape' for i in range(5)}, seeds=[1])
@@ -1471,6 +1484,7 @@ def test_a_script_that_is_none(lab, capsys):
     assert script_options(lab.script) is None
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('mode', [[], ['--dry-run'], ['--tables']])
 def test_other_options_than_it_was_begun_with(lab, mode, capsys):
     lab.recipe(epochs=EPOCHS, device='cpu', val_split='test', batch_size=8, lr=0.1, workers=1)
@@ -1643,6 +1657,7 @@ def test_dry_run(lab, capsys):
     assert out.splitlines()[-1] == '20 minutes to go, 2 at a time' and lab.notes_file.read_text() == before
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('workers, first, steps', [(0, 3, 40), (3, 9, 40), (3, 9, 12)])
 def test_steps_that_were_loaded_ahead_do_not_count(lab, workers, first, steps, capsys, monkeypatch):
     # as if batches came in groups of three

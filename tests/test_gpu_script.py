@@ -91,6 +91,7 @@ def test_a_step_that_hangs_leaves_time_for_others(gpu, tmp_path, monkeypatch, ca
     assert re.search('later +ok', capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_step_without_time_left_ends_what_it_started(gpu, tmp_path, monkeypatch):
     """Trainings have sessions of their own. They would keep the GPU if the experiment had no chance to end them."""
     begun, ended = tmp_path / 'begun', tmp_path / 'ended'
@@ -114,6 +115,7 @@ def test_nothing_more_where_the_first_kernel_fails(gpu, tmp_path, monkeypatch):
     assert call(gpu, monkeypatch, tmp_path / 'out', 'unknown') == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('check', [
     'versions',
     *(pytest.param(name, marks=pytest.mark.full) for name in ('contact', 'graphs', 'tiles', 'steps', 'profile'))])

@@ -105,6 +105,7 @@ def assert_felt(grafted, model):
     assert largest_difference(grafted, model, images(model).to(model.head.weight.dtype)) > 1e-4
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('dtype', [
     pytest.param(torch.float32, id='float32'), pytest.param(torch.float64, id='float64', marks=pytest.mark.full)])
 @pytest.mark.parametrize('name', ARCHITECTURES)
@@ -582,7 +583,7 @@ def test_wrong_arguments(kwargs, message):
 CONVERTED = ('vit_small_patch16_rope_mixed_ape_224', 'vit_srelpos_small_patch16_224', 'vit_relpos_base_patch16_rpn_224')
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('name', [*ARCHITECTURES, *CONVERTED])
 def test_saved_and_loaded(name, tmp_path):
     grafted = timm_sape.graft(base_model(name, **ARCHITECTURES.get(name, SMALL)), 'sape2_k')

@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 from timm.utils.onnx import onnx_export
 
 import timm_sape
-from common import COMPOSITIONS, FEW, POS_ENCS, Maker, ToyLayer, images, rarely, registered
+from common import COMPOSITIONS, POS_ENCS, Maker, ToyLayer, images, rarely, registered
 from example_tools import load_script
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'export.py'
@@ -74,7 +74,7 @@ def check_export(model, path, *batches, dynamo=True, dynamic_size=True):
     check_parity(path, model, *batches)
 
 
-@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, FEW))
+@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, ['sape2_k']))
 def test_every_encoding(pos_enc, tmp_path):
     """Dynamic batch, height and width, on square and other grids, the trained one and larger ones."""
     model = Maker(pos_enc)(dynamic_img_size=True, depth=1)
@@ -105,7 +105,7 @@ def test_deprecated_exporter_on_naflexvit(pos_enc, tmp_path):
     check_parity(tmp_path / 'model.onnx', model, x)
 
 
-@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, ['sape2_k']))
+@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, []))
 def test_patches_of_one_pixel(pos_enc, tmp_path):
     """A symbolic height or width is then the grid's own. Each encoding has its last rule for other grids."""
     rules = {name: timm_sape.get_encoding(name).rules for name in pos_enc.split('+')}
@@ -149,6 +149,7 @@ class ForeignOperator(ToyLayer):
             'com.microsoft::Gelu', (bias,), dtype=bias.dtype, shape=bias.shape, version=1)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(*DEPRECATED)
 def test_notices_what_does_not_belong(tmp_path):
     """The negative controls: a size that became a constant, a foreign operator, other weights, complex numbers."""

@@ -171,6 +171,7 @@ def test_fine_tuning_mirrors_left_and_right_and_the_rate_only_falls(example, mon
     check_mirroring(images, watched.images)
 
 
+@pytest.mark.full
 def test_all_models_of_a_seed_are_trained_on_the_same_batches(example, data, runs, monkeypatch):
     drawn = []
 

@@ -187,6 +187,7 @@ def test_rule_and_layer_are_chosen_on_held_out_images(example, made, monkeypatch
         [32, '', 2, 65, 60, 2, 72, 48], [64, 'rescale', 2, 95, 90, 2, 18, 12]]
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_refused(start, made, capsys):
     def refused(text, *options):
         with pytest.raises(SystemExit, match='2'):

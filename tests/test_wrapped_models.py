@@ -66,7 +66,7 @@ def images(batch):
     return torch.randn(batch, 3, 16, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize('wrap', WRAPPERS)
 @pytest.mark.parametrize('pos_enc', ['sincos2d+ope', 'ape+sape2_k', 'lape', 'rope2d'])
 def test_analysis_of_a_wrapped_model(pos_enc, wrap):

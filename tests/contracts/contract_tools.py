@@ -27,8 +27,8 @@ class Contracts(dict):
         """Decorates a contract. One that is not about positions needs a single grid only.
 
         With --full each runs for all encodings on all grids. Without, it does so for one encoding of each kind
-        (`ALWAYS`), and, unless it takes long, on its first grid for a sixth of the others, which are not the same for
-        each contract.
+        (`ALWAYS`) on its first grid, for a third of them on each other grid, and, unless it takes long, on its first
+        grid for an eighth of the other encodings, which are not the same for each contract.
         """
         if fn is None:
             return partial(self.add, grids=grids, takes_long=takes_long)
@@ -41,11 +41,13 @@ class Contracts(dict):
         """The test that runs all of them for all encodings."""
         def case(name, pos_enc, grid):
             contract = self[name]
-            is_long = contract.takes_long or grid != contract.grids[0]
+            is_first = grid == contract.grids[0]
+            if pos_enc in ALWAYS:
+                marks = [] if is_first else [pytest.mark.one_of(3, all_kinds=False)]
+            else:
+                marks = [pytest.mark.one_of(8) if is_first and not contract.takes_long else pytest.mark.full]
             size = 'x'.join(map(str, grid))
-            return pytest.param(
-                name, pos_enc, grid, id=f'{name}-{pos_enc}-{size}',
-                marks=[] if pos_enc in ALWAYS else [pytest.mark.full if is_long else pytest.mark.one_of(6)])
+            return pytest.param(name, pos_enc, grid, id=f'{name}-{pos_enc}-{size}', marks=marks)
 
         @pytest.mark.parametrize('name, pos_enc, grid', [
             case(name, pos_enc, grid) for name in self for pos_enc in POS_ENCS for grid in self[name].grids])

@@ -11,21 +11,24 @@ from test_shapes_and_grids import contracts as shapes_and_grids
 CONTRACTS = {**shapes_and_grids, **initial_values, **numerics, **saving_and_loading}
 RULES = {name: timm_sape.get_encoding(name).rules for name in timm_sape.list_encodings()}
 FACTORS = [('nope', 'log'), ('ape+sape2_k', 'log')]  # pos_enc and logit_scaling
-OFTEN = [('rope2d_mixed', 'yarn'), ('alibi2d', 'slopes'), ('nope', 'log')]  # the others with --full
+OFTEN = [('rope2d_mixed', 'yarn'), ('alibi2d', 'slopes'), ('nope', 'log')]
 NAMES = ['dynamic_img_size', 'set_input_size', 'three_ways', 'meta_device', 'half', 'config']
 
 
 def cases():
-    """Of the usual rule half of the cases on the first grid run. The others, and the second grid, with --full."""
+    """On the first grid those of `OFTEN` run, and a fifth of the others with the usual rule. The rest with --full."""
     for pos_enc, rule in [*((name, rule) for name, rules in RULES.items() for rule in rules[1:]), *FACTORS]:
         for name in NAMES:
             for grid in CONTRACTS[name].grids[:2]:
-                is_usual = rule == 'rescale' and grid == CONTRACTS[name].grids[0]
-                rare = pytest.mark.one_of(2) if is_usual else pytest.mark.full
+                if grid != CONTRACTS[name].grids[0]:
+                    marks = [pytest.mark.full]
+                elif (pos_enc, rule) in OFTEN:
+                    marks = []
+                else:
+                    marks = [pytest.mark.one_of(5) if rule == 'rescale' else pytest.mark.full]
                 size = 'x'.join(map(str, grid))
                 yield pytest.param(
-                    name, pos_enc, rule, grid, id=f'{name}-{pos_enc}-{rule}-{size}',
-                    marks=[] if (pos_enc, rule) in OFTEN else [rare])
+                    name, pos_enc, rule, grid, id=f'{name}-{pos_enc}-{rule}-{size}', marks=marks)
 
 
 def arguments(pos_enc, rule):

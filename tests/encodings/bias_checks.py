@@ -173,6 +173,7 @@ class FixedBiasTests(FixedTests, AttentionEncodingTests):
 
     # --- equations
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', CASES)
     def test_equations(self, case):
         self.check(*CASES[case])
@@ -197,6 +198,7 @@ class FixedBiasTests(FixedTests, AttentionEncodingTests):
             encoding = create(self.name, (3, 4), heads=head_count, head_dim=1, random=False, **keywords)
             assert_near(bias_of(encoding, Grid(3, 4)), self.reference.bias(head_count, (3, 4), **keywords), 1e-14)
 
+    @pytest.mark.one_of(3)
     def test_mutants_are_caught(self, mutant, monkeypatch):
         """If the package is broken like this, the comparison with the equations fails."""
         case, patch = self.mutants[mutant]
@@ -395,19 +397,23 @@ class LearnedBiasTests(LearnedTests, AttentionEncodingTests):
 
     # --- equations
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('grid_size, num_prefix_tokens', GRIDS)
     def test_equations(self, grid_size, num_prefix_tokens, variant):
         self.check(grid_size, num_prefix_tokens, **variant)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('grid_size, num_prefix_tokens, num_keep', KEPT)
     def test_kept_patches(self, grid_size, num_prefix_tokens, num_keep, variant):
         """On a grid other than the encoding's own."""
         self.check(grid_size, num_prefix_tokens, num_keep, (3, 5), **variant)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
     def test_another_grid(self, grid_size, own_size, variant):
         self.check(grid_size, 1, None, own_size, **variant)
 
+    @pytest.mark.one_of(2)
     def test_attention(self, variant):
         """Attention with the bias, and every gradient, in float64."""
         encoding, grid = self.new((4, 4), 1, **variant), make_grid((3, 5), 1, 8)
@@ -417,6 +423,7 @@ class LearnedBiasTests(LearnedTests, AttentionEncodingTests):
         expected = attention(q, k, v, scale=SCALE, bias=self.expected_bias(encoding, q, x, grid))
         compare(attend(encoding, q, k, v, grid, scale=SCALE, x=x), expected, inputs)
 
+    @pytest.mark.one_of(3)
     def test_mutants_are_caught(self, mutant, monkeypatch):
         """If the package is broken like this, the comparison with the equations fails."""
         case, patch = self.mutants[mutant]
@@ -446,6 +453,7 @@ class LearnedBiasTests(LearnedTests, AttentionEncodingTests):
 class ParabolaTests(LearnedBiasTests):
     """A bias by parabolas, computed by more channels of q and k, with a keyword `resolution`."""
 
+    @pytest.mark.one_of(3)
     def test_mutants_are_caught(self, mutant, monkeypatch):
         """If the package is broken like this, the comparison with the equations fails."""
         case, patch = self.mutants[mutant]

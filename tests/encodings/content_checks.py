@@ -301,10 +301,12 @@ class ContentBiasTests(EncodingTests):
 
     # --- equations
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', CASES)
     def test_equations(self, kind, case):
         self.check(kind, *CASES[case])
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', TRAINED_ON)
     def test_equations_on_another_grid(self, kind, case):
         """Positions are scaled to the trained grid, if it matters."""
@@ -314,6 +316,7 @@ class ContentBiasTests(EncodingTests):
     def test_equations_with_a_gate(self, kind, case):
         self.check(kind, *CASES[case], gated=True)
 
+    @pytest.mark.one_of(3)
     def test_mutants_are_caught(self, mutant, monkeypatch):
         """If the package is broken like this, the comparison with the equations fails."""
         kind, case, patch = self.mutants[mutant]

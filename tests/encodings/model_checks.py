@@ -264,6 +264,7 @@ class AttentionEncodingTests(EncodingTests):
     least = 1e-3
     PARAMETERS = [*EncodingTests.PARAMETERS, 'model_variant', 'composition']
 
+    @pytest.mark.one_of(2)
     def test_model(self, model_variant, composition):
         check_model(self.name, composition, model_variant, self.least)
 

@@ -212,6 +212,7 @@ class RotationTests(AttentionEncodingTests):
 
     # --- equations
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', CASES)
     def test_equations(self, case):
         self.check(*CASES[case])
@@ -225,6 +226,7 @@ class RotationTests(AttentionEncodingTests):
         """The gate multiplies the angles, not their sines."""
         self.check(*CASES['3x5, 6 kept'], init=0.7)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('qk_norm', [True, False])
     @pytest.mark.parametrize('fused', [True, False])
     def test_attention_layer(self, qk_norm, fused):
@@ -245,6 +247,7 @@ class RotationTests(AttentionEncodingTests):
         expected = layer.proj(expected.transpose(1, 2).flatten(2))
         compare(layer(x, position=Position(grid)), expected, {'x': x, **dict(layer.named_parameters())})
 
+    @pytest.mark.one_of(3)
     def test_mutants_are_caught(self, mutant, monkeypatch):
         """If the package is broken like this, the comparison with the equations fails."""
         case, patch = self.mutants[mutant]
@@ -448,6 +451,7 @@ class BasisTests(ResolutionTests, LearnedTests, RotaryTests):
     """A rotation by a table, after each head's tokens are multiplied by a matrix that it learns by `ops.cayley`."""
     mutants = {**RotaryTests.mutants, 'inverse matrices': ('3x5', (ops, 'cayley', inverse))}
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', [case for case in CASES if case != '1x1'])  # alone, there is no offset
     def test_equations(self, case):
         self.check(*CASES[case])

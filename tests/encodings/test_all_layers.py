@@ -62,6 +62,7 @@ def rotated(encodings, x, grid):
     return x
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('num_prefix_tokens', [pytest.param(1, marks=pytest.mark.full), 5])
 @pytest.mark.parametrize('fused', [True, False])
 @pytest.mark.parametrize('qk_norm', [True, False])

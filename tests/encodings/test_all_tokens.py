@@ -49,6 +49,7 @@ def test_parameters_added(name):
     assert not encoding.relative
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('pos_enc', ALONE + COMPOSITIONS)
 def test_model(pos_enc):
     """Any number of prefix tokens, patches dropped, half precision, images of other sizes; gradients everywhere."""

@@ -31,6 +31,7 @@ def check(grid_size, num_prefix_tokens=0, num_keep=None, own_size=None):
     compare(actual, expected, {'tokens': tokens, 'pos_embed': pos_embed})
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('num_prefix_tokens', PREFIXES)
 @pytest.mark.parametrize('grid_size', GRIDS)
 def test_equations(grid_size, num_prefix_tokens):
@@ -43,6 +44,7 @@ def test_equations_of_kept_patches(grid_size, num_keep, num_prefix_tokens):
     check(grid_size, num_prefix_tokens, num_keep)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('grid_size', [(5, 3), (2, 9), (6, 10), (1, 1)])
 @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
 def test_equations_on_another_grid(grid_size, num_prefix_tokens):
@@ -111,6 +113,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('mutant', MUTANTS)
 def test_mutants_are_caught(mutant, monkeypatch):
     catches(MUTANTS[mutant][0], monkeypatch, *MUTANTS[mutant][1:])

@@ -77,6 +77,7 @@ class TestCope(ContentBiasTests):
         self.check(kind, *CASES['3x5, 8 kept'], npos=npos)
         self.check(kind, (1, 7), 1, None, (2, 9), npos=npos)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
     def test_attention(self, kind, case):
         content_checks.check_attention(self.maker(kind), self.expected_bias, *CASES[case])
@@ -127,6 +128,7 @@ def test_initial_values(again):
         assert encoding.table.shape == (64, 16) and (encoding.table == 0).all()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
 @pytest.mark.parametrize('direction', DIRECTIONS)
 def test_model(direction, composition):

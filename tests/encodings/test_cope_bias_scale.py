@@ -31,6 +31,7 @@ def check(grid_size, num_prefix_tokens=0, num_keep=None, trained_on=None, direct
     compare(bias_of(encoding, grid, inputs), SIZES['head_dim'] ** 0.5 * divided, leaves)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('direction', ['literal', 'between'])
 @pytest.mark.parametrize('case', CASES, ids=str)
 def test_equations(case, direction):
@@ -46,6 +47,7 @@ def other_gates(self, q, k, grid, content_bias=cope.ContextualPositionEncoding.c
     return content_bias(self, q, k * self.head_dim ** 0.5, grid)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('mutant', [divided, other_gates])
 def test_mutants_are_caught(mutant, monkeypatch):
     """If the package is broken like this, the comparison with the equations fails."""
@@ -72,6 +74,7 @@ def test_default_divides():
     assert_near(undivided, SIZES['head_dim'] ** 0.5 * plain, 1e-14)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}'])
 def test_model(composition):
     check_model('cope', composition, {'bias_scale': 'one', 'npos': 10})

@@ -126,6 +126,7 @@ class TestIrpe(ContentBiasTests):
     def test_mode_bias(self, method, shared_heads, case):
         self.check('irpe_qk', *CASES[case], mode='bias', method=method, shared_heads=shared_heads)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('name', ['irpe_k', 'irpe_q', 'irpe_qk', 'irpe_qkv', 'auto_irpe_qkv'])
     @pytest.mark.parametrize('case', ['3x5 and 5 prefix tokens', '3x5, 8 kept'])
     def test_attention(self, case, name):
@@ -332,6 +333,7 @@ def test_initial_values(keywords, shape, again):
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
 @pytest.mark.parametrize('name, keywords', [
     *((name, {}) for name in NAMES), ('irpe_qk', {'mode': 'bias', 'method': 'cross', 'shared_heads': False})], ids=str)

@@ -27,6 +27,7 @@ def test_adds_nothing_to_tokens():
     assert LayerEncodings({'nope': create('nope')}).add_after(x, None) is x
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('num_keep', [None, 6])
 def test_attention(num_keep):
     """Attention without any encoding, and every gradient."""

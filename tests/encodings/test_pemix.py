@@ -32,6 +32,7 @@ def check(grid_size, num_prefix_tokens=0, num_keep=None):
     compare(mixed(encoding, tokens, term, grid), expected, inputs)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('num_prefix_tokens', [0, 1, 5])
 @pytest.mark.parametrize('grid_size', GRIDS)
 def test_equations(grid_size, num_prefix_tokens):
@@ -53,6 +54,7 @@ MUTANTS = {  # what is checked, owner, attribute, replacement
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('mutant', MUTANTS)
 def test_mutants_are_caught(mutant, monkeypatch):
     catches(MUTANTS[mutant][0], monkeypatch, *MUTANTS[mutant][1:])

@@ -127,6 +127,7 @@ MUTANTS = {  # name, rule, case, attribute, replacement
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('mutant', MUTANTS)
 def test_mutants_are_caught(mutant, monkeypatch):
     name, rule, case, *patch = MUTANTS[mutant]

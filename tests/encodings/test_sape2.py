@@ -93,6 +93,7 @@ class TestSape2(ContentBiasTests):
         self.check('sape2_k', (3, 5), 1, npos=npos)
         self.check('sape2_q', (1, 7), 0, 5, (2, 9), npos=npos)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', [
         '3x5', '3x5 and 5 prefix tokens', '1x7', '7x1', '1x1', '3x5, 8 kept', '3x5 trained on 6x2',
         '4x4 trained on 3x5, 6 kept'])
@@ -107,6 +108,7 @@ class TestSape2(ContentBiasTests):
     def test_attention_with_a_gate(self, case, keywords):
         self.check_attention('sape2_k', *CASES[case], gated=True, **keywords)
 
+    @pytest.mark.one_of(3)
     @pytest.mark.parametrize('attention_mutant', MUTANTS_IN_ATTENTION)
     def test_mutants_are_caught_in_attention(self, attention_mutant, monkeypatch):
         kind, case, patch = MUTANTS_IN_ATTENTION[attention_mutant]
@@ -325,6 +327,7 @@ def test_initial_values_by_keyword():
 KEYWORDS = [{}, {'bias_scale': 'learned', 'npos': 3}]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
 @pytest.mark.parametrize('name, keywords', [
     ('sape2_k', {}), ('sape2_q', {}), ('sape2_qk', {}), ('sape2_k', KEYWORDS[1])], ids=str)

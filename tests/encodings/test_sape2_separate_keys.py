@@ -63,6 +63,7 @@ def check(name, grid_size, num_prefix_tokens=0, num_keep=None, trained_on=None, 
 
 # --- equations -------------------------------------------------------------------------------------------------------
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('case', CASES, ids=str)
 @pytest.mark.parametrize('name', NAMES)
 def test_equations(name, case):
@@ -128,6 +129,7 @@ def added(self, k, axis_keys=sape2.SemanticAwareEncoding._axis_keys):
     return tuple(k + keys for keys in axis_keys(self, k))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('name', [
     'sape2_k', *(pytest.param(name, marks=pytest.mark.full) for name in NAMES if name != 'sape2_k')])
 @pytest.mark.parametrize('mutant', [swapped, transposed, one_for_both, added])
@@ -256,6 +258,7 @@ def test_initial_values(name, separate_keys, value, again):
     assert {key for key, _ in model.named_parameters() if 'key_' in key} <= model.no_weight_decay()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
 @pytest.mark.parametrize('name', NAMES[:3])
 def test_model(name, composition):
@@ -286,6 +289,7 @@ def test_saved_config(name, tmp_path):
         initial_model(f'ape+{name}', False).load_state_dict(model.state_dict())
 
 
+@pytest.mark.full
 def test_compiled():
     """One graph, forward and backward."""
     model = build('ape+sape2_k', {'separate_keys': 'identity'})
@@ -298,6 +302,7 @@ def test_compiled():
         assert_near(p.grad, expected[key], 1e-4, key)
 
 
+@pytest.mark.full
 def test_exported():
     """Without our operators, on a grid of another size."""
     model = build('ape+sape2_q', {'separate_keys': 'zero'}, dynamic_img_size=True)

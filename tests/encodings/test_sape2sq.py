@@ -81,6 +81,7 @@ class TestSape2Sq(ContentBiasTests):
             q, k, encoding.table_x, encoding.table_y, (3, 5), mode=encoding.mode, gate_scale=gate_scale)
         assert_near(bias_of(encoding, q, k, grid), bias_scale * bias, 1e-10)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('case', [case for case in CASES if case != '1x1 alone'])  # nothing to choose from
     @pytest.mark.parametrize('fused', [True, False])
     def test_attention(self, fused, kind, case):
@@ -261,6 +262,7 @@ def test_initial_gain(name):
 SMALL = {'bias_scale': 0.1}  # squares of large codes are large, and bfloat16 would show the rounding of q and k
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('composition', ['{}', 'ape+{}', 'rope2d+{}'])
 @pytest.mark.parametrize('name', NAMES)
 def test_model(name, composition):

@@ -66,6 +66,7 @@ class TokenTests(EncodingTests):
         inputs = {'tokens': tokens, **dict(encoding.named_parameters())}
         compare(self.actual(encoding, tokens, grid), self.expected(encoding, tokens, grid), inputs)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('num_prefix_tokens', [0, 1, 5])
     @pytest.mark.parametrize('grid_size', GRIDS)
     def test_equations(self, grid_size, num_prefix_tokens, variant):
@@ -75,12 +76,14 @@ class TokenTests(EncodingTests):
     def test_equations_of_kept_patches(self, case, variant):
         self.check(*case, **variant)
 
+    @pytest.mark.one_of(2)
     @pytest.mark.parametrize('num_prefix_tokens', [0, 2])
     @pytest.mark.parametrize('grid_size, own_size', OTHER_GRIDS)
     def test_equations_on_another_grid(self, grid_size, own_size, num_prefix_tokens, variant):
         self.check(grid_size, num_prefix_tokens, own_size=own_size, **variant)
         self.check(grid_size, num_prefix_tokens, 1, own_size, **variant)
 
+    @pytest.mark.one_of(3)
     def test_mutants_are_caught(self, mutant, monkeypatch):
         """If the package is broken like this, the comparison with the equations fails."""
         case, patch = self.mutants[mutant]

@@ -406,7 +406,8 @@ def test_autocast_and_bfloat16(pos_enc):
             assert low.dtype == torch.bfloat16 and (low - expected).abs().max() < 0.1
 
 
-@pytest.mark.parametrize('pos_enc', [pytest.param('rope2d', marks=pytest.mark.full), 'sape2_k'])
+@pytest.mark.full
+@pytest.mark.parametrize('pos_enc', ['rope2d', 'sape2_k'])
 def test_compiled(pos_enc):
     model = small(pos_enc)
     compiled = torch.compile(model, backend='aot_eager')

@@ -79,6 +79,7 @@ def test_prepared_codes_have_22_bits():
         assert (s[:, :2] < -1e37).all() and ((s - norms)[:, 2:].abs() <= 1e-6 * norms[:, 2:]).all()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('width', [3, 9])
 @pytest.mark.parametrize('exponent', [-60, 40])
 def test_size_of_codes_does_not_matter(exponent, width):
@@ -97,6 +98,7 @@ def test_size_of_codes_does_not_matter(exponent, width):
         assert a.isfinite().all() and torch.equal(a, b)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize('dtype, width, centre, spread', [
     (torch.float32, 16, 3e18, 6e16),  # squared norms of 1e38
     (torch.float32, 9, 0, 1e-17),  # squared distances that float32 can just hold
@@ -120,6 +122,7 @@ def test_extreme_codes(dtype, width, centre, spread):
         assert error < (2e-2 if dtype == torch.float16 else 2e-4), error
 
 
+@pytest.mark.full
 def test_memory_of_output_and_its_gradient():
     """Heads can be merged without a copy. The gradient may have any strides; 0 where it is a broadcast sum."""
     q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
@@ -141,6 +144,7 @@ def test_offsets_fit_32_bits(stride, is_copied):
     assert found.is_contiguous() == is_copied
 
 
+@pytest.mark.full
 def test_short_codes_that_differ_by_rounding_alone():
     """They count as equal. Otherwise gradients would have the direction of noise."""
     q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
