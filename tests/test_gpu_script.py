@@ -76,6 +76,7 @@ def test_status_says_what_is_left(gpu, tmp_path, monkeypatch, capsys):
     assert 'epoch: set TIMM_SCRIPTS and CIFAR10' in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_nothing_without_a_gpu(gpu, tmp_path, monkeypatch):
     """The tests would pass, with kernels that are interpreted."""
     monkeypatch.undo()

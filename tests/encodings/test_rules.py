@@ -56,7 +56,7 @@ def check(name, rule, case, ramp=(1, 32), init=None, made_for=None):
 
 # --- equations -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('rule', RULES)
 @pytest.mark.parametrize('name', ROTATIONS)

@@ -63,7 +63,7 @@ def check(name, grid_size, num_prefix_tokens=0, num_keep=None, trained_on=None, 
 
 # --- equations -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3, all_kinds=False)
 @pytest.mark.parametrize('case', CASES, ids=str)
 @pytest.mark.parametrize('name', NAMES)
 def test_equations(name, case):
@@ -75,7 +75,7 @@ def test_other_keywords(name):
     check(name, (3, 5), 1, 8, preset='equations', npos=3)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(4, all_kinds=False)
 @pytest.mark.parametrize('case, backend', [
     *((case, backend) for case in CASES for backend in ('reference', 'torch')),
     *(pytest.param(case, 'triton', marks=pytest.mark.full) for case in CASES[1::3])], ids=str)
@@ -152,6 +152,7 @@ def test_half(name, dtype):
 
 
 @pytest.mark.interpreted
+@pytest.mark.one_of(3, all_kinds=False)
 @pytest.mark.parametrize('backend', ['torch', 'triton'])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('name', NAMES[:3])

@@ -42,6 +42,7 @@ def third_party():
         yield
 
 
+@pytest.mark.one_of(2, all_kinds=False)
 @pytest.mark.parametrize('name, contract, pos_enc', [
     pytest.param(name, module.contracts[name], pos_enc, marks=[] if pos_enc in USUAL else pytest.mark.full)
     for module, names in CONTRACTS.items() for name in names for pos_enc in POS_ENCS],

@@ -98,6 +98,7 @@ def test_loss_and_gradients(pos_enc, backend):
 
 
 @pytest.mark.interpreted
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize('way', ['eager', pytest.param('compiled', marks=pytest.mark.full), 'checkpointed'])
 @pytest.mark.parametrize('amp', [True, False])
 @pytest.mark.parametrize('backend', BACKENDS)

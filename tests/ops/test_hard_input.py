@@ -83,7 +83,7 @@ def test_errors_do_not_grow_with_the_number_of_tokens(backend):
 
 
 @pytest.mark.interpreted
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
 @pytest.mark.parametrize('backend', FAST)
@@ -141,7 +141,7 @@ class Plain(torch.autograd.Function):
 
 
 @pytest.mark.interpreted
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('grid, num_prefix_tokens', GRIDS)
 @pytest.mark.parametrize('backend, dtype', HALVES)
@@ -287,7 +287,7 @@ def rounding_of_gain(q, k, v, table_x, table_y, gain, grid_size, num_prefix_toke
     return torch.finfo(torch.float32).eps * logits.abs().max().clamp(min=1) * terms
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize('kind', ['random', 'twins', 'outlier'])
 @pytest.mark.parametrize('grid', [(2, 2), (1, 3), (3, 3)])
 @pytest.mark.parametrize('backend', ['torch', 'cpp'])
