@@ -207,6 +207,29 @@ def test_limits_of_triton_are_those_of_the_keys_for_the_codes():
         attention('triton', (3, 40), dtype=torch.bfloat16, axis_keys=lambda q, k: (k.float(), k.float()))
 
 
+@pytest.mark.parametrize('rotated', [False, True])
+@pytest.mark.parametrize('backend', [*BACKENDS[:-1], pytest.param('triton', marks=FULL_WITHOUT_GPU)])
+def test_strides_of_what_is_kept(backend, rotated):
+    """Hooks may give back what is kept for the backward pass with other strides."""
+    device, dtype, _ = strictest(backend)
+    leaves = [t.to(device, dtype).requires_grad_() for t in make_inputs((2, 3))]
+
+    def gradients(pack):
+        q, k = leaves[:2]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = ops.sape2_attention(
+                *leaves[:5], timm_sape.Grid(2, 3, 1), mode='qk', gate_scale=0.4, bias_scale=leaves[5], scale=0.3,
+                rotated=(q.cos(), k.cos()) if rotated else None, backend=backend)
+        return torch.autograd.grad(out.sin().sum(), leaves)
+
+    expected = gradients(lambda t: t)
+    for pack in (
+            lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+            lambda t: torch.cat([t, t], dim=-1)[..., :t.shape[-1]] if t.ndim > 1 else t):
+        for a, b in zip(gradients(pack), expected):
+            assert_near(a, b, 1e-6)
+
+
 class Operators(TorchDispatchMode):
     """The names of those that run."""
 

@@ -485,6 +485,9 @@ def attention_backward(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and bias_scale; those of the codes are written to `grad_x` and `grad_y`, contiguous."""
     grad, out, q, k, v = dense_rows(grad, out, q, k, v)
+    # hooks on what autograd keeps may have changed strides
+    row_max, row_sum, *prepared = (t.contiguous() for t in (row_max, row_sum, *prepared))
+    prepared = PreparedCodes(*prepared)
     prefix = q.shape[2] - grad_x.shape[2]
     delta = torch.empty_like(row_max)
     grad_q, grad_k, grad_v = empty_gradients(q, k, v)
