@@ -122,7 +122,6 @@ def test_extreme_codes(dtype, width, centre, spread):
         assert error < (2e-2 if dtype == torch.float16 else 2e-4), error
 
 
-@pytest.mark.full
 def test_memory_of_output_and_its_gradient():
     """Heads can be merged without a copy. The gradient may have any strides; 0 where it is a broadcast sum."""
     q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
@@ -144,7 +143,6 @@ def test_offsets_fit_32_bits(stride, is_copied):
     assert found.is_contiguous() == is_copied
 
 
-@pytest.mark.full
 def test_short_codes_that_differ_by_rounding_alone():
     """They count as equal. Otherwise gradients would have the direction of noise."""
     q, k, v = torch.randn(3, 1, 2, 47, 8, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
