@@ -4,7 +4,7 @@ And the kernels of the backend 'cpp' are compiled, once for all tests: half a mi
 """
 import os
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 if 'PYTEST_XDIST_WORKER' in os.environ:  # there is a worker per core, so more threads would wait for each other
@@ -93,7 +93,7 @@ def _mark_interpreted(items):
 
 
 def _thin_out(items):
-    """Of the cases of each test marked `one_of(n)`, mark all but about one in n `full`, always the same.
+    """Of the cases of each test marked `one_of(n)`, mark all but about one in n `full`, always the same; never all.
 
     Encodings of which there is one for each kind (`OFTEN`) always run, unless the mark says `all_kinds=False`. On a
     GPU nothing is left out: there the tests decide whether Triton becomes the default.
@@ -102,11 +102,18 @@ def _thin_out(items):
 
     if torch.cuda.is_available():
         return
+    cases = defaultdict(list)
     for item in items:
+        if item.get_closest_marker('one_of') and not item.get_closest_marker('full'):
+            cases[item.nodeid.partition('[')[0]].append(item)
+
+    def is_rare(item):
         marker = item.get_closest_marker('one_of')
-        if marker is None:
-            continue
         kinds = {'rope2d', *OFTEN} if marker.kwargs.get('all_kinds', True) else set()
         values = {value for value in item.callspec.params.values() if isinstance(value, str)}
-        if not kinds & values and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+        return not kinds & values and zlib.crc32(item.nodeid.encode()) % marker.args[0]
+
+    for test in cases.values():
+        rare = [item for item in test if is_rare(item)]
+        for item in rare if len(rare) < len(test) else rare[1:]:
             item.add_marker(pytest.mark.full)

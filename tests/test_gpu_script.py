@@ -117,9 +117,7 @@ def test_nothing_more_where_the_first_kernel_fails(gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('check', [
-    'versions',
-    *(pytest.param(name, marks=pytest.mark.full) for name in ('contact', 'graphs', 'tiles', 'steps', 'profile'))])
+@pytest.mark.parametrize('check', ['versions', 'contact', 'graphs', 'tiles', 'steps', 'profile'])
 def test_checks(check, tmp_path):
     """On a CPU the kernels are interpreted, and what wants a GPU is left out."""
     path = [] if check not in ('graphs', 'tiles', 'steps') else ['--output', str(tmp_path / 'rows.csv')]

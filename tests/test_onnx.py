@@ -105,7 +105,8 @@ def test_deprecated_exporter_on_naflexvit(pos_enc, tmp_path):
     check_parity(tmp_path / 'model.onnx', model, x)
 
 
-@pytest.mark.parametrize('pos_enc', rarely(ENCODINGS, []))
+@pytest.mark.full
+@pytest.mark.parametrize('pos_enc', ENCODINGS)
 def test_patches_of_one_pixel(pos_enc, tmp_path):
     """A symbolic height or width is then the grid's own. Each encoding has its last rule for other grids."""
     rules = {name: timm_sape.get_encoding(name).rules for name in pos_enc.split('+')}
