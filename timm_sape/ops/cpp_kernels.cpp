@@ -364,8 +364,8 @@ void check_codes(const Tensor& q, int64_t least, int64_t most, const Tensor& cod
       codes.dim() == 4 && codes.size(0) == q.size(0) && codes.size(1) == q.size(1) && codes.size(2) >= least &&
           codes.size(2) <= most && codes.size(3) == entries && codes.scalar_type() == q.scalar_type() &&
           (codes.stride(3) == 1 || codes.size(3) < 2 || codes.numel() == 0),
-      "codes must be [B, h, N-P, C] for q of ", q.sizes(), " and ", q.scalar_type(), ", got ", codes.sizes(), " of ",
-      codes.scalar_type());
+      "codes must be [B, h, N-P, C] with a last stride of 1 for q of ", q.sizes(), " and ", q.scalar_type(), ", got ",
+      codes.sizes(), " with strides of ", codes.strides(), " and ", codes.scalar_type());
 }
 
 void check_rows(const Tensor& q, std::initializer_list<Tensor> others) {
